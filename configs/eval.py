@@ -1,13 +1,13 @@
-"""Evaluation of a trained policy or a prompted method on a question file, a folder of them, or the built-in world.
+"""Evaluation of a trained policy or a prompted method on a question file, a dataset folder, or the built-in world.
 
     python launch/eval.py --config=configs/eval.py:method=rsearch                       # built-in world, shipped policy
     python launch/eval.py --config=configs/eval.py:method=naive_rag,policy=assets/miniwiki-reader
     python launch/eval.py --config=configs/eval.py:method=ircot,dataset=FOLDER,policy=FOLDER
     python launch/eval.py --config=configs/eval.py:method=direct,dataset=dev.jsonl,policy=FOLDER,judge=http://127.0.0.1:8000/v1
 
-`method` is a recipe or one of the prompted methods of docs/evaluation.md. Single fields are changed as everywhere:
-`--config.method.steps=4` (a prompted method's option), `--config.recipe.environment.max_searches=2`, `--config.rollout.rows=256`,
-`--config.prompted.passage_chars=800`.
+`method` is a recipe or a prompted method; docs/evaluation.md lists them. Single fields are set by flags, such as
+`--config.method.steps=4` (an option of a prompted method), `--config.recipe.environment.max_searches=2`,
+`--config.rollout.rows=256` and `--config.prompted.passage_chars=800`.
 """
 
 from ml_collections import ConfigDict
@@ -17,11 +17,11 @@ from rrl.config.shared import refuse_unused_encoder
 from rrl.errors import UserError
 
 ONE_SHOT = ("naive_rag", "rag_cot")
-"""Prompted methods that search once and show all of it."""
+"""Prompted methods that search once and put all retrieved passages into the prompt."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/eval.py:ARG`."""
+    """Return the config of `--config=configs/eval.py:ARG`."""
     args = parse(
         arg,
         method="rsearch",
@@ -44,7 +44,7 @@ def get_config(arg: str = "") -> ConfigDict:
         judge_prompt="tiresrag",
     )
     refuse_unused_encoder(args)
-    # They import jax: after the arguments were found right.
+    # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.eval.evaluate import with_defaults
     from rrl.recipes.card import read_card
     from rrl.recipes.catalogue import is_recipe
@@ -54,27 +54,31 @@ def get_config(arg: str = "") -> ConfigDict:
     real = args.dataset != "miniwiki"
     if real and not args.policy:
         raise UserError(
-            "config argument policy='': the shipped policy knows the built-in world only; give a model's folder"
+            "config argument policy='': the shipped policy works in the built-in world only; give a model's folder"
         )
     policy = args.policy or "assets/miniwiki-policy"
     card = read_card(policy)
     tiny = not real or (card is not None and 0 < card.context <= 1024)
 
     config = ConfigDict()
-    # Each argument has a workdir of its own.
+    # The name, and so the default workdir, depends on the arguments.
     config.name = run_name("eval", arg)
     config.policy = policy
     config.reader = args.reader
     config.method = {"name": args.method}
     if is_recipe(args.method):
-        own = card is not None and card.recipe == args.method  # as it was trained
+        own = (
+            card is not None and card.recipe == args.method
+        )  # then evaluate with the settings of its training
         config.recipe = {**card.fields, "environment": dict(card.environment)} if card and own else {}
-        if args.method == "r3rag" and real and not tiny:  # documents are cut in training only (section 4.3)
+        if (
+            args.method == "r3rag" and real and not tiny
+        ):  # documents are cut during training only (section 4.3)
             config.recipe.environment = {**config.recipe.get("environment", {}), "document_characters": 0}
     else:
         config.prompted = {"tokens": 128 if tiny else 256}
         if args.method in ONE_SHOT and (args.top_k or 0) > PromptedSettings.most_passages:
-            config.prompted.most_passages = args.top_k  # all that the one search returned
+            config.prompted.most_passages = args.top_k  # all passages of its only search
     config.eval = {
         "temperature": args.temperature,
         "seed": args.seed,
@@ -99,7 +103,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "context": card.context if card and card.context else 1024 if tiny else 8192,
         "wake_threshold": 16,
         "prefill_tokens": 256 if tiny else 2048,
-        # Five is what the papers evaluate with; a policy of ours goes on with what it was trained with.
+        # The papers evaluate with 5; a policy with a recipe card uses the number of its training.
         "top_k": args.top_k if args.top_k is not None else card.top_k if card else 2 if tiny else 5,
     }
     config.reader_rollout = {

@@ -1,4 +1,4 @@
-"""Stage 1 of the cold start: SFT on fixed demonstrations of a recipe's protocol, stopped early on held-out ones.
+"""Stage 1 of the built-in world's cold start: supervised training on demonstrations of a recipe, with early stopping.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=tiresrag,init=assets/miniwiki-policy \\
@@ -8,11 +8,13 @@
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r2ag,init=assets/miniwiki-policy \\
       --workdir=runs/r2ag_cold_start
 
-About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER. There are 500 demonstrations for
-R-Search and 75 to 150 for the others, whose start, `init`, is the policy that R-Search's made: after 500 there is little
-left for reinforcement learning to do; `demonstrations=N` takes another number. `minutes=M` trains for so long instead, at a lower
-constant rate, and keeps the parameters with the least held-out loss: the control that goes on with supervised training for as
-long as reinforcement learning took.
+Cost: about 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+
+R-Search trains on 500 demonstrations. The other recipes train on 75 to 150 and start from R-Search's policy (`init`); after
+500 demonstrations reinforcement learning would gain little. `demonstrations=N` sets another number.
+
+`minutes=M` trains for M minutes at a lower constant learning rate, without early stopping, and keeps the parameters with the
+lowest held-out loss. This is the control arm that continues supervised training for as long as reinforcement learning took.
 """
 
 from typing import Any
@@ -23,7 +25,7 @@ from rrl.config.arguments import parse
 from rrl.config.shared import refuse_unused_encoder
 
 SINGLE_CONTEXT = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
-"""One growing context; the expert is shown no correction."""
+"""Environment of the recipes with one growing context. The expert's demonstrations contain no corrections."""
 PROTOCOL_FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rsearch": ({"instruction": ""}, SINGLE_CONTEXT),
     "tiresrag": ({"opening": "bare"}, SINGLE_CONTEXT),
@@ -33,8 +35,8 @@ PROTOCOL_FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "r3rag": ({}, {"max_steps": 5, "turn_tokens": 128}),
     "r2ag": ({}, {"opening": "bare", "turn_tokens": 192}),
 }
-"""Fields of each recipe and of its environment, as its config has them: without an instruction, which a policy of this size could
-not follow."""
+"""Recipe -> (fields of the recipe, fields of its environment), as in its config. Prompts have no
+instruction, since a policy of this size could not follow it."""
 
 
 DEMONSTRATIONS = {
@@ -45,11 +47,11 @@ DEMONSTRATIONS = {
     "r1_searcher": 75,
     "research": 100,
 }
-"""Where it is not 500."""
+"""Recipe -> number of demonstrations, if not 500."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/miniwiki_cold_start.py:ARG`."""
+    """Return the config of `--config=configs/miniwiki_cold_start.py:ARG`."""
     args = parse(
         arg,
         recipe=tuple(PROTOCOL_FIELDS),
@@ -95,7 +97,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "row_length": 768,
         "seed": args.seed,
         "eval_every": 60,
-        "patience": 2 if not args.minutes else 100_000,  # time ends it; the best parameters are kept
+        # With `minutes`, time ends the training; the best parameters are kept.
+        "patience": 2 if not args.minutes else 100_000,
     }
     config.optim = {
         "name": "adamw",
@@ -104,6 +107,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "warmup_steps": 10,
         "weight_decay": 0.0,
     }
-    from rrl.sft.stages import with_defaults  # imports jax: after the arguments were found right
+    from rrl.sft.stages import with_defaults  # imports jax: only after the arguments are checked
 
     return with_defaults(config)

@@ -1,9 +1,9 @@
-"""The text encoder of the built-in world: one BERT layer of width 128, trained from scratch by InfoNCE.
+"""The text encoder of the built-in world: one BERT layer of width 128, trained from scratch with InfoNCE.
 
     taskset -c 1 python launch/encoder.py --config=configs/miniwiki_encoder.py --workdir=runs/encoder
 
-About 2 minutes on one quiet core. Prints recall@3 on unseen worlds beside BM25's, 100 % within rounding for both.
-The folder is written to WORKDIR/model, or to out=FOLDER; with out=assets/miniwiki-encoder it made the shipped one.
+Expected result: recall@3 on unseen worlds, printed beside that of BM25; both round to 100 %. Cost: about 2 minutes on one quiet
+core. The encoder is written to WORKDIR/model, or to out=FOLDER; out=assets/miniwiki-encoder produced the shipped one.
 """
 
 from ml_collections import ConfigDict
@@ -12,7 +12,7 @@ from rrl.config.arguments import parse
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/miniwiki_encoder.py:ARG`."""
+    """Return the config of `--config=configs/miniwiki_encoder.py:ARG`."""
     args = parse(arg, out="", tokenizer="assets/miniwiki-tokenizer", steps=200, seed=0)
     config = ConfigDict()
     config.out = args.out
@@ -29,7 +29,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "learning_rate": 2e-3,
         "temperature": 0.05,
     }
-    # They import jax: after the arguments were found right.
+    # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.config.sections import fill_defaults
     from rrl.sft.encoder import EncoderTrainingConfig
 

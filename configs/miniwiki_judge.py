@@ -1,13 +1,14 @@
-"""A judge for the built-in world: a model of the shipped policy's size learns the oracle's verdicts, reasons first.
+"""A judge for the built-in world: a model of the shipped policy's size learns the oracle's verdicts, with reasons first.
 
     taskset -c 1 python launch/sft.py --config=configs/miniwiki_judge.py:out=assets/miniwiki-judge --workdir=runs/judge
-    python launch/judge.py --judge=assets/miniwiki-judge                          # its agreement with the oracle, again
+    python launch/judge.py --judge=assets/miniwiki-judge                          # measures its agreement with the oracle again
 
-Cases come from training worlds: documents that a step found, trajectories of the scripted expert, right, broken off or faulty,
-and answers (`rrl/sft/judge_examples.py`). The prompts are the papers' without their system's turn, whose instructions a model of
-this size could not follow; a card in the folder says so. At the end its agreement with the oracle in worlds that no training
-shows is printed. The model is written to WORKDIR/model, or to out=FOLDER. 13 minutes of
-one core.
+The training examples come from training worlds (`rrl/sft/judge_examples.py`): retrieved documents, answers, and trajectories of
+the scripted expert, which are correct, truncated or faulty. The prompts are the papers' without the system message, whose
+instructions a model of this size could not follow; a judge card in the folder records this.
+
+Expected result: the printed agreement with the oracle in held-out worlds. Cost: 13 minutes on one core. The model is written to
+WORKDIR/model, or to out=FOLDER.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +17,7 @@ from rrl.config.arguments import parse
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/miniwiki_judge.py:ARG`."""
+    """Return the config of `--config=configs/miniwiki_judge.py:ARG`."""
     args = parse(arg, init="assets/miniwiki-policy", steps=1800, seed=0, out="")
     config = ConfigDict()
     config.stage = "verdicts"
@@ -47,6 +48,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "warmup_steps": 20,
         "b2": 0.95,
     }
-    from rrl.sft.stages import with_defaults  # imports jax: after the arguments were found right
+    from rrl.sft.stages import with_defaults  # imports jax: only after the arguments are checked
 
     return with_defaults(config)

@@ -1,9 +1,9 @@
-"""Stage 0 of the cold start: a 1.00 M-parameter Qwen2-shaped policy learns to read, copy and compare. No protocol.
+"""Stage 0 of the built-in world's cold start: a Qwen2-shaped policy with 1.00 M parameters learns to read, copy and compare.
 
     python launch/sft.py --config=configs/miniwiki_pretrain.py --workdir=runs/pretrain
 
-`curriculum=PASSAGES:STEPS;PASSAGES:STEPS` bounds the passages of an example for the first steps.
-About 11 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+The texts contain no search protocol. `curriculum=PASSAGES:STEPS;PASSAGES:STEPS` limits the number of passages per example in
+the first steps. Cost: about 11 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 """
 
 from ml_collections import ConfigDict
@@ -12,7 +12,7 @@ from rrl.config.arguments import parse
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/miniwiki_pretrain.py:ARG`."""
+    """Return the config of `--config=configs/miniwiki_pretrain.py:ARG`."""
     args = parse(
         arg,
         steps=2500,
@@ -26,7 +26,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.init = ""
     config.tokenizer = args.tokenizer
     config.scales = {"embedding": 5.0, "residual": 0.0}
-    # Without it, training finds these heads after some million tokens, and only then starts to read.
+    # Initialises induction heads. Without it, training needs some million tokens to find them, and only then learns to read.
     config.induction = {"offsets": (1, 2, 3)}
     config.out = args.out
     config.model = {
@@ -39,14 +39,14 @@ def get_config(arg: str = "") -> ConfigDict:
         "mlp": 384,
         "tie_embeddings": True,
         "max_positions": 2048,
-        "rope_theta": 1e6,  # half of the dimensions hardly turn: content is compared at any distance
+        "rope_theta": 1e6,  # half of the dimensions hardly rotate, so content matches at any distance
     }
     config.data = {
         "worlds": 10,
         "world_size": 200,
         "steps_per_block": 20,
         "options": {"plain": 0.1, "drills": 0.2, "questions": 0.12, "most_passages": 10},
-        # Looking up is learned from few passages first.
+        # Lookup is easier to learn from few passages.
         "curriculum": args.curriculum,
         "short_length": 320,
         "short_options": {"most_passages": 6},
@@ -67,6 +67,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "warmup_steps": 20,
         "b2": 0.95,
     }
-    from rrl.sft.stages import with_defaults  # imports jax: after the arguments were found right
+    from rrl.sft.stages import with_defaults  # imports jax: only after the arguments are checked
 
     return with_defaults(config)

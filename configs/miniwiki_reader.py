@@ -1,8 +1,9 @@
-"""The reader of another family: a Llama-shaped model that answers from evidence (R-Search, Eq. 4 and Table 5).
+"""The reader of the built-in world: a Llama-shaped model that answers from evidence (R-Search, Eq. 4 and Table 5).
 
     python launch/sft.py --config=configs/miniwiki_reader.py --workdir=runs/reader
 
-About 4 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+It belongs to another model family than the policy, as in the paper. Cost: about 4 minutes on 2 quiet cores. The model is written
+to WORKDIR/model, or to out=FOLDER.
 """
 
 from ml_collections import ConfigDict
@@ -11,7 +12,7 @@ from rrl.config.arguments import parse
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/miniwiki_reader.py:ARG`."""
+    """Return the config of `--config=configs/miniwiki_reader.py:ARG`."""
     args = parse(arg, steps=900, seed=0, out="", tokenizer="assets/miniwiki-tokenizer")
     config = ConfigDict()
     config.stage = "evidence"
@@ -37,7 +38,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "world_size": 200,
         "steps_per_block": 20,
         "options": {"missing": 0.2},
-        # Looking up is learned from reading, as the policy learns it: answers alone are too few targets.
+        # Lookup is learned from reading texts, as for the policy: answers alone have too few target tokens.
         "curriculum": "3:350",
         "reading": 0.75,
         "reading_later": 0.3,
@@ -59,6 +60,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "warmup_steps": 20,
         "b2": 0.95,
     }
-    from rrl.sft.stages import with_defaults  # imports jax: after the arguments were found right
+    from rrl.sft.stages import with_defaults  # imports jax: only after the arguments are checked
 
     return with_defaults(config)

@@ -1,21 +1,21 @@
-"""R1-Searcher with REINFORCE++: a baseline of the papers.
+"""R1-Searcher with REINFORCE++, one of the papers' baselines.
 
     python launch/sft.py --workdir=runs/r1_searcher_cold_start \\
       --config=configs/miniwiki_cold_start.py:recipe=r1_searcher,init=assets/miniwiki-policy
     python launch/train.py --config=configs/r1_searcher.py                       # built-in world, from that start: stage 2
-    python launch/train.py --config=configs/r1_searcher.py:stage=1               # retrieval and form alone
-    python launch/train.py --config=configs/r1_searcher.py:policy=runs/r1_searcher_tiny-stage=1/policy     # … and then stage 2
+    python launch/train.py --config=configs/r1_searcher.py:stage=1               # rewards for retrieval and format only
+    python launch/train.py --config=configs/r1_searcher.py:policy=runs/r1_searcher_tiny-stage=1/policy     # then stage 2
     python launch/train.py --config=configs/r1_searcher.py:size=7b,stage=1,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
-A base model starts with stage 1, whose policy is stage 2's start. The cold-started policy of the built-in world (size=tiny,
-settings found for R-Search's PPO there) knows how to search, so that stage 2 is the default. A wrong form costs it half an
-answer: the published two, of base models, are most of the reward's variance, and 50 updates learn nothing else
-(docs/recipes.md).
+A base model starts with stage 1, and the resulting policy is the start of stage 2. In the built-in world (size=tiny) the
+cold-started policy already knows how to search, so stage 2 is the default. size=tiny uses the settings that were found for
+R-Search's PPO there. A malformed trajectory costs half a correct answer. The published penalty of 2, for base models, would
+dominate the variance of the reward, and 50 updates would learn nothing but the format (docs/recipes.md).
 
 size=3b and size=7b hold the published settings: at most 8 searches, top-k 3, 64 questions x 16 samples at temperature 1, updates
-of 256 trajectories, lr 2e-6; stage 1 on 350 questions, stage 2 on 8,148, one epoch each. For the KL in the
-reward of each token we take 0.001, as for the other recipes. The paper ran Qwen2.5-7B (base) and Llama-3.1-8B-Instruct
-(prompt=instruct); the retriever is BGE-large-en-v1.5 over KILT's Wikipedia.
+of 256 trajectories, lr 2e-6; one epoch each over 350 questions (stage 1) and 8,148 questions (stage 2). The weight of the
+per-token KL in the reward is not published; it is 0.001, as for the other recipes. The paper ran Qwen2.5-7B (base) and
+Llama-3.1-8B-Instruct (prompt=instruct). Its retriever is BGE-large-en-v1.5 over KILT's Wikipedia.
 """
 
 from ml_collections import ConfigDict
@@ -29,13 +29,13 @@ from rrl.config.shared import (
 )
 
 QUESTIONS = {1: 350, 2: 8148}
-"""Of each stage: one epoch."""
+"""Stage -> number of training questions; one epoch over them."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/r1_searcher.py:ARG`."""
+    """Return the config of `--config=configs/r1_searcher.py:ARG`."""
     args = parse_run_arguments(arg, stage=(2, 1), prompt=("auto", "base", "instruct", "bare"))
-    # It imports jax: after the arguments were found right.
+    # This module imports jax, so it is imported only after the arguments have been checked.
     from rrl.train.experiment import with_defaults
 
     tiny = args.size == "tiny"
@@ -49,7 +49,7 @@ def get_config(arg: str = "") -> ConfigDict:
         set_miniwiki_training(config, args, recipe)
         config.objective.kl_coef = 0.05
         config.recipe.malformed_penalty = 0.5
-        # No group is needed: other questions tell more than other answers to the same.
+        # REINFORCE++ needs no groups: more questions are more informative than more samples of one question.
         config.train.update({"questions": 128, "samples": 1})
         if args.steps is None:
             config.train.update({"steps": 28, "eval_every": 14})
@@ -83,7 +83,7 @@ def get_config(arg: str = "") -> ConfigDict:
         }
         config.optim = {"name": "adamw", "lr": 2e-6, "clip_norm": 1.0, "b2": 0.999}
     if args.stage == 2:
-        # What a policy earns of which every form is wrong, as a base model's first ones may be.
+        # Mean reward of a policy whose trajectories are all malformed, which can happen at the start with a base model.
         config.guard.reward = -(0.5 if tiny else 2.0)
     config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
     if is_smoke(args):

@@ -1,29 +1,29 @@
-"""R2AG: a retrieval steering model that grows trees of queries and documents.
+"""R2AG: a retrieval steering model that expands trees of queries and documents.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r2ag,init=assets/miniwiki-policy \\
       --workdir=runs/r2ag_cold_start
     python launch/train.py --config=configs/r2ag.py                        # built-in world, from that start
-    python launch/trees.py --config=configs/r2ag.py                        # its trees drawn; single-step retrieval beside them
+    python launch/trees.py --config=configs/r2ag.py                        # draws its trees; compares with single-step retrieval
     python launch/train.py --config=configs/r2ag.py:predictions=off        # Table 1: evaluated with base queries only
     python launch/train.py --config=configs/r2ag.py:top_k=2,t=half         # Table A.6: evaluated with other k and t
     python launch/train.py --config=configs/r2ag.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 
-size=tiny is the built-in world (`miniwiki`), whose questions take at most 4 documents; `reader` is the generator, which answers
-from the documents that were found. The measure is full recall: 46 updates take it from the cold start's 57.5 % to 62.9 (mean
-of three seeds, 720 questions), 96 of fewer questions and more outputs from a better start's 59.6 to 67.0 (docs/recipes.md). The
-number of updates, the rate together with questions and outputs, and the number of demonstrations were tried: a start of 500
-finds 80.7 and gains 3.5 to 7.4 points.
+size=tiny is the built-in world (`miniwiki`), whose questions need at most 4 documents. `reader` is the generator, which answers
+from the retrieved documents. The main metric is full recall. Expected result: 46 updates raise it from 57.5 % (cold start) to
+62.9 % (mean of three seeds, 720 questions); 96 updates with fewer questions and more outputs raise it from 59.6 % (a better
+start) to 67.0 % (docs/recipes.md). The number of updates, the learning rate together with questions and outputs, and the number
+of demonstrations were tuned. A start of 500 demonstrations has 80.7 % and gains 3.5 to 7.4 points.
 
-size=3b and size=7b hold the paper's settings (appendix B.2): trees of 128 prompts a step x 12 outputs of at most 4,096 tokens,
-at most 5 expansions, top-1 documents in training, clip 0.2/0.28, no KL, AdamW at 1e-6, 80 steps; evaluated at temperature 0.6
-(C.2, with a top-p of 0.9: a run has one top-p for both, `launch/eval.py` takes --config.rollout.top_p=0.9). The paper's model
-is Qwen3-8B, which is size=7b's default; it trained on 500 questions of HotpotQA, 3,000 of 2Wiki and 1,174 of MuSiQue, 140
-hours on 6 A100, and reaches a full recall of 87.1 on HotpotQA, 94.1 on 2Wiki and 51.3 on MuSiQue (Table 1, top-1). No run of
-that size has been done here.
+size=3b and size=7b hold the paper's settings (appendix B.2): trees of 128 prompts per step x 12 outputs of at most 4,096 tokens,
+at most 5 expansions, top-1 documents in training, clip 0.2/0.28, no KL, AdamW at 1e-6, 80 steps, evaluation at temperature 0.6.
+The paper evaluates with top-p 0.9 (C.2), but a run has a single top-p for training and evaluation; use
+`launch/eval.py --config.rollout.top_p=0.9`. The paper's model is Qwen3-8B, the default of size=7b. It trained on 500 questions
+of HotpotQA, 3,000 of 2Wiki and 1,174 of MuSiQue for 140 hours on 6 A100, and reaches a full recall of 87.1 on HotpotQA, 94.1 on
+2Wiki and 51.3 on MuSiQue (Table 1, top-1). rrl has not been run at this size.
 
-`predictions`, `top_k` and `t` say how a policy is evaluated: with predicted queries or without, documents of each query, and how
-many queries of an output are searched: M, the most hops of the data (`hops`), or half of it; of predicted ones half as many,
-as in training.
+Three arguments set how a policy is evaluated. `predictions`: whether predicted queries are searched too. `top_k`: documents per
+query. `t`: how many base queries of an output are searched: `most` is M, the largest number of hops in the data (`hops`), and
+`half` is half of it. Half as many predicted queries are searched, as in training.
 """
 
 from ml_collections import ConfigDict
@@ -39,7 +39,7 @@ POLICIES = {
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/r2ag.py:ARG`."""
+    """Return the config of `--config=configs/r2ag.py:ARG`."""
     args = parse_run_arguments(
         arg,
         reader="",
@@ -51,21 +51,21 @@ def get_config(arg: str = "") -> ConfigDict:
     )
     if args.hops < 1:
         raise UserError(
-            f"config argument hops={args.hops} must be at least 1: as many queries as a question may need"
+            f"config argument hops={args.hops} must be at least 1: the largest number of queries that a question needs"
         )
-    from rrl.train.experiment import with_defaults  # imports jax: after the arguments were found right
+    from rrl.train.experiment import with_defaults  # imports jax: only after the arguments are checked
 
     tiny = args.size == "tiny"
     config = base_config("r2ag", arg, args)
     config.policy = args.policy or POLICIES[args.size]
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else POLICIES["7b"])
     queries = args.hops if args.t == "most" else max(1, args.hops // 2)
-    # In the built-in world forests of fewer trees, so that a short run sees all levels of several.
+    # In the built-in world a forest has fewer trees, so that a short run completes all levels of several forests.
     config.recipe = {
         "name": "r2ag",
         "trees": 160 if tiny else 0,
-        # Paid as printed, a small policy learns to ask again for what it knows: in 12 small updates from 16 % of the held-out
-        # searches to 31 %.
+        # With the reward as printed, a small policy learns to search again for documents that it has: their share of the
+        # held-out searches rose from 16 % to 31 % in 12 small updates.
         "pay_known": not tiny,
     }
     config.recipe.environment = {
@@ -93,7 +93,7 @@ def get_config(arg: str = "") -> ConfigDict:
     steps = args.steps if args.steps is not None else (46 if tiny else 80)
     config.train = {
         "steps": steps,
-        # Of 32 questions x 8 outputs at 3e-4 a seed of three loses 3.3 points in as many updates.
+        # With 32 questions x 8 outputs at 3e-4, one of three seeds loses 3.3 points in as many updates.
         "questions": 48 if tiny else 128,
         "samples": 5 if tiny else 12,
         "temperature": 1.0,
@@ -104,13 +104,13 @@ def get_config(arg: str = "") -> ConfigDict:
         "permute_rewards": args.control == "permuted",
     }
     config.objective = {
-        # The paper has no KL; without a pull towards the start noise moves a policy of this size further than rewards do.
+        # The paper has no KL. Without it, gradient noise moves a policy of this size further than the reward does.
         "kl_coef": 0.1 if tiny else 0.0,
         "clip_low": 0.2,
         "clip_high": 0.28,
         "aggregation": "group_token_mean",
         "drop_spread": 0.0,
-        # Two or three groups' outputs after their prompts, each once. Rows of one would often have no room for a second.
+        # A row holds two or three groups, with each prompt stored once. Shorter rows would often hold only one.
         "row_lengths": (1792,) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 3584 if tiny else 32768,
         "share_prefixes": tiny,

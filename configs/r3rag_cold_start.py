@@ -1,24 +1,24 @@
-"""R3-RAG's cold start (3.2): a strong model's trajectories, rejection sampling, and pairs for supervised training.
+"""R3-RAG's cold start (section 3.2): samples trajectories of a teacher, rejects wrong ones, and writes training pairs.
 
     python launch/cold_start.py --config=configs/r3rag_cold_start.py:data=FOLDER,model=FOLDER --workdir=runs/r3rag_data
     python launch/cold_start.py --config=configs/r3rag_cold_start.py:data=FOLDER,model=http://127.0.0.1:8000/v1,model_name=NAME
     python launch/sft.py --config=configs/r3rag_sft.py:pairs=runs/r3rag_data/pairs.jsonl,init=FOLDER
-    python launch/cold_start.py --config=configs/r3rag_cold_start.py       # built-in world, the cold-started policy's own
+    python launch/cold_start.py --config=configs/r3rag_cold_start.py       # built-in world, the cold-started policy as teacher
 
-Algorithm 1: each training question is asked once at each temperature, in at most 5 steps, with the prompts of Figures 6 and 7.
-What breaks the format, gives no answer, or a wrong one is rejected; of a question no two that say the same are kept, and
-`keep` at most. Algorithm 2: WORKDIR/pairs.jsonl holds an {id, step, input, output} for each step. WORKDIR/report.json, and the
-table that is printed, tell how many were kept and why the rest fell; WORKDIR/blocks holds every trajectory. The same command
-continues a run that was stopped or killed.
+Algorithm 1: each training question is sampled once at each temperature, in at most 5 steps, with the prompts of Figures 6 and 7.
+Trajectories that break the format, give no answer or a wrong one are rejected. Duplicates of one question are removed, and at
+most `keep` of its trajectories are kept. Algorithm 2: WORKDIR/pairs.jsonl holds a line {id, step, input, output} for each step.
+WORKDIR/report.json and the printed table show how many trajectories were kept and why the others were rejected. WORKDIR/blocks
+holds all trajectories. The same command continues a run that was stopped or killed.
 
-`model` is the folder of any policy, or the http address of an OpenAI-compatible service and its `model_name` (the paper:
-DeepSeek-V3; one that reasons first needs a service that keeps its thoughts apart); the service's key is read from
-OPENAI_API_KEY. An answer is right where it holds a gold one, or where `judge` says so ("oracle", a folder, or an address with
-its `judge_model`); without one, matches alone count. The paper samples from 64,937 questions of HotpotQA, 2Wiki and MuSiQue
-and keeps 51,254 trajectories; E5, whole documents.
+`model` is the folder of a policy, or the http address of an OpenAI-compatible service, with `model_name`. The paper uses
+DeepSeek-V3. A model that reasons first needs a service that returns its reasoning separately. The service's key is read from
+OPENAI_API_KEY. An answer is correct if it contains a gold answer, or if `judge` accepts it ("oracle", a folder, or an address
+with its `judge_model`); without a judge only matches count. The paper samples from 64,937 questions of HotpotQA, 2Wiki and
+MuSiQue and keeps 51,254 trajectories, with E5 and whole documents.
 
-The built-in world's questions are of other worlds than those that `configs/r3rag_ppo.py` trains on; of a folder's, give RL
-others too (Appendix A).
+RL must train on other questions (Appendix A). In the built-in world the questions come from other worlds than those of
+`configs/r3rag_ppo.py`; with your own data, give RL another folder.
 """
 
 from ml_collections import ConfigDict
@@ -29,7 +29,7 @@ from rrl.errors import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/r3rag_cold_start.py:ARG`."""
+    """Return the config of `--config=configs/r3rag_cold_start.py:ARG`."""
     args = parse(
         arg,
         model="runs/r3rag_cold_start/model",
@@ -47,18 +47,18 @@ def get_config(arg: str = "") -> ConfigDict:
     refuse_unused_encoder(args)
     if args.model_name and not args.model.startswith("http"):
         raise UserError(
-            f"config argument model_name={args.model_name!r} names a service's model, but model={args.model!r} is a folder: give "
+            f"config argument model_name={args.model_name!r} is a service's model, but model={args.model!r} is a folder: give "
             "the service's address, model=http://..., or leave model_name out"
         )
-    # They import jax: after the arguments were found right.
+    # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.recipes.card import read_card
     from rrl.rewards.judge_settings import judge_sections
     from rrl.sft.cold_start import with_defaults
 
     real, served = args.data != "miniwiki", args.model.startswith("http")
     card = None if served else read_card(args.model)
-    ours = card is not None and card.recipe == "r3rag"
-    prompt = {"auto": "steps" if ours else "paper"}.get(args.prompt, args.prompt)
+    trained_here = card is not None and card.recipe == "r3rag"
+    prompt = {"auto": "steps" if trained_here else "paper"}.get(args.prompt, args.prompt)
     config = ConfigDict()
     config.model = "" if served else args.model
     config.endpoint = {
@@ -70,13 +70,13 @@ def get_config(arg: str = "") -> ConfigDict:
         "name": "r3rag",
         "match": "cover" if real else "exact",
         "judge_answers": bool(args.judge),
-        # Nothing but right or wrong is asked of a trajectory here.
+        # A trajectory is only accepted or rejected here.
         "use_process": False,
         "short_answers": False,
     }
     config.recipe.environment = {
         "max_steps": 5,
-        "turn_tokens": 512 if real else 128,  # as in RL, where a longer step is malformed
+        "turn_tokens": 512 if real else 128,  # as in RL, where a longer step counts as malformed
         "opening": prompt,
         "document_characters": 0 if real else 512,
     }

@@ -1,13 +1,13 @@
-"""Supervised training on pairs (R3-RAG, 3.2.2): what `launch/cold_start.py` wrote becomes R3-RAG-CS.
+"""R3-RAG's supervised training (section 3.2.2): trains on the pairs of `launch/cold_start.py`; the result is R3-RAG-CS.
 
     python launch/sft.py --config=configs/r3rag_sft.py:pairs=runs/r3rag_data/pairs.jsonl,init=FOLDER --workdir=runs/r3rag_cs
     python launch/sft.py --config=configs/r3rag_sft.py:size=tiny,pairs=FILE,init=runs/r3rag_cold_start/model
 
-A pair is a line {"input": the user's turn, "output": what is to be written}; the loss is on outputs only, and pairs are packed
-into rows. The paper's settings (appendix C): size=7b is its Qwen2.5-7B (lr 7e-6, batch 16), size=8b its Llama-3.1-8B (1e-5,
-batch 8); at most 4,096 tokens, longer pairs are left out. A row of 4,096 tokens holds several of the paper's samples. The paper
-tells neither epochs nor schedule: `steps` says how long, the log how many steps an epoch has; the rate falls linearly after a
-warm-up over 3 % of them. Every tenth of the steps is held against the pairs of 100 questions that are left out.
+A pair is a line {"input": the user message, "output": the target}. The loss is on outputs only, and pairs are packed into rows.
+size=7b is the paper's Qwen2.5-7B (lr 7e-6, batch 16), size=8b its Llama-3.1-8B (lr 1e-5, batch 8), both with at most 4,096
+tokens; longer pairs are left out (appendix C). A row of 4,096 tokens holds several of the paper's samples. The paper states
+neither epochs nor schedule: `steps` sets the length, the log prints the number of steps per epoch, and the learning rate decays
+linearly after a warm-up over 3 % of the steps. The loss on the pairs of 100 held-out questions is measured ten times.
 size=tiny is for policies of the built-in world.
 """
 
@@ -17,7 +17,7 @@ from rrl.config.arguments import parse
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/r3rag_sft.py:ARG`."""
+    """Return the config of `--config=configs/r3rag_sft.py:ARG`."""
     args = parse(arg, size=("7b", "8b", "tiny"), pairs="", init="", out="", steps=int, held_out=int, seed=0)
     tiny = args.size == "tiny"
     steps = args.steps if args.steps is not None else (120 if tiny else 2000)
@@ -60,6 +60,6 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.mesh = {"fsdp": 1 if tiny else -1}
     config.compute = {"dtype": "float32" if tiny else "auto", "remat": "none" if tiny else "full"}
-    from rrl.sft.stages import with_defaults  # imports jax: after the arguments were found right
+    from rrl.sft.stages import with_defaults  # imports jax: only after the arguments are checked
 
     return with_defaults(config)

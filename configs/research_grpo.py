@@ -1,17 +1,17 @@
-"""ReSearch with GRPO: a baseline of the papers.
+"""ReSearch with GRPO, one of the papers' baselines.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=research,init=assets/miniwiki-policy \\
       --workdir=runs/research_cold_start
     python launch/train.py --config=configs/research_grpo.py                            # built-in world, from that start
     python launch/train.py --config=configs/research_grpo.py:size=7b,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
-size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there, a third more updates,
-and a start of 100 demonstrations after the shipped policy: a turn, a result and the number of searches are bounded, as its
-policy's context of 1,024 tokens asks for.
+size=tiny is the built-in world (`miniwiki`). It uses the settings that were found for R-Search there, a third more updates, and
+a start of 100 demonstrations after the shipped policy. The lengths of a turn and of an observation and the number of searches
+are limited, since the policy's context has 1,024 tokens.
 
-size=3b and size=7b hold the paper's settings (section 3.1, Table 4): one budget of 8,192 tokens, top-k 5, batch 256, 5 rollouts
-at temperature 1, lr 1e-6, KL 0.001, clip 0.2, two epochs over MuSiQue's 19,938 questions. The paper ran 7B and 32B on 64 H800;
-the retriever is E5-base-v2 over Wikipedia of 2018.
+size=3b and size=7b hold the paper's settings (section 3.1, Table 4): a total length of 8,192 tokens, top-k 5, batch 256, 5
+rollouts at temperature 1, lr 1e-6, KL 0.001, clip 0.2, two epochs over MuSiQue's 19,938 questions. The paper ran 7B and 32B
+on 64 H800; its retriever is E5-base-v2 over Wikipedia of 2018.
 """
 
 from ml_collections import ConfigDict
@@ -26,9 +26,9 @@ from rrl.config.shared import (
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/research_grpo.py:ARG`."""
+    """Return the config of `--config=configs/research_grpo.py:ARG`."""
     args = parse_run_arguments(arg, prompt=("auto", "instruct", "base", "bare"))
-    # It imports jax: after the arguments were found right.
+    # This module imports jax, so it is imported only after the arguments have been checked.
     from rrl.train.experiment import with_defaults
 
     tiny = args.size == "tiny"
@@ -40,7 +40,7 @@ def get_config(arg: str = "") -> ConfigDict:
     recipe = {"name": "research", "opening": opening}
     if tiny:
         set_miniwiki_training(config, args, recipe)
-        # Groups whose answers are all right, or all without a word of the right one, differ by form alone.
+        # Groups whose answers are all correct, or all have F1 0, differ only by format.
         config.objective.drop_spread = 0.15
     else:
         config.recipe = recipe

@@ -1,19 +1,19 @@
-"""Search-R1 with GRPO, or with PPO: a baseline of the papers.
+"""Search-R1 with GRPO or PPO, one of the papers' baselines.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=search_r1,init=assets/miniwiki-policy \\
       --workdir=runs/search_r1_cold_start
     python launch/train.py --config=configs/search_r1.py                            # built-in world, from that start
     python launch/train.py --config=configs/search_r1.py:algorithm=ppo              # with a critic
-    python launch/train.py --config=configs/search_r1.py:reward=em                  # exact match alone, as in the paper
+    python launch/train.py --config=configs/search_r1.py:reward=em                  # exact match only, as in the paper
     python launch/train.py --config=configs/search_r1.py:size=3b,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
-size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there, a third more updates,
-and a start of 150 demonstrations after the shipped policy.
+size=tiny is the built-in world (`miniwiki`). It uses the settings that were found for R-Search there, a third more updates, and
+a start of 150 demonstrations after the shipped policy.
 
-size=3b and size=7b hold the published settings: 4 turns, top-k 3, 500 tokens a turn and an observation, 4,096 of
-context, batch 512, mini-batches of 256 trajectories, lr 1e-6 with a warm-up of 28.5 %, KL 0.001 (k3 in the loss for GRPO, k1
-in the reward for PPO), 5 samples a question for GRPO and one for PPO, critic at 1e-5 with a warm-up of 1.5 %, clip 0.2,
-temperature 1, 500 steps. The policy is Qwen2.5-Instruct or -Base; the retriever E5 over Wikipedia of 2018.
+size=3b and size=7b hold the published settings: 4 turns, top-k 3, 500 tokens per turn and per observation, a context of 4,096
+tokens, batch 512, mini-batches of 256 trajectories, lr 1e-6 with a warm-up of 28.5 %, KL 0.001 (k3 in the loss for GRPO, k1 in
+the reward for PPO), 5 samples per question for GRPO and one for PPO, critic at 1e-5 with a warm-up of 1.5 %, clip 0.2,
+temperature 1, 500 steps. The policy is Qwen2.5-Instruct or -Base; the retriever is E5 over Wikipedia of 2018.
 """
 
 import types
@@ -31,11 +31,11 @@ from rrl.config.shared import (
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/search_r1.py:ARG`."""
+    """Return the config of `--config=configs/search_r1.py:ARG`."""
     args = parse_run_arguments(
         arg, algorithm=("grpo", "ppo"), reward=("format", "em"), prompt=("auto", "bare", "instruct")
     )
-    # They import jax: after the arguments were found right.
+    # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.recipes.search_r1 import INSTRUCTION
     from rrl.train.experiment import with_defaults
 
@@ -53,8 +53,8 @@ def get_config(arg: str = "") -> ConfigDict:
     if tiny:
         set_miniwiki_training(config, args, recipe)
         if not ppo:
-            # Rewards of right and wrong answers lie 0.6 apart at least, those of one kind 0.2 at most: groups that are all
-            # right or all wrong differ by form alone.
+            # Rewards of correct and wrong answers differ by at least 0.6, rewards of equally correct ones by at most 0.2.
+            # Groups below 0.3 therefore differ only by format.
             config.objective.drop_spread = 0.3
     else:
         set_published(config, args, recipe)
@@ -64,7 +64,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "warmup_steps": min(2, config.train.steps // 4) if tiny else 0,
             "minibatches": 1 if tiny else 2,
         }
-        if tiny:  # as configs/rsearch_ppo.py has it
+        if tiny:  # as in configs/rsearch_ppo.py
             config.objective.kl_coef = 0.05
             config.train.update({"questions": 128, "samples": 1})
             if args.steps is None:
@@ -83,7 +83,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def set_published(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[str, Any]) -> None:
-    """The published settings."""
+    """Set the published settings."""
     ppo = args.algorithm == "ppo"
     config.recipe = recipe
     config.recipe.environment = {"max_searches": 4, "turn_tokens": 500, "observation_tokens": 500}

@@ -1,4 +1,4 @@
-"""TIRESRAG-R1 with GRPO, or with REINFORCE++.
+"""TIRESRAG-R1 with GRPO or REINFORCE++.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=tiresrag,init=assets/miniwiki-policy \\
       --workdir=runs/tiresrag_cold_start
@@ -8,16 +8,18 @@
     python launch/train.py --config=configs/tiresrag_grpo.py:schedule=linear              # appendix G.2
     python launch/train.py --config=configs/tiresrag_grpo.py:size=3b,data=FOLDER,policy=FOLDER,judge=FOLDER,encoder=FOLDER
 
-size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passages; its settings are those that were found
-for R-Search there. 60 updates fit ten minutes of two slow cores; 100 gain 11 points instead of 6 (docs/recipes.md).
+size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passages. It uses the settings that were found for
+R-Search there. Expected result: 60 updates, about ten minutes on two slow cores, gain 6 points; 100 updates gain 11
+(docs/recipes.md).
 
 size=3b and size=7b hold the paper's settings (appendix C.1): 108 questions x 5 rollouts at temperature 1, 2 passes over a
-batch, clip 0.2, no KL, lr 2e-6 falling as a cosine, top-k 5; one epoch over its 8,148 questions. The paper ran 3B on 3 H200
-and reaches EM 41.0 on HotpotQA, 52.8 on 2Wiki, 19.4 on MuSiQue, 44.0 on Bamboogle (Table 3); it did not run 7B. Where it is
-silent the released code is followed: top-p 0.95, a warm-up of 1.5 %, 1,024 tokens of prompt and 15,000 of trajectory.
+batch, clip 0.2, no KL, lr 2e-6 with cosine decay, top-k 5, one epoch over its 8,148 questions. The paper ran 3B on 3 H200 and
+reaches EM 41.0 on HotpotQA, 52.8 on 2Wiki, 19.4 on MuSiQue, 44.0 on Bamboogle (Table 3); it did not run 7B. Values that the
+paper does not state are those of the released code: top-p 0.95, a warm-up of 1.5 %, 1,024 tokens per prompt and 15,000 per
+trajectory.
 
 `judge` is "oracle" (data with gold passages), the folder of a model (the paper: Qwen3-8B), or the http address of an
-OpenAI-compatible service, with its `judge_model`; the service's key is read from OPENAI_API_KEY.
+OpenAI-compatible service, with its `judge_model`. The service's key is read from OPENAI_API_KEY.
 """
 
 from typing import Any
@@ -41,14 +43,15 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "sufficient": {"sufficient_weight": 0.0},
     "thinking": {"thinking_weight": 0.0},
 }
-"""Table 7: what each row leaves out. "sufficient" and "thinking" leave the reward out of the sum (Eq. 5); the difficulty
-weight and the penalty, rows of their own, go on reading the judge."""
+"""Row of Table 7 -> the fields that leave this part out. "sufficient" and "thinking" remove the reward
+from the sum (Eq. 5). The difficulty weight and the penalty still use the judge; they have rows of their
+own."""
 ABLATIONS["naive"] = {name: value for fields in ABLATIONS.values() for name, value in fields.items()}
-"""Table 7's first row: the answer's F1 alone."""
+"""The first row of Table 7: all parts are left out, and the reward is the answer's F1."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The config of `--config=configs/tiresrag_grpo.py:ARG`."""
+    """Return the config of `--config=configs/tiresrag_grpo.py:ARG`."""
     args = parse_run_arguments(
         arg,
         judge="",
@@ -61,7 +64,7 @@ def get_config(arg: str = "") -> ConfigDict:
     )
     refuse_unused_with_ablation(args, "naive", schedule="paper", reflect="paper", judge="")
     refuse_unused_with_ablation(args, "reflect", reflect="paper")
-    # They import jax: after the arguments were found right.
+    # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.rewards.judge_settings import judge_sections
     from rrl.train.experiment import with_defaults
 
@@ -96,7 +99,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "top_p": 0.95,
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen3-8B")
-    # It is shown a whole trajectory, its own words and its answer.
+    # The context holds a whole trajectory, the judge's reasoning and its answer.
     config.update(judge_sections(judge, args.judge_model, context=0 if tiny else 20480))
     config.judge_rollout.rows = 64 if tiny else 32
     steps = args.steps if args.steps is not None else (60 if tiny else 75)
@@ -116,7 +119,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_low": 0.2,
         "clip_high": 0.28 if tiny else 0.2,
         "epochs": 1 if tiny else 2,
-        # Sums over tokens, as 4.2 prints them; the mean over tokens is what was tried in the built-in world.
+        # The paper sums over tokens (section 4.2). In the built-in world the mean over tokens was used.
         "aggregation": "token_mean" if tiny else "constant",
         "constant_tokens": 1,
         "row_lengths": (1024,) if tiny else (2048, 4096, 8192, 16384),

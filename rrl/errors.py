@@ -1,4 +1,7 @@
-"""The one exception for wrong input: launchers print it and exit with code 2. And its most frequent reasons."""
+"""`UserError`, the one exception for wrong input, and checks of settings that raise it.
+
+Launchers print the message of a `UserError` and exit with code 2.
+"""
 
 import numbers
 from collections.abc import Iterable
@@ -7,12 +10,12 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """Wrong input by the user.
 
-    The message names what is wrong (field, file, line), the value found, what is allowed, and how to fix it.
+    The message names what is wrong (field, file, line), the value, what is allowed, and how to fix it.
     """
 
 
 def describe_error(error: BaseException) -> str:
-    """It in words, where others wait for some: not every error can be written."""
+    """Return `repr(error)`, or the name of the error's type if its `repr` fails."""
     try:
         return repr(error)
     except Exception:
@@ -20,7 +23,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def require_number(settings: object, *fields: str, where: str = "") -> None:
-    """Raises UserError for the first of these fields of `settings` that is no number; `where` stands before its name."""
+    """Raise UserError if one of these fields of `settings` is not a number.
+
+    Args:
+        settings: object whose attributes are checked.
+        *fields: names of the attributes; the message names the first that is wrong.
+        where: prefix of the field's name in the message, such as "train.".
+    """
     for field in fields:
         value = getattr(settings, field)
         if not isinstance(value, numbers.Real):
@@ -28,16 +37,16 @@ def require_number(settings: object, *fields: str, where: str = "") -> None:
 
 
 def at_least(least: float, settings: object, *fields: str, where: str = "") -> None:
-    """Raises UserError for the first of these fields of `settings` that is smaller; before that as `require_number`."""
+    """Raise UserError if one of these fields is not a number or is below `least`. See `require_number` for the arguments."""
     require_number(settings, *fields, where=where)
     for field in fields:
         value = getattr(settings, field)
-        if not value >= least:  # nan is not
+        if not value >= least:  # also refuses nan
             raise UserError(f"{where}{field}={value} must be at least {least}")
 
 
 def at_most(most: float, settings: object, *fields: str, where: str = "") -> None:
-    """Raises UserError for the first of these fields of `settings` that is larger; before that as `require_number`."""
+    """Raise UserError if one of these fields is not a number or is above `most`. See `require_number` for the arguments."""
     require_number(settings, *fields, where=where)
     for field in fields:
         value = getattr(settings, field)
@@ -46,7 +55,7 @@ def at_most(most: float, settings: object, *fields: str, where: str = "") -> Non
 
 
 def integer_at_least(least: float, settings: object, *fields: str, where: str = "") -> None:
-    """Raises UserError for the first of these fields of `settings` that is no whole number; then as `at_least`."""
+    """Raise UserError if one of these fields is not an integer or is below `least`. See `require_number` for the arguments."""
     for field in fields:
         value = getattr(settings, field)
         if not isinstance(value, numbers.Integral):
@@ -55,7 +64,7 @@ def integer_at_least(least: float, settings: object, *fields: str, where: str = 
 
 
 def one_of(allowed: Iterable[str], settings: object, *fields: str, where: str = "") -> None:
-    """Raises UserError for the first of these fields of `settings` that is none of `allowed`."""
+    """Raise UserError if the value of one of these fields is not in `allowed`. See `require_number` for the other arguments."""
     for field in fields:
         value = getattr(settings, field)
         if value not in allowed:

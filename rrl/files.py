@@ -1,5 +1,8 @@
-"""Files that are whole or not there, files that grow by a line at a time, one writer at a time in a folder, one clear error
-for a save that fails, and the models and configs that come with rrl, from any current folder."""
+"""Safe file writing: atomic replacement, appending, locks on folders, and one clear error for a failed save; and paths of the
+files that come with rrl.
+
+Read `atomic_stream` and `exclusive_lock` first.
+"""
 
 import contextlib
 import errno
@@ -17,35 +20,35 @@ from rrl.errors import UserError
 
 log = logging.getLogger(__name__)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a full disk, a full quota, and a file that has reached its limit."""
+"""Error numbers of a full disk, a full quota, and a file that has reached its size limit."""
 MAX_NAME_BYTES = 255
-"""Bytes of the longest name of a file or folder."""
+"""Longest name of a file or folder, in bytes."""
 LOCK = "lock"
-"""Name of the file that `exclusive_lock` holds."""
+"""Name of the file on which a folder's lock is taken."""
 CHECKOUT = Path(__file__).resolve().parents[1]
-"""Folder that holds this package and `SHIPPED`."""
+"""Folder that contains this package and the folders of `SHIPPED`."""
 SHIPPED = ("assets", "configs", "launch")
 """Folders of the checkout whose files are found from every current folder."""
-_SAID: set[str] = set()
-"""Current folders of which the log says that the files of the checkout are taken."""
+_logged_folders: set[str] = set()
+"""Current folders for which the log has named the checkout."""
 
 
 def shipped(path: str | os.PathLike[str]) -> Path:
-    """The path itself; where it is `assets/...` or alike and not there, that of the checkout, if it has it. The first is logged.
+    """Returns the path, or its counterpart in the checkout if it is in one of `SHIPPED` and missing in the current folder.
 
-    So configs, launchers and notebooks name what comes with rrl alike from every current folder.
+    So configs, launchers and notebooks name shipped files alike in every current folder. The first use in a folder is logged.
     """
     path = Path(path)
     if not _is_shipped(path) or path.exists() or not (CHECKOUT / path).exists():
         return path
-    if str(Path.cwd()) not in _SAID:
-        _SAID.add(str(Path.cwd()))
-        log.warning("%s is not in %s: what comes with rrl is taken from %s", path, Path.cwd(), CHECKOUT)
+    if str(Path.cwd()) not in _logged_folders:
+        _logged_folders.add(str(Path.cwd()))
+        log.warning("%s is not in %s; files that come with rrl are read from %s", path, Path.cwd(), CHECKOUT)
     return CHECKOUT / path
 
 
 def looked_in(path: str | os.PathLike[str]) -> str:
-    """Where `shipped` looks for a path, in words, for an error about one that is not there."""
+    """Where `shipped` looks for a path, in words, for the error about a missing one."""
     path = Path(path)
     if not _is_shipped(path):
         return "there"
@@ -57,12 +60,12 @@ def _is_shipped(path: Path) -> bool:
 
 
 class SaveError(UserError):
-    """A file or folder of a run could not be written. What was saved before is still there."""
+    """A file or folder of a run could not be written. Earlier saves are intact."""
 
 
 @contextlib.contextmanager
 def saving(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns a failed write within the block into a SaveError that names `path`, the reason and what to do."""
+    """Turn a failed write within the block into a SaveError that names `path`, the reason and the fix."""
     try:
         yield
     except Exception as error:
@@ -72,35 +75,38 @@ def saving(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def save_error(path: Path, error: BaseException) -> SaveError:
-    """What to raise when `path` could not be saved because of `error`."""
+    """Return the SaveError for `path`, with a reason and a fix that follow from `error`."""
     path = path.absolute()
     missing = next((parent for parent in reversed(path.parents) if not parent.is_dir()), None)
     text = " ".join(str(error).split())
     if missing is not None and missing.exists():
-        reason, cure = f"{missing} is a file", "Put the folder back"
+        reason, fix = f"{missing} is a file", "Put the folder back"
     elif missing is not None:
-        reason, cure = f"the folder {missing} is gone", "Put it back"
+        reason, fix = f"the folder {missing} is gone", "Put it back"
     elif isinstance(error, FileExistsError | NotADirectoryError):
-        reason, cure = "a file is in its place", "Move that file away"
+        reason, fix = "a file is in its place", "Move that file away"
     elif isinstance(error, IsADirectoryError):
-        reason, cure = "a folder is in its place", "Move that folder away"
+        reason, fix = "a folder is in its place", "Move that folder away"
     elif getattr(error, "errno", None) in DISK_FULL or re.search(
         "RESOURCE_EXHAUSTED|No space left|quota", text
     ):
-        reason, cure = "the disk, its inodes or the quota are full", "Free space"
+        reason, fix = "the disk, its inodes or the quota are full", "Free space"
     elif isinstance(error, FileNotFoundError):
-        reason, cure = "it is gone", "Put it back"
+        reason, fix = "it is gone", "Put it back"
     else:
-        reason, cure = text[:300], "Make it writable"
+        reason, fix = text[:300], "Make it writable"
     return SaveError(
-        f"{path} could not be saved: {reason}. {cure}, then give the same command again: it continues from what was saved "
+        f"{path} could not be saved: {reason}. {fix}, then give the same command again: it continues from what was saved "
         "before."
     )
 
 
 def _is_file_system_error(error: Exception) -> bool:
-    """Whether an error comes from the file system: Hugging Face's Rust code raises a bare Exception for those, TensorStore
-    (in Orbax) a ValueError that begins with a status code."""
+    """Return whether the file system caused an error.
+
+    Hugging Face's Rust code raises a bare Exception for such errors. TensorStore (in Orbax) raises a ValueError that begins
+    with a status code.
+    """
     return (
         isinstance(error, OSError)
         or type(error) is Exception
@@ -109,12 +115,16 @@ def _is_file_system_error(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def atomic_stream(file: Path, beside: str = ".part") -> Iterator[BinaryIO]:
-    """A stream to a file that appears under its name only when it is whole; until then it is one `beside` it, of that ending.
+def atomic_stream(file: Path, suffix: str = ".part") -> Iterator[BinaryIO]:
+    """Yield a binary stream for `file`, which gets its name only when the block ends without an error.
 
-    Raises OSError that names the file.
+    Until then the data is in `file` + `suffix` in the same folder. An error removes that file and leaves an older `file` as
+    it was.
+
+    Raises:
+        OSError: the write failed; the error names the file.
     """
-    work = file.with_name(file.name + beside)
+    work = file.with_name(file.name + suffix)
     try:
         with work.open("wb") as stream:
             yield stream
@@ -123,14 +133,17 @@ def atomic_stream(file: Path, beside: str = ".part") -> Iterator[BinaryIO]:
         work.replace(file)
     except BaseException as error:
         _add_file_name(file, error)
-        # Where the folder is gone, this fails too: the first error says why.
+        # If the folder is gone, this fails too; the first error gives the reason.
         with contextlib.suppress(OSError):
             work.unlink(missing_ok=True)
         raise
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """The same of a text; several may write it at a time, and one of theirs is there. A file that says it already is left."""
+    """Write a text file atomically. Several processes may write it at once; one of their versions remains.
+
+    A file that already has this content is not touched.
+    """
     content = text.encode()
     if file.is_file() and file.read_bytes() == content:
         return
@@ -139,9 +152,9 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def append_bytes(file: Path, data: bytes) -> None:
-    """Appends to a file that must be there. A write that fails leaves the file as it was.
+    """Append to an existing file. A failed write leaves the file as it was.
 
-    The file is opened for each call, so that one that was deleted or replaced meanwhile is noticed.
+    Each call opens the file, so that a file that was deleted or replaced in the meantime raises an error.
     """
     with file.open("r+b", buffering=0) as stream:
         size = stream.seek(0, os.SEEK_END)
@@ -156,14 +169,14 @@ def append_bytes(file: Path, data: bytes) -> None:
 
 
 def _add_file_name(file: Path, error: BaseException) -> None:
-    """Adds the file to an error that has none, as that of a write to a stream."""
+    """Add the file's name to an OSError that has none, such as that of a write to a stream."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = os.fspath(file)
 
 
 @contextlib.contextmanager
 def wait_for_lock(folder: Path) -> Iterator[None]:
-    """Waits until no other process is within such a block of the same folder. A file system without locks lets all in."""
+    """Wait for the folder's lock and hold it within the block. On a file system without locks it does not wait."""
     with (folder / LOCK).open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -173,17 +186,20 @@ def wait_for_lock(folder: Path) -> Iterator[None]:
 
 
 def _refuse_unless_lockless(error: OSError) -> None:
-    """Raises the error again unless it says that the file system has no locks."""
+    """Raise the error again unless its reason is that the file system has no locks."""
     if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
         raise error
 
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path, refusal: str) -> Iterator[int]:
-    """Keeps other processes, whose writing would mix with ours, out of a folder; UserError(`refusal`) where one is in it.
+    """Hold the folder's lock within the block and yield its file descriptor.
 
-    The system lets go of it with the process, however that ends, and with those that were given the descriptor that is yielded. A
-    file system without locks has none.
+    The system releases the lock when this process ends, in whatever way, and when every process that inherited the descriptor
+    has ended. On a file system without locks nothing is locked.
+
+    Raises:
+        UserError: another process holds the lock; `refusal` is the message.
     """
     with (folder / LOCK).open("w") as stream:
         try:
@@ -196,12 +212,16 @@ def exclusive_lock(folder: Path, refusal: str) -> Iterator[int]:
 
 
 def read_json_lines(file: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number, from 1, and the object of each line of a file of JSON lines; blank lines are passed over.
+    """Yield (line number from 1, object) for each line of a JSON-lines file. Blank lines are skipped.
 
-    A last line without its newline that is not a whole object was cut short by a kill, and is ignored.
+    An incomplete last line without a newline is skipped: a killed process left it.
 
-    Raises UserError for a file that cannot be read, and for any other line that is not a JSON object in UTF-8: it names file
-    and line, and ends with `remedy`.
+    Args:
+        file: path of the file.
+        remedy: what the user can do about a broken file; it ends the error message.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a JSON object in UTF-8. The message names file and line.
     """
     try:
         lines = file.read_bytes().split(b"\n")
@@ -213,7 +233,7 @@ def read_json_lines(file: Path, remedy: str) -> Iterator[tuple[int, dict[str, An
         try:
             record = json.loads(line.decode("utf-8"))
             if not isinstance(record, dict):
-                raise TypeError(f"{line[:40].decode('utf-8', 'replace')} is no JSON object")
+                raise TypeError(f"{line[:40].decode('utf-8', 'replace')} is not a JSON object")
         except (ValueError, TypeError, RecursionError) as error:
             if number == len(lines):
                 return

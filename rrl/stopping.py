@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish that is seen at the next safe place, instead of the end of the process."""
+"""SIGTERM and Ctrl-C set a flag that a loop checks at its next safe place, instead of ending the process."""
 
 import contextlib
 import signal
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 
 
 class ServiceUnavailable(OSError):
-    """A service gave no answer, in spite of all attempts, or because the run is to stop. Asked again later it may."""
+    """A service did not answer after all retries, or the run is stopping. A later request may succeed."""
 
 
 class RunStopped(Exception):
-    """A signal stopped a run that this process had started, after it had saved. The same command continues."""
+    """A signal stopped a run that this process had started; the run saved before it ended. The same command continues it."""
 
 
 class StopSignal:
-    """Remembers that SIGTERM or SIGINT came, so that a loop can save and leave at its next step."""
+    """A flag: true after SIGTERM or SIGINT. A loop checks it at each step, saves and ends."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -24,30 +24,30 @@ class StopSignal:
         return self._event.is_set()
 
     def set(self, *_: object) -> None:
-        """Asks for the stop."""
+        """Set the flag and run the callbacks of `on_stop`. Accepts the arguments of a signal handler."""
         self._event.set()
-        for call in list(_callbacks):
-            call()
+        for callback in list(_callbacks):
+            callback()
 
 
 _callbacks: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
-def on_stop(call: Callable[[], None]) -> Iterator[None]:
-    """Within the block a stop that is asked for calls this too, from the signal's handler: it must be quick."""
-    _callbacks.append(call)
+def on_stop(callback: Callable[[], None]) -> Iterator[None]:
+    """Within the block, run `callback` when a stop is requested. The signal handler calls it, so it must be quick."""
+    _callbacks.append(callback)
     try:
         yield
     finally:
-        _callbacks.remove(call)
+        _callbacks.remove(callback)
 
 
 @contextlib.contextmanager
 def stop_requested() -> Iterator[StopSignal]:
-    """Within the block SIGTERM (and the first Ctrl-C) set the flag that is yielded instead of ending the process.
+    """Yield a flag that SIGTERM and the first Ctrl-C set within the block, instead of ending the process.
 
-    A second Ctrl-C interrupts at once. Outside the main thread, where signals cannot be caught, the flag stays unset.
+    A second Ctrl-C interrupts at once. Outside the main thread signals cannot be caught, and the flag stays unset.
     """
     flag = StopSignal()
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and saves that fail."""
+"""Atomic writes, appending, JSON lines, and errors of failed saves."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ from rrl.files import (
 )
 
 
-def test_a_file_is_replaced_whole_and_others_may_read_it(tmp_path):
+def test_a_file_is_replaced_with_the_default_permissions(tmp_path):
     write_atomically(tmp_path / "a.json", "old")
     write_atomically(tmp_path / "a.json", "näu\n")
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "näu\n"
@@ -30,7 +30,7 @@ def test_a_file_is_replaced_whole_and_others_may_read_it(tmp_path):
     assert stat.S_IMODE((tmp_path / "a.json").stat().st_mode) == 0o666 & ~mask
 
 
-def test_what_cannot_be_written_leaves_the_old_file_and_nothing_beside(tmp_path):
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_file(tmp_path):
     write_atomically(tmp_path / "a.json", "old")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(tmp_path / "a.json", "half \udc80")
@@ -38,12 +38,12 @@ def test_what_cannot_be_written_leaves_the_old_file_and_nothing_beside(tmp_path)
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "old"
 
 
-def test_a_full_disk_while_a_stream_is_written_names_the_file(tmp_path):
+def test_the_error_of_a_full_disk_names_the_file_of_the_stream(tmp_path):
     with pytest.raises(OSError, match=r"No space left.*a\.html"), atomic_stream(tmp_path / "a.html"):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_file_that_says_the_same_already_is_left(tmp_path):
+def test_a_file_with_the_same_content_is_not_rewritten(tmp_path):
     file = tmp_path / "a.json"
     write_atomically(file, "old")
     before = file.stat()
@@ -51,25 +51,25 @@ def test_a_file_that_says_the_same_already_is_left(tmp_path):
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_json_lines_come_with_their_numbers_and_a_cut_one_is_ignored(tmp_path):
+def test_json_lines_have_their_line_numbers_and_an_incomplete_last_line_is_skipped(tmp_path):
     file = tmp_path / "a.jsonl"
     whole = '{"a": "é"}\r\n\n{"b": 1}\n'.encode()
     for cut in range(len(whole) + 1):
         file.write_bytes(whole[:cut])
-        # A line that is whole but for its newline counts.
+        # A complete line without its newline counts.
         expected = [(1, {"a": "é"})] * (cut >= 11) + [(3, {"b": 1})] * (cut >= len(whole) - 1)
         assert list(read_json_lines(file, "")) == expected
 
 
 @pytest.mark.parametrize("line", [b'"\xff"', b"[1]", b"null", b"7", b"{", b"nonsense"])
-def test_a_line_that_is_no_json_object_is_named(tmp_path, line):
+def test_the_error_for_a_line_that_is_not_a_json_object_names_file_and_line(tmp_path, line):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"{}\n" + line + b"\n")
     with pytest.raises(UserError, match=rf"^{re.escape(str(file))}, line 2: .*; mend it$"):
         list(read_json_lines(file, "mend it"))
 
 
-def test_a_file_of_lines_that_cannot_be_read_is_named(tmp_path):
+def test_the_error_for_an_unreadable_file_names_it(tmp_path):
     with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(.*\); move it away"):
         list(read_json_lines(tmp_path / "metrics.jsonl", "move it away"))
     with pytest.raises(UserError, match=r"cannot be read \(Is a directory\); move it away"):
@@ -84,7 +84,7 @@ def test_a_file_of_lines_that_cannot_be_read_is_named(tmp_path):
             ["disk, its inodes or the quota are full. Free space"],
         ),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), ["the quota are full. Free space"]),
-        # TensorStore's in Orbax, and of the Rust tokenizers.
+        # Errors of TensorStore (in Orbax) and of the Rust tokenizers.
         (ValueError("RESOURCE_EXHAUSTED: Error writing local file"), ["are full. Free space"]),
         (Exception("No space left on device (os error 28)"), ["are full. Free space"]),
         (PermissionError(errno.EACCES, "Permission denied"), ["Permission denied", "Make it writable"]),
@@ -95,7 +95,7 @@ def test_a_file_of_lines_that_cannot_be_read_is_named(tmp_path):
         (FileExistsError(errno.EEXIST, "File exists"), ["a file is in its place. Move that file away"]),
     ],
 )
-def test_a_failed_save_names_its_path_the_reason_and_what_to_do(tmp_path, error, words):
+def test_the_error_of_a_failed_save_names_path_reason_and_fix(tmp_path, error, words):
     with pytest.raises(SaveError) as found, saving(tmp_path / "policy"):
         raise error
     words = [f"{tmp_path}/policy could not be saved: ", *words, "then give the same command again"]
@@ -103,14 +103,14 @@ def test_a_failed_save_names_its_path_the_reason_and_what_to_do(tmp_path, error,
     assert "\n" not in str(found.value) and found.value.__cause__ is error
 
 
-def test_a_failed_save_names_the_folder_that_is_gone_or_a_file(tmp_path):
+def test_the_error_of_a_failed_save_names_the_missing_folder_or_the_file_in_its_place(tmp_path):
     (tmp_path / "a").write_text("mine")
     for folder, words in (("a", "a is a file. Put the folder back"), ("b", "b is gone. Put it back")):
         with pytest.raises(SaveError, match=words), saving(tmp_path / folder / "deep" / "file"):
             (tmp_path / folder / "deep" / "file").write_text("x")
 
 
-def test_errors_of_programs_and_users_pass_a_save(tmp_path):
+def test_other_errors_pass_through_saving_unchanged(tmp_path):
     for error in (
         TypeError("bytes"),
         UserError("wrong"),
@@ -123,7 +123,7 @@ def test_errors_of_programs_and_users_pass_a_save(tmp_path):
         assert found.value is error
 
 
-def test_an_append_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_a_failed_append_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     file = tmp_path / "lines"
     with pytest.raises(FileNotFoundError):
         append_bytes(file, b"never begun\n")

@@ -1,1 +1,1 @@
-"""Arguments and sections of config files, as typed values."""
+"""Config files: typed arguments, sections as frozen dataclasses, renamed fields, and what all training configs share."""

@@ -5,9 +5,9 @@ A config file declares its arguments with their defaults, and the defaults fix t
     def get_config(arg: str = ""):
         arg = parse(arg, size=("tiny", "3b", "7b"), steps=80, lr=1e-4, data="", quick=False)
 
-A tuple lists the allowed values, the first of which is the default; a type alone (`steps=int`) means None unless given. The
-manner is big_vision's; what is stricter here is that every wrong argument is a `UserError` which names the argument, the value,
-and what is allowed.
+A tuple lists the allowed values; the first is the default. A type alone (`steps=int`) makes the default None. The form follows
+big_vision's configs. It is stricter: every wrong argument raises a `UserError` that names the argument, the value and what is
+allowed.
 """
 
 import difflib
@@ -24,22 +24,21 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
-    """Parses `key=value,key=value` by the types of the defaults.
+    """Parse `key=value,key=value` by the types of the defaults.
 
-    A key alone (`quick`) means true, for arguments that are true or false. A value may contain "=" (the first one separates) but
-    no comma. An argument may be given once.
+    A key alone (`quick`) sets a boolean argument to true. The first "=" separates key and value; the value may contain further
+    ones, but no comma. Each argument may be given once.
 
     Args:
-        arg: what stands behind the colon of `--config=configs/x.py:...`; empty or None for none.
-        **defaults: bool, int, float or str, or one of these types; or a tuple of allowed values, the first of which is
-            the default.
+        arg: the text after the colon of `--config=configs/x.py:...`; empty or None if there is none.
+        **defaults: a bool, int, float or str, or one of these types, or a tuple of allowed values with the default first.
 
     Returns:
         A namespace with one attribute for each default.
 
     Raises:
-        UserError: an argument that is not declared, given twice, or whose value does not fit its type or choices.
-        TypeError: a default of another type (a mistake in the config file, not in its use).
+        UserError: an argument is not declared, is given twice, or has a value that does not fit its type or choices.
+        TypeError: a default has another type (a mistake in the config file, not by its user).
     """
     values = {key: _first(key, default) for key, default in defaults.items()}
     seen: set[str] = set()
@@ -63,10 +62,10 @@ def parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
 
 
 def run_name(stem: str, arg: str) -> str:
-    """The name of a run's folder by its config's name and arguments.
+    """Return the name of a run's folder, made of the config's name and its arguments.
 
-    Of a name that is too long for a file system the end gives way to the name's SHA-256, so that each argument still has a
-    folder of its own.
+    If the name is too long for a file system, its end is replaced by 12 digits of the SHA-256 of the whole name. So different
+    arguments always get different folders.
     """
     name = "-".join([stem, *re.findall(r"[\w.=]+", arg)])
     if len(name.encode()) <= MAX_NAME_BYTES:

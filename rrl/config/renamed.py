@@ -1,7 +1,7 @@
-"""Config fields that have a new name: the old name is accepted for one release, with a warning that gives the new one.
+"""Renamed config fields: the old name is accepted for one release, with a warning that gives the new name.
 
 To rename a field, rename it in its dataclass and add a row to `RENAMED`. Configs, `--config.SECTION.FIELD=VALUE` and the
-config.json of existing workdirs then take both names.
+config.json of existing workdirs then accept both names.
 """
 
 import logging
@@ -25,26 +25,26 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "loops": "workers",
     },
 }
-"""Section -> old field -> new field. A section matches under its own name and with a prefix: "rollout" also matches
-"reader_rollout" and "judge_rollout". A section inside another is written with a dot: "recipe.environment"."""
+"""Section -> old field -> new field. A section's name also matches with a prefix: "rollout" matches "reader_rollout" and
+"judge_rollout". A nested section is written with a dot: "recipe.environment"."""
 
 LAST_RELEASE = "0.2"
 """The last release that accepts the old names."""
 
 
 def new_name(path: str) -> str:
-    """The dotted path of a field under its present name: "rollout.feeds" -> "rollout.wake_threshold"."""
+    """Return the dotted path of a field under its new name: "rollout.feeds" -> "rollout.wake_threshold"."""
     section, _, field = path.rpartition(".")
     new = _fields_of(section).get(field)
     return f"{section}.{new}" if new else path
 
 
 def rename_fields(section: str, values: MutableMapping[str, Any]) -> None:
-    """Moves the values of renamed fields to their new names, in place, and logs a warning for each.
+    """Move the values of renamed fields to their new names, in place, and log a warning for each.
 
     Args:
       section: dotted path of the section, such as "rollout" or "recipe.environment".
-      values: its fields. The value under the old name wins: somebody gave it, the other may be a default.
+      values: its fields. The value under the old name wins, because the user gave it; the other may be a default.
     """
     for old, new in _fields_of(section).items():
         if old in values:
@@ -55,7 +55,7 @@ def rename_fields(section: str, values: MutableMapping[str, Any]) -> None:
 
 
 def rename_config(config: ConfigDict, section: str = "") -> None:
-    """`rename_fields` in a config and in all its sections."""
+    """Apply `rename_fields` to a config and to all its sections, in place."""
     rename_fields(section, config)
     for name in config:
         if isinstance(config[name], ConfigDict):
@@ -63,12 +63,12 @@ def rename_config(config: ConfigDict, section: str = "") -> None:
 
 
 def rename_overrides(argv: Sequence[str]) -> list[str]:
-    """Command-line arguments with `--config.SECTION.FIELD` under its present name; logs a warning for each that changes."""
+    """Return command-line arguments with each `--config.SECTION.FIELD` under its new name. Log a warning for each change."""
     return [_override(argument) for argument in argv]
 
 
 def rename_stored(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """The settings of a config.json under their present names, in all sections, without a warning."""
+    """Return the settings of a config.json under their new names, in all sections, without a warning."""
     fields = _fields_of(section)
     return {
         fields.get(name, name): rename_stored(value, f"{section}.{name}".lstrip("."))

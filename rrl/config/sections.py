@@ -1,4 +1,4 @@
-"""A section of a config and the frozen dataclass behind it: filled with its defaults, checked, built."""
+"""Config sections and their frozen dataclasses: add defaults to a section (`fill_defaults`), check and build it (`build`)."""
 
 import dataclasses
 import types
@@ -14,15 +14,15 @@ from rrl.errors import UserError
 Fields = TypeVar("Fields")
 
 DERIVED = ("total_steps", "vocab_size", "eos_token_id", "pad_token_id")
-"""Fields that a run sets itself, from its steps and its tokenizer."""
+"""Fields that a run computes from its steps and its tokenizer, so that no config lists them."""
 
 
 def fill_defaults(section: ConfigDict, kind: type) -> None:
-    """Adds the fields of a dataclass that a config section does not list, with their defaults.
+    """Add to a config section, in place, the fields of its dataclass that the section does not list, with their defaults.
 
-    A locked config refuses to override what it does not hold. Fields without a default, and those that hold a dataclass
-    (a section of its own), stay out. A field that may be None takes any literal on the command line, `None` among them;
-    its dataclass says what fits.
+    The command line can only override fields that a locked config contains. Fields without a default are not added, nor are
+    fields that hold a dataclass, which are separate sections. A field that may be None accepts any literal on the command
+    line, including `None`; `build` checks its type.
     """
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -35,15 +35,22 @@ def fill_defaults(section: ConfigDict, kind: type) -> None:
                 default = section[field.name]
                 del section[field.name]
             default = FieldReference(default, field_type=object)
-        own = dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(default)
-        if field.name not in (*section, *DERIVED) and default is not dataclasses.MISSING and not own:
+        is_section = dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(default)
+        if field.name not in (*section, *DERIVED) and default is not dataclasses.MISSING and not is_section:
             section[field.name] = default
 
 
 def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any) -> Fields:
-    """A frozen dataclass from config values and what a run sets itself.
+    """Build a frozen dataclass from the values of a config section.
 
-    Raises UserError that names the section `where` and a field that the dataclass does not have, lacks or refuses.
+    Args:
+        kind: the dataclass.
+        values: the section's fields. Old names of renamed fields are accepted.
+        where: dotted name of the section, for error messages.
+        **more: fields that the run sets and the section must not list.
+
+    Raises:
+        UserError: a field is unknown, missing or refused by the dataclass. The message names the section and the field.
     """
     known = [field.name for field in dataclasses.fields(kind) if field.name not in more]  # type: ignore[arg-type]
     values = dict(values)
@@ -76,14 +83,14 @@ def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any
 
 
 def _is_a(value: object, kinds: tuple[type, ...]) -> bool:
-    """Whether a value is of one of these kinds, as people mean it: 1 is a float too, True is no number."""
+    """Return whether a value has one of these types. An int counts as a float; a bool does not count as a number."""
     if isinstance(value, bool):
         return bool in kinds
     return isinstance(value, (*kinds, int) if float in kinds else kinds)
 
 
 def refuse_unknown_fields(known: Iterable[str], values: Iterable[str], where: str) -> None:
-    """Raises UserError for a name in `values` that is not known in the section `where`."""
+    """Raise UserError for the first name in `values` that is not a known field of the section `where`."""
     for name in values:
         if name not in known:
             raise UserError(

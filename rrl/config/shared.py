@@ -1,6 +1,6 @@
-"""What the configs of all recipes share: the arguments of a run, its data and retriever, its devices, its smoke run.
+"""Parts that the training configs of all recipes share: arguments, data, retriever, devices and smoke runs.
 
-It imports no jax, so that a wrong argument is found at once.
+This module does not import jax, so that a wrong argument is reported at once. Read `base_config` first.
 """
 
 import types
@@ -13,8 +13,8 @@ from rrl.config.arguments import parse, run_name
 from rrl.errors import UserError
 
 TENSOR_PARALLEL = {"tiny": 1, "3b": 2, "7b": 4}
-"""Devices on the tensor axis. Qwen2.5-3B has 2 key-value heads, 7B has 4: so the axis shares them evenly, and no cache is held
-twice."""
+"""Devices on the tensor axis, by model size: the number of key-value heads (2 in Qwen2.5-3B, 4 in 7B), so that each device
+holds one head and no KV cache is replicated."""
 RUN_ARGUMENTS: Mapping[str, Any] = {
     "size": tuple(TENSOR_PARALLEL),
     "steps": int,
@@ -29,38 +29,40 @@ RUN_ARGUMENTS: Mapping[str, Any] = {
 
 
 def parse_run_arguments(arg: str, **more: Any) -> types.SimpleNamespace:
-    """The arguments of a training config: those of every run, and `more`. Raises UserError for a wrong one."""
+    """Parse the arguments of a training config: `RUN_ARGUMENTS` and `more`. Raises UserError for a wrong argument."""
     args = parse(arg, **RUN_ARGUMENTS, **more)
     if args.steps is not None and args.steps < 0:
-        raise UserError(f"config argument steps={args.steps} must be at least 0, which evaluates only")
+        raise UserError(f"config argument steps={args.steps} must be at least 0; 0 only evaluates")
     refuse_unused_encoder(args)
     return args
 
 
 def refuse_unused_encoder(args: types.SimpleNamespace) -> None:
-    """Raises UserError for an encoder beside a retriever that has no use for one."""
+    """Raise UserError if `encoder` is given with the retriever bm25, which does not use one."""
     if args.encoder and args.retriever == "bm25":
         raise UserError(
-            f"config argument encoder={args.encoder!r} has no meaning with retriever=bm25, which searches words; leave one out"
+            f"config argument encoder={args.encoder!r} has no meaning with retriever=bm25, which searches by words; leave one out"
         )
 
 
-def refuse_unused_with_ablation(args: types.SimpleNamespace, ablation: str, **usual: str) -> None:
-    """Raises UserError for arguments that are not as they are where nothing is said (`usual`), beside the ablation that leaves
-    out what they set."""
-    for name, value in usual.items():
+def refuse_unused_with_ablation(args: types.SimpleNamespace, ablation: str, **defaults: str) -> None:
+    """Raise UserError if an argument that `ablation` makes unused differs from its default, given in `defaults`."""
+    for name, value in defaults.items():
         if args.ablation == ablation and (given := getattr(args, name)) != value:
             raise UserError(
-                f"config argument {name}={given} has no meaning with ablation={ablation}, which leaves out what it sets; leave "
+                f"config argument {name}={given} has no meaning with ablation={ablation}, which removes what it sets; leave "
                 "one out"
             )
 
 
 def base_config(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
-    """A config with the sections that no recipe changes: name, data, retriever, mesh, compute, lora and guard.
+    """Return a config with the sections that no recipe changes: name, data, retriever, mesh, compute, lora and guard.
 
-    `args` are those of `parse_run_arguments`, `stem` the config file's name. Each argument has a workdir of its own, so that a
-    smoke run does not stand in the way of the main one.
+    Args:
+        stem: name of the config file, without its ending.
+        arg: the config's arguments as the user wrote them. They become part of the run's name and thus of its workdir, so that
+            a smoke run does not block the main run.
+        args: the same arguments, parsed by `parse_run_arguments`.
     """
     tiny, real = args.size == "tiny", args.data != "miniwiki"
     kind = args.retriever or ("bm25" if real and not args.encoder else "scann")
@@ -71,7 +73,7 @@ def base_config(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
     config.data = {
         "path": args.data,
         "seed": 1,
-        "held_out_split": "test",  # settings are chosen on "dev", whose worlds and names are others
+        "held_out_split": "test",  # settings are tuned on "dev", which has other worlds and names
         "on_error": "refuse",
         "held_out": 100 if tiny else 500,
     }
@@ -82,21 +84,22 @@ def base_config(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
     }
     config.mesh = {"fsdp": 1 if tiny else -1, "tensor": TENSOR_PARALLEL[args.size]}
     config.compute = {"dtype": "float32" if tiny else "auto", "remat": "none" if tiny else "full"}
-    # A rank above 0: adapters are trained, and the policy and its reference share all else.
+    # With a rank above 0 only the adapters are trained, and policy and reference share all other parameters.
     config.lora = {"rank": 0}
-    # Says when reward or entropy stay at zero or the KL runs away; action=stop ends the run at its last good checkpoint.
+    # Warns if reward or entropy stay at zero or the KL diverges; action=stop ends the run at its last good checkpoint.
     config.guard = {"action": "warn", "steps": 10}
     return config
 
 
 def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recipe: Mapping[str, Any]) -> None:
-    """Sizes, objective and optimiser that were found for R-Search's cold-started policy (docs/recipes.md, "R-Search").
+    """Set the sections rollout, train, objective and optim to values tuned for R-Search in the built-in world.
 
-    Other recipes take them over, with `recipe`'s fields beside its name and what their own objective changes.
+    They were tuned for R-Search's cold-started policy (docs/recipes.md, "R-Search"). Other recipes use them and change what
+    their own objective needs. `recipe` holds the recipe's name and fields.
     """
     config.recipe = dict(recipe)
     config.recipe.environment = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256}
-    config.recipe.environment.correction = ""  # the policy was never shown one
+    config.recipe.environment.correction = ""  # the cold start shows the policy no correction
     config.rollout = {
         "rows": 64,
         "oversubscribed_slots": 32,
@@ -107,7 +110,7 @@ def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recip
         "top_k": 2,
         "top_p": 0.95,
     }
-    # A third more than R-Search's: groups that are all right or all wrong teach nothing here.
+    # A third more than R-Search's steps: groups that are all right or all wrong give no gradient here.
     steps = 90 if args.steps is None else args.steps
     config.train = {
         "steps": steps,
@@ -141,21 +144,21 @@ def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recip
 
 
 def is_smoke(args: types.SimpleNamespace) -> bool:
-    """Whether so few updates are asked for in the built-in world that a run shall only be looked at."""
+    """Return whether this is a smoke run: the tiny size with 1 to 5 updates."""
     return args.size == "tiny" and args.steps is not None and 0 < args.steps <= 5
 
 
 def shrink_to_smoke(config: ConfigDict) -> None:
-    """Makes a smoke run of a config with all its sections: it looks at everything, briefly, and compiles one update."""
+    """Reduce a complete config, in place, to a smoke run: it runs every part briefly and compiles one update program."""
     config.data.update({"held_out_per_kind": 8, "train_per_kind": 50, "train_worlds": 4})
     config.train.questions = 16
     config.objective.row_lengths = config.objective.row_lengths[-1:]
     config.train.eval_every = config.train.steps
     # References: the note has the numbers of the run, which may be changed after this.
     config.note = (
-        f"smoke run (steps={config.train.steps}; 1 to 5 are for a look): "
+        f"smoke run (steps={config.train.steps}; 1 to 5 make one): "
         + config.train.get_ref("questions").to_str()
-        + " questions an update, "
+        + " questions per update, "
         + config.data.get_ref("held_out_per_kind").to_str()
-        + " held-out questions of each kind, rows of one length. Its numbers are not those of a longer run's first steps"
+        + " held-out questions of each kind, rows of one length. Its numbers differ from the first steps of a longer run"
     )

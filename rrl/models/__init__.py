@@ -1,1 +1,1 @@
-"""The decoder and the encoder, in Flax NNX, read from and written to Hugging Face folders."""
+"""Decoder and encoder models in Flax NNX, loaded from and saved to Hugging Face folders."""

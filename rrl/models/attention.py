@@ -1,7 +1,7 @@
-"""Grouped-query attention, twice: over a packed batch with causal blocks, and over a key-value cache.
+"""Grouped-query attention in XLA: `causal_attention` over a packed batch, and `cache_attention` over a key-value cache.
 
-Softmax is in float32. Query heads N = K * G share K key heads; time and group are folded into one matrix
-dimension, so that each (row, kv head) is one plain matrix product.
+Softmax is in float32. N = K * G query heads share K key heads. Time and group are folded into one matrix dimension, so that
+each (row, kv head) is one matrix product.
 """
 
 import functools
@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-Groups = tuple[Int[Array, "G P/G"] | None, Int[Array, "G N"]]
-"""Which of P entries read a cache together, and how many blocks of it each needs, most first; None: all do, in their order, as
-many as the longest needs (N = 1)."""
-SMALLEST_BLOCK = 32
-MOST_BLOCKS = 8
-"""Queries are handled in blocks in training; a block looks only at keys up to its own end, which saves nearly half of the
-scores. Smaller blocks save more and stay in the processor's cache, more of them take longer to compile."""
+ReadGroups = tuple[Int[Array, "G P/G"] | None, Int[Array, "G N"]]
+"""(indices of the entries that read the cache together, number of blocks that each of them needs in descending order).
+
+Indices None: all P entries form one group in their order, and the second array [1, 1] holds the largest number of blocks."""
+MIN_QUERY_BLOCK = 32
+MAX_QUERY_BLOCKS = 8
+"""Training processes queries in blocks. A block computes scores only for keys up to its own end, which saves nearly half of
+them. Smaller blocks save more and fit in the CPU's cache; more blocks take longer to compile."""
 
 
 def causal_attention(
@@ -27,30 +28,40 @@ def causal_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     branches: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Each token attends to itself and earlier tokens of its own segment, of these to the trunk's (branch 0) and its own
-    branch's; q must be scaled already."""
+    """Attention of a packed batch.
+
+    Each token attends to itself and to the earlier tokens of its segment that are in the trunk (branch 0) or in its own
+    branch.
+
+    Args:
+        q: queries, already scaled.
+        k: keys.
+        v: values.
+        segment_ids: segment of each token; None: each row is one segment.
+        branches: branch of each token (`rrl.rl.batch.Batch.branches`); None: all tokens are in the trunk.
+    """
     batch, time, heads, width = q.shape
     group = heads // k.shape[2]
     outputs = []
     keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
     grouped = q.reshape(batch, time, k.shape[2], group, width).transpose(0, 2, 1, 3, 4)
-    block = max(SMALLEST_BLOCK, -(-time // MOST_BLOCKS))
+    block = max(MIN_QUERY_BLOCK, -(-time // MAX_QUERY_BLOCKS))
     for start in range(0, time, block):
         end = min(start + block, time)
         mask = (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None]
         if segment_ids is not None:
             mask = mask & (segment_ids[:, start:end, None] == segment_ids[:, None, :end])
         if branches is not None:
-            mask = mask & on_its_way(branches[:, start:end], branches[:, :end])
+            mask = mask & visible(branches[:, start:end], branches[:, :end])
         outputs.append(
             softmax_attention(grouped[:, :, start:end], keys[:, :, :end], values[:, :, :end], mask)
         )
     return jnp.concatenate(outputs, axis=2).transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
-def on_its_way(queries: Int[Array, "B t"], keys: Int[Array, "B s"]) -> Bool[Array, "B t s"]:
-    """Whether a key's branch is the trunk or the query's own."""
-    return (keys == 0)[:, None, :] | (queries[:, :, None] == keys[:, None, :])
+def visible(query_branches: Int[Array, "B t"], key_branches: Int[Array, "B s"]) -> Bool[Array, "B t s"]:
+    """Mask of the keys that are in the trunk (branch 0) or in the query's own branch."""
+    return (key_branches == 0)[:, None, :] | (query_branches[:, :, None] == key_branches[:, None, :])
 
 
 @jax.custom_vjp
@@ -60,10 +71,10 @@ def softmax_attention(
     v: Float[Array, "B K S H"],
     mask: Bool[Array, "#B T S"],
 ) -> Float[Array, "B K T G H"]:
-    """Attention whose backward pass recomputes the weights (Dao et al., 2022).
+    """Softmax attention whose backward pass recomputes the weights (Dao et al., 2022).
 
-    A column of ones beside the values sums the weights within the matrix product, and one beside the output's gradient
-    subtracts the softmax's correction: fewer passes over [T, S] than the plain form needs.
+    A column of ones appended to the values makes the matrix product sum the weights too. A column appended to the output's
+    gradient makes it subtract the softmax's correction. Both save passes over [T, S].
     """
     return _forward(q, k, v, mask)[0]
 
@@ -73,7 +84,7 @@ def _scores(q: Array, k: Array, mask: Array) -> Array:
     return jnp.where(mask[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
 
 
-def _with(x: Array, column: Array) -> Array:
+def _append_column(x: Array, column: Array) -> Array:
     return jnp.concatenate([x, column.astype(x.dtype)], axis=-1)
 
 
@@ -82,27 +93,30 @@ def _forward(q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, tuple[Ar
     peak = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - peak).astype(v.dtype)
     mixed = jnp.einsum(
-        "BKTGS,BKSH->BKTGH", weights, _with(v, jnp.ones_like(v[..., :1])), preferred_element_type=jnp.float32
+        "BKTGS,BKSH->BKTGH",
+        weights,
+        _append_column(v, jnp.ones_like(v[..., :1])),
+        preferred_element_type=jnp.float32,
     )
     total = mixed[..., -1:]
     out = (mixed[..., :-1] / total).astype(v.dtype)
     return out, (q, k, v, mask, out, peak + jnp.log(total))
 
 
-def _backward(kept: tuple[Array, ...], grad: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, mask, out, norm = kept
+def _backward(residuals: tuple[Array, ...], grad: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, mask, out, norm = residuals
     weights = jnp.exp(_scores(q, k, mask) - norm)
     correction = (grad.astype(jnp.float32) * out).sum(axis=-1, keepdims=True)
-    wide, ones = (
-        _with(grad.astype(jnp.float32), -correction),
-        _with(v, jnp.ones_like(v[..., :1])).astype(jnp.float32),
+    grad_column, ones = (
+        _append_column(grad.astype(jnp.float32), -correction),
+        _append_column(v, jnp.ones_like(v[..., :1])).astype(jnp.float32),
     )
-    slope = (weights * jnp.einsum("BKTGH,BKSH->BKTGS", wide, ones)).astype(q.dtype)
+    score_grad = (weights * jnp.einsum("BKTGH,BKSH->BKTGS", grad_column, ones)).astype(q.dtype)
     dv = jnp.einsum(
         "BKTGS,BKTGH->BKSH", weights.astype(grad.dtype), grad, preferred_element_type=jnp.float32
     ).astype(v.dtype)
-    dq = jnp.einsum("BKTGS,BKSH->BKTGH", slope, k)
-    dk = jnp.einsum("BKTGS,BKTGH->BKSH", slope, q, preferred_element_type=jnp.float32).astype(k.dtype)
+    dq = jnp.einsum("BKTGS,BKSH->BKTGH", score_grad, k)
+    dk = jnp.einsum("BKTGS,BKTGH->BKSH", score_grad, q, preferred_element_type=jnp.float32).astype(k.dtype)
     return dq, dk, dv, None
 
 
@@ -116,18 +130,29 @@ def cache_attention(
     layer: Int[Array, ""],
     positions: Int[Array, "P T"],
     rows: Int[Array, "P"] | None,
-    groups: Groups,
+    groups: ReadGroups,
     readers: Sequence[int],
     *,
     slots_last: bool = False,
 ) -> Float[Array, "P T N H"]:
-    """Each query attends to a layer's slots up to its own position; q must be scaled already, k is [..., H, slot] with
-    `slots_last`.
+    """Attention over one layer of a cache: each query attends to the slots up to its own position.
 
-    Reads blocks one after another, with a running softmax (Milakov & Gimelshein 2018), a group of the P entries at a time
-    (`rrl.models.cache.KVCache.groups`): at first all `readers[0]` of it; once no more than `readers[1]` need another block,
-    so many, and so on. A block beyond a query's position adds exact zeros, so the result does not depend on how many blocks
-    are read: a row's bits are the same whatever its neighbours are, if they are for each number of readers.
+    Reads the cache block by block with a running softmax (Milakov & Gimelshein 2018), for one group of entries at a time
+    (`rrl.models.cache.KVCache.read_groups`). All `readers[0]` entries of a group read a block together until at most
+    `readers[1]` of them need another one, then those continue, and so on. A block beyond a query's position adds exact
+    zeros, so the result does not depend on how many blocks are read. Hence a row's bits do not depend on its neighbours, if
+    the matrix product's bits are equal for all numbers in `readers`.
+
+    Args:
+        q: queries, already scaled.
+        k: keys of all layers; [L, blocks, R, K, H, slot] with `slots_last`.
+        v: values of all layers.
+        layer: which layer to read.
+        positions: position of each query.
+        rows: cache row of each entry; None: entry p reads row p.
+        groups: from `KVCache.read_groups`.
+        readers: numbers of entries that read a block together, in descending order.
+        slots_last: layout of `k`.
     """
     time, heads, width = q.shape[1:]
     kv_heads, slots = v.shape[3:5]
@@ -135,21 +160,21 @@ def cache_attention(
     grouped = jnp.swapaxes(q.reshape(-1, time, kv_heads, heads // kv_heads, width), 1, 2)
     order, needed = groups
 
-    def of_group(entries: Array | None, needed: Array) -> Float[Array, "P/G K T G H"]:
+    def attend_group(entries: Array | None, needed: Array) -> Float[Array, "P/G K T G H"]:
         sizes: tuple[int, ...]
         if entries is None:
-            queries, until, held, sizes = grouped, positions, rows, (len(q),)
+            queries, last_slot, cache_rows, sizes = grouped, positions, rows, (len(q),)
         else:
-            held = entries if rows is None else rows[entries]
-            queries, until, sizes = grouped[entries], positions[entries], tuple(readers)
+            cache_rows = entries if rows is None else rows[entries]
+            queries, last_slot, sizes = grouped[entries], positions[entries], tuple(readers)
 
         def one_block(state: tuple[Array, ...], count: int) -> tuple[Array, ...]:
             index, peak, total, mixed = state
-            which = slice(None) if held is None else held[:count]
+            which = slice(None) if cache_rows is None else cache_rows[:count]
             keys, values = (part[layer, index, which].astype(q.dtype) for part in (k, v))
             scores = jnp.einsum(products, queries[:count], keys, preferred_element_type=jnp.float32)
-            seen = index * slots + jnp.arange(slots) <= until[:count, :, None]
-            scores = jnp.where(seen[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
+            mask = index * slots + jnp.arange(slots) <= last_slot[:count, :, None]
+            scores = jnp.where(mask[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
             higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
             weights, shrink = jnp.exp(scores - higher), jnp.exp(peak - higher)
             added = jnp.einsum(
@@ -162,21 +187,23 @@ def cache_attention(
         peak = jnp.full((*shape, 1), jnp.finfo(jnp.float32).min)
         sums = jnp.zeros((*shape, 1), jnp.float32), jnp.zeros((*shape, width), jnp.float32)
         index, state = jnp.int32(0), (peak, *sums)
-        for count, fewer in zip(sizes, (*sizes[1:], 0), strict=True):
-            index, *some = jax.lax.while_loop(
-                lambda state, fewer=fewer: needed[fewer] > state[0],
+        for count, next_count in zip(sizes, (*sizes[1:], 0), strict=True):
+            index, *updated = jax.lax.while_loop(
+                lambda state, next_count=next_count: needed[next_count] > state[0],
                 functools.partial(one_block, count=count),
                 (index, *(part[:count] for part in state)),
             )
-            state = tuple(jnp.concatenate([new, old[count:]]) for new, old in zip(some, state, strict=True))
+            state = tuple(
+                jnp.concatenate([new, old[count:]]) for new, old in zip(updated, state, strict=True)
+            )
         _, total, mixed = state
         return (mixed / jnp.maximum(total, 1.0)).astype(q.dtype)
 
     if order is None:
-        out = of_group(None, needed[0])
+        out = attend_group(None, needed[0])
     elif len(order) == 1:
-        out = of_group(order[0], needed[0])[jnp.argsort(order[0])]
+        out = attend_group(order[0], needed[0])[jnp.argsort(order[0])]
     else:
-        out = jax.lax.map(lambda group: of_group(*group), (order, needed)).reshape(grouped.shape)
+        out = jax.lax.map(lambda group: attend_group(*group), (order, needed)).reshape(grouped.shape)
         out = out[jnp.argsort(order.ravel())]
     return jnp.swapaxes(out, 1, 2).reshape(q.shape)

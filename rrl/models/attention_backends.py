@@ -1,7 +1,7 @@
-"""Attention over a packed batch by whichever kernel the platform has: our own two in XLA, cuDNN's, or TPU's splash.
+"""Attention over a packed batch with a kernel chosen by platform: two kernels in XLA, cuDNN's, or TPU's splash attention.
 
-All give the same numbers up to rounding: a token attends to itself and to earlier tokens of its own segment, where that branches
-of the trunk and its own branch.
+Read `packed_attention` first. All kernels give the same result up to rounding: a token attends to itself and to the earlier
+tokens of its segment that are in the trunk or in its own branch.
 """
 
 import functools
@@ -16,49 +16,50 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.errors import UserError
-from rrl.models.attention import causal_attention, on_its_way
+from rrl.models.attention import causal_attention, visible
 from rrl.models.block_attention import block_attention
 from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import fit
 
 AttentionBackend = Literal["blocks", "xla", "cudnn", "splash"]
-"""blocks: one small block after another, those without a segment or branch in common left out, for processors; xla: few large
-operations, for float32 on a GPU."""
-_NO_BRANCHES = (
-    "attention=splash cannot share prefixes: set objective.share_prefixes=False or compute.attention=xla"
-)
+"""blocks: for CPUs; computes small blocks one after another and skips those without a common segment or branch. xla: few large
+operations, for float32 on a GPU. cudnn: NVIDIA GPUs. splash: TPUs."""
+_NO_BRANCHES = "attention=splash does not support shared prefixes: set objective.share_prefixes=False or compute.attention=xla"
 LANES = 128
-"""Splash works on blocks of so many tokens, and on head dimensions that are multiples of it."""
+"""Splash attention needs lengths and head dimensions that are multiples of this."""
 
 
 def choose_backend(name: str, platform: str, dtype: DTypeLike, branches: bool = False) -> AttentionBackend:
-    """The kernel to use on a platform ("cpu", "gpu", "tpu"); "auto" takes the fastest that runs there.
+    """Chooses the kernel for a platform and checks that it runs there.
 
     Args:
-        branches: whether rows will hold contexts that share a trunk (`packed_attention`).
+        name: a kernel, or "auto" for the fastest one that runs there.
+        platform: "cpu", "gpu" or "tpu".
+        dtype: of the computation.
+        branches: whether segments will have branches (`packed_attention`).
 
     Raises:
-        UserError: an unknown name, or a kernel that does not run on this platform, in this dtype or with branches.
+        UserError: the name is unknown, or the kernel does not support this platform, this dtype or branches.
     """
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     if name == "auto":
-        best: dict[str, AttentionBackend] = {
+        fastest: dict[str, AttentionBackend] = {
             "cpu": "blocks",
             "gpu": "cudnn" if half else "xla",
             "tpu": "xla" if branches else "splash",
         }
-        return best.get(platform, "xla")
+        return fastest.get(platform, "xla")
     if name not in get_args(AttentionBackend):
         raise UserError(
             f"attention={name!r} is unknown; choose one of auto, {', '.join(get_args(AttentionBackend))}"
         )
     if name == "splash" and platform != "tpu":
-        raise UserError(f"attention=splash runs on TPUs only, this is a {platform}; choose xla or auto")
+        raise UserError(f"attention=splash runs on TPUs only, but this is a {platform}; choose xla or auto")
     if name == "splash" and branches:
         raise UserError(_NO_BRANCHES)
     if name == "cudnn" and (platform != "gpu" or not half):
         raise UserError(
-            f"attention=cudnn needs an NVIDIA GPU and bfloat16 or float16, this is a {platform} and {jnp.dtype(dtype)}; "
+            f"attention=cudnn needs an NVIDIA GPU and bfloat16 or float16, but this is a {platform} and {jnp.dtype(dtype)}; "
             "choose xla or auto"
         )
     return name  # type: ignore[return-value]
@@ -72,10 +73,12 @@ def packed_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     branches: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention within segments and their branches by the given kernel; q must be scaled already.
+    """Causal attention within segments and their branches, with the given kernel.
+
+    Args: see `rrl.models.attention.causal_attention`.
 
     Raises:
-        UserError: splash is asked for branches, which its kernel does not know.
+        UserError: the kernel is splash, which does not support branches.
     """
     if backend == "cudnn":
         return cudnn_attention(q, k, v, segment_ids, branches)
@@ -96,24 +99,24 @@ def over_mesh(
     segment_ids: Int[Array, "B T"] | None,
     branches: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """A kernel that the partitioner cannot split, over the mesh in use: rows over data and fsdp, heads over tensor.
+    """Runs a kernel that the partitioner cannot split: rows over data and fsdp, heads over tensor of the current mesh.
 
-    Key heads that the tensor axis does not divide are repeated for each query head.
+    If the tensor axis does not divide the number of key heads, they are repeated for each query head.
     """
     segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    marks = (segments,) if branches is None else (segments, branches)
+    labels = (segments,) if branches is None else (segments, branches)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return kernel(q, k, v, *marks)
+        return kernel(q, k, v, *labels)
     if k.shape[2] % mesh.shape["tensor"]:
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     spec = fit("attention", PartitionSpec(ROW_AXES, None, "tensor", None), k.shape, mesh)
     return jax.shard_map(
         kernel,
-        in_specs=(spec, spec, spec, *[PartitionSpec(*spec[:2])] * len(marks)),
+        in_specs=(spec, spec, spec, *[PartitionSpec(*spec[:2])] * len(labels)),
         out_specs=spec,
         check_vma=False,
-    )(q, k, v, *marks)
+    )(q, k, v, *labels)
 
 
 def cudnn_attention(
@@ -124,11 +127,11 @@ def cudnn_attention(
     branches: Int[Array, "B T"] | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "B T N H"]:
-    """cuDNN's flash attention; segments and branches become a [B, 1, T, T] mask."""
+    """cuDNN's flash attention. Segments and branches are passed as a mask [B, 1, T, T]."""
     mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     if branches is not None:
-        way = on_its_way(branches, branches)[:, None]
-        mask = way if mask is None else mask & way
+        allowed = visible(branches, branches)[:, None]
+        mask = allowed if mask is None else mask & allowed
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=1.0, is_causal=True, implementation=implementation
     )
@@ -142,22 +145,21 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """TPU's splash attention, over the mesh in use.
+    """TPU's splash attention on the current mesh.
 
-    Lengths and head dimensions are padded to multiples of 128. `interpret` runs the kernel's own instructions on any
-    platform, slowly.
+    Lengths and head dimensions are padded to multiples of 128. `interpret` emulates the kernel on any platform, slowly.
     """
     length, width = q.shape[1], q.shape[3]
     segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    more, wider = -length % LANES, -width % LANES
-    q, k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, wider))) for x in (q, k, v))
-    segments = jnp.pad(segments, ((0, 0), (0, more)), constant_values=-1)
+    pad_length, pad_width = -length % LANES, -width % LANES
+    q, k, v = (jnp.pad(x, ((0, 0), (0, pad_length), (0, 0), (0, pad_width))) for x in (q, k, v))
+    segments = jnp.pad(segments, ((0, 0), (0, pad_length)), constant_values=-1)
     out = over_mesh(functools.partial(_splash, interpret=interpret), q, k, v, segments)
     return out[:, :length, :, :width]
 
 
 def _splash(q: Array, k: Array, v: Array, segments: Array, interpret: bool) -> Array:
-    """The kernel on one device, row by row."""
+    """The kernel on one device, mapped over rows."""
     length, heads = q.shape[1:3]
     block = next(size for size in (512, 256, LANES) if length % size == 0)
     sizes = splash.BlockSizes(

@@ -1,6 +1,6 @@
-"""The key-value cache: keys and values of all layers, in blocks of slots; a plain pytree.
+"""The key-value cache: keys and values of all layers, stored in blocks of slots, as a pytree.
 
-Layer and block are the leading axes, so that attention reads one layer's filled blocks only, each of them contiguous.
+Layer and block are the leading axes, so that attention reads only the filled blocks of one layer, each of them contiguous.
 """
 
 import dataclasses
@@ -13,40 +13,41 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from rrl.models.attention import Groups, cache_attention
+from rrl.models.attention import ReadGroups, cache_attention
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu.layers import cpu_attention, cpu_copy
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import constrain, fit
 
 BLOCK = 128
-"""Slots in a block."""
-PLACE = (None, None, ROW_AXES, "tensor", None, None)
-"""Rows over the devices that decode them, kv heads over those that share a row."""
-Pair = tuple[Array, Array]
+"""Slots per block."""
+CACHE_AXES = (None, None, ROW_AXES, "tensor", None, None)
+"""Mesh axes of the cache: rows over data and fsdp, kv heads over tensor."""
+KeyValue = tuple[Array, Array]
+"""The cache's arrays k and v."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys (already rotated) and values of R rows with S slots each; a token at position p lives in slot p.
+    """Keys (after RoPE) and values of R rows with S slots each. The token at position p is stored in slot p.
 
-    Slot p of a layer is slot p % BLOCK of [layer, p // BLOCK, row]. The layers are stacked, so that a loop over them
-    carries the whole cache and XLA updates it in place: an array cut out of it by layer would be copied.
+    Slot p of a layer is slot p % BLOCK of [layer, p // BLOCK, row]. The layers are stacked, and a loop over layers carries
+    the whole cache, so that XLA updates it in place; a slice per layer would be copied.
     """
 
     k: Float[Array, "L blocks R K slot H"]
     """[..., H, slot] with `slots_last`."""
     v: Float[Array, "L blocks R K slot H"]
     slots: int = dataclasses.field(metadata={"static": True})
-    """S; positions from S on are dropped."""
+    """S; tokens at positions >= S are not stored."""
     slots_last: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether keys have their slots last, as a CPU's matrix product wants them: it transposes no block then. A TPU would copy
-    all keys to write one there."""
+    """Whether slots are the last axis of `k`. On a CPU the matrix product then needs no transpose; on a TPU writing one key
+    would copy all keys."""
     cpu_kernel: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether `rrl.models.cpu.layers` reads it and, on one device, writes it: only on a CPU, and with `slots_last`."""
+    """Whether `rrl.models.cpu.layers` reads the cache and, on a single device, also writes it. Needs a CPU and `slots_last`."""
     threads: int = dataclasses.field(default=1, metadata={"static": True})
-    """Most that it may use; bits don't depend on it."""
+    """Most threads that the CPU kernel uses; the result's bits do not depend on it."""
 
     @classmethod
     def create(
@@ -64,35 +65,36 @@ class KVCache:
         lead = (config.layers, -(-slots // BLOCK), rows, config.kv_heads)
         last = BLOCK, config.head_dim
         keys = jnp.zeros((*lead, *(reversed(last) if slots_last else last)), dtype)
-        values = _placed(jnp.zeros((*lead, *last), dtype))
-        return cls(_placed(keys), values, slots, slots_last, cpu_kernel, threads)
+        values = _shard(jnp.zeros((*lead, *last), dtype))
+        return cls(_shard(keys), values, slots, slots_last, cpu_kernel, threads)
 
     @property
     def rows(self) -> int:
         """R."""
         return self.k.shape[2]
 
-    def groups(self, positions: Int[Array, "P T"], readers: Sequence[int] = ()) -> Groups:
-        """The P entries in groups of `readers[0]`, and how many blocks hold all slots up to the positions of each (below S).
+    def read_groups(self, positions: Int[Array, "P T"], readers: Sequence[int] = ()) -> ReadGroups:
+        """Divides the P entries into groups of `readers[0]` that read the cache together (`cache_attention`).
 
-        Those that need most come first, so that short entries are not kept waiting by long ones. Without readers, or where their
-        first does not divide P, or is P and no other follows, all are one group in their order; so they are where each reads by
-        itself (`compiled`). Where rows are split over devices, each groups its own.
+        Entries are sorted by the number of blocks up to their last position below S, most first, so that short entries do not
+        wait for long ones. All entries form a single group in their order if `readers` is empty, if its first number does not
+        divide P, if it is just (P,), or with the CPU kernel, in which each entry reads independently. If rows are split over
+        devices, each device groups its own entries.
         """
 
-        def on_one(positions: Array) -> Groups:
+        def on_device(positions: Array) -> ReadGroups:
             needed = jnp.max(jnp.where(positions < self.slots, positions // BLOCK + 1, 0), axis=1)
-            alone = self.cpu_kernel or not readers
-            if alone or len(needed) % readers[0] or tuple(readers) == (len(needed),):
+            single = self.cpu_kernel or not readers
+            if single or len(needed) % readers[0] or tuple(readers) == (len(needed),):
                 return None, jnp.max(needed)[None, None]
             order = jnp.argsort(-needed).reshape(-1, readers[0])
             return order, needed[order]
 
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return on_one(positions)
+            return on_device(positions)
         entries = PartitionSpec(ROW_AXES)
-        return jax.shard_map(on_one, in_specs=entries, out_specs=entries, check_vma=False)(positions)
+        return jax.shard_map(on_device, in_specs=entries, out_specs=entries, check_vma=False)(positions)
 
     def attend(
         self,
@@ -102,43 +104,55 @@ class KVCache:
         v: Float[Array, "P T K H"],
         positions: Int[Array, "P T"],
         rows: Int[Array, "P"] | None,
-        groups: Groups,
+        groups: ReadGroups,
         readers: Sequence[int],
         reads: bool = True,
     ) -> tuple[Float[Array, "P T N H"], "KVCache"]:
-        """Writes each token's key and value to slot `positions` of its row (those >= S are dropped), then attends to the past,
-        unless `reads` is False: then q comes back.
+        """Writes keys and values of new tokens into one layer of the cache, then attends to all tokens up to each of them.
 
-        Where rows are split over devices, the P entries are too, and each concerns a row of its own device.
+        If rows are split over devices, so are the P entries, and each belongs to a row of its device.
+
+        Args:
+            layer: which layer.
+            q: scaled queries of the new tokens.
+            k: their keys, after RoPE.
+            v: their values.
+            positions: slot of each token; tokens at positions >= S are not written.
+            rows: cache row of each entry; None: entry p is row p.
+            groups: from `read_groups`.
+            readers: see `read_groups`.
+            reads: False: only writes, and returns q instead of the attention's output.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            out, pair = _attended(
+            out, pair = _attend_on_device(
                 (self.k, self.v), layer, q, k, v, positions, rows, groups, readers, self, reads
             )
             return out, dataclasses.replace(self, k=pair[0], v=pair[1])
-        held = fit("cache", PartitionSpec(*PLACE), self.k.shape, mesh)
+        spec = fit("cache", PartitionSpec(*CACHE_AXES), self.k.shape, mesh)
         entries = PartitionSpec(ROW_AXES)
-        heads = PartitionSpec(ROW_AXES, None, held[3], None)
+        heads = PartitionSpec(ROW_AXES, None, spec[3], None)
         per_device = self.rows // data_shards(mesh)
 
-        def on_one(
-            pair: Pair,
+        def on_device(
+            pair: KeyValue,
             layer: Array,
             q: Array,
             k: Array,
             v: Array,
-            at: Array,
+            positions: Array,
             rows: Array | None,
-            groups: Groups,
+            groups: ReadGroups,
         ) -> tuple:
-            here = None if rows is None else rows - jax.lax.axis_index(ROW_AXES) * per_device
-            return _attended(pair, layer, q, k, v, at, here, groups, readers, self, reads)
+            local_rows = None if rows is None else rows - jax.lax.axis_index(ROW_AXES) * per_device
+            return _attend_on_device(
+                pair, layer, q, k, v, positions, local_rows, groups, readers, self, reads
+            )
 
         mapped = jax.shard_map(
-            on_one,
-            in_specs=(held, PartitionSpec(), heads, heads, heads, entries, entries, entries),
-            out_specs=(heads, held),
+            on_device,
+            in_specs=(spec, PartitionSpec(), heads, heads, heads, entries, entries, entries),
+            out_specs=(heads, spec),
             check_vma=False,
         )
         out, pair = mapped((self.k, self.v), layer, q, k, v, positions, rows, groups)
@@ -149,61 +163,67 @@ class KVCache:
         source: Int[Array, "P"],
         target: Int[Array, "P"],
         slots: Int[Array, "P"],
-        kept: Int[Array, "P"] | int = 0,
+        shared: Int[Array, "P"] | int = 0,
     ) -> "KVCache":
-        """The cache with the first `slots` of row `source[p]` (and some more) in row `target[p]`; targets >= R are dropped.
+        """Copies the first `slots[p]` slots of row `source[p]` to row `target[p]`, in whole blocks.
 
-        The first `kept` of the target hold the same already: blocks that have no others are left as they are. Where rows are
-        split over devices, the entries are too, and a row is copied from one on the same device.
+        If rows are split over devices, so are the entries, and source and target are on the same device.
+
+        Args:
+            source: row to copy from.
+            target: row to copy to; targets >= R are ignored.
+            slots: number of slots to copy; the rest of the last block is copied too.
+            shared: number of first slots that the target already shares with the source; blocks with only such slots are
+                not copied.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        begin, end = jnp.broadcast_to(kept, slots.shape) // BLOCK, (slots + BLOCK - 1) // BLOCK
+        begin, end = jnp.broadcast_to(shared, slots.shape) // BLOCK, (slots + BLOCK - 1) // BLOCK
         if mesh.empty or mesh.size == 1:
             if self.cpu_kernel:
                 k, v = cpu_copy(self.k, self.v, source, target, begin, end, threads=self.threads)
             else:
-                k, v = _copied((self.k, self.v), source, target, begin, end, jnp.int32(0))
+                k, v = _copy_blocks((self.k, self.v), source, target, begin, end, jnp.int32(0))
             return dataclasses.replace(self, k=k, v=v)
-        spec = fit("cache", PartitionSpec(*PLACE), self.k.shape, mesh)
+        spec = fit("cache", PartitionSpec(*CACHE_AXES), self.k.shape, mesh)
         per_device = self.rows // data_shards(mesh)
 
-        def on_one(arrays: Pair, source: Array, target: Array, begin: Array, end: Array) -> Pair:
-            return _copied(arrays, source, target, begin, end, jax.lax.axis_index(ROW_AXES) * per_device)
+        def on_device(arrays: KeyValue, source: Array, target: Array, begin: Array, end: Array) -> KeyValue:
+            return _copy_blocks(arrays, source, target, begin, end, jax.lax.axis_index(ROW_AXES) * per_device)
 
         mapped = jax.shard_map(
-            on_one, in_specs=(spec, *[PartitionSpec(ROW_AXES)] * 4), out_specs=spec, check_vma=False
+            on_device, in_specs=(spec, *[PartitionSpec(ROW_AXES)] * 4), out_specs=spec, check_vma=False
         )
         k, v = mapped((self.k, self.v), source, target, begin, end)
         return dataclasses.replace(self, k=k, v=v)
 
 
-def _attended(
-    pair: Pair,
+def _attend_on_device(
+    pair: KeyValue,
     layer: Array,
     q: Array,
     k: Array,
     v: Array,
     positions: Array,
     rows: Array | None,
-    groups: Groups,
+    groups: ReadGroups,
     readers: Sequence[int],
     cache: KVCache,
     reads: bool,
-) -> tuple[Array, Pair]:
-    """`KVCache.attend` on one device, whose part of `cache` the pair is."""
+) -> tuple[Array, KeyValue]:
+    """`KVCache.attend` on one device; `pair` is the device's part of the arrays of `cache`."""
     block = jnp.where(positions < cache.slots, positions // BLOCK, pair[0].shape[1])
     row = (jnp.arange(len(q)) if rows is None else rows)[:, None]
     every, slot = slice(None), positions % BLOCK
-    of_key = (every, every, slot) if cache.slots_last else (every, slot)
+    key_index = (every, every, slot) if cache.slots_last else (every, slot)
 
-    def put(old: Array, where: tuple[Any, ...], new: Array) -> Array:
-        return old.at[layer, block, row, *where].set(new.astype(old.dtype), mode="drop")
+    def write(old: Array, index: tuple[Any, ...], new: Array) -> Array:
+        return old.at[layer, block, row, *index].set(new.astype(old.dtype), mode="drop")
 
-    # A value that is not finite would reach queries that do not see its slot, since 0 times NaN is NaN. So the value becomes
-    # 0 and the key NaN: scores are masked, and only queries that see the slot get NaN.
+    # A value that is not finite would make even masked queries NaN, since 0 * NaN is NaN. So the value becomes 0 and the key
+    # NaN: masked scores stay finite, and only queries that see the slot become NaN.
     finite = jnp.isfinite(v).all(axis=-1, keepdims=True)
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
-    pair = put(pair[0], of_key, k), put(pair[1], (every, slot), v)
+    pair = write(pair[0], key_index, k), write(pair[1], (every, slot), v)
     if not reads:
         return q, pair
     if cache.cpu_kernel:
@@ -212,14 +232,18 @@ def _attended(
     return out, pair
 
 
-def _copied(arrays: Pair, source: Array, target: Array, begin: Array, end: Array, first: Array) -> Pair:
-    """The blocks from `begin` on, before `end`; `first` is the number of the first row here. A block is read before it is
-    written."""
-    here = arrays[0].shape[2]
+def _copy_blocks(
+    arrays: KeyValue, source: Array, target: Array, begin: Array, end: Array, first: Array
+) -> KeyValue:
+    """Copies blocks begin..end-1 of each entry; `first` is the number of the device's first row.
 
-    def one_block(block: Array, arrays: Pair) -> Pair:
-        wanted = (begin <= block) & (block < end) & (target >= first) & (target < first + here)
-        to = jnp.where(wanted, target - first, here)
+    All entries' rows of a block are read before any is written.
+    """
+    local_rows = arrays[0].shape[2]
+
+    def one_block(block: Array, arrays: KeyValue) -> KeyValue:
+        copied = (begin <= block) & (block < end) & (target >= first) & (target < first + local_rows)
+        to = jnp.where(copied, target - first, local_rows)
         k, v = (a.at[:, block, to].set(a[:, block, source - first], mode="drop") for a in arrays)
         return k, v
 
@@ -228,5 +252,5 @@ def _copied(arrays: Pair, source: Array, target: Array, begin: Array, end: Array
     )
 
 
-def _placed(array: Float[Array, "L blocks R K ..."]) -> Float[Array, "L blocks R K ..."]:
-    return constrain(array, *PLACE)
+def _shard(array: Float[Array, "L blocks R K ..."]) -> Float[Array, "L blocks R K ..."]:
+    return constrain(array, *CACHE_AXES)

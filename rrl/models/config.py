@@ -1,4 +1,4 @@
-"""What a decoder or an encoder is made of, read from and written to Hugging Face's config.json."""
+"""Shapes of decoders and encoders, read from and written to Hugging Face's config.json."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,12 +9,14 @@ from rrl.errors import UserError, at_least, one_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderFamily:
-    """What sets one family of decoders apart from the others; everything else is the same code."""
+    """Differences between families of decoders; all else is shared."""
 
     architecture: str
-    """Name of the class in transformers."""
+    """Class name in transformers."""
     qkv_bias: bool
+    """Whether q, k and v have biases."""
     qk_norm: bool
+    """Whether each head of q and k is normalised before RoPE."""
 
 
 DECODER_FAMILIES = {
@@ -26,7 +28,7 @@ DECODER_FAMILIES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of the slow RoPE frequencies (Hugging Face's rope_type "llama3")."""
+    """Llama 3.1's scaling of the low RoPE frequencies (Hugging Face's rope_type "llama3")."""
 
     factor: float
     low_freq_factor: float
@@ -47,11 +49,11 @@ class DecoderConfig:
     kv_heads: int
     """Key and value heads K; divides `heads`."""
     head_dim: int
-    """H; need not be hidden / heads."""
+    """Head dimension H; may differ from hidden / heads."""
     mlp: int
     """Width F of the SwiGLU layer."""
     model_type: str = "qwen2"
-    """A key of DECODER_FAMILIES; says whether q, k, v have biases (Qwen2) or norms (Qwen3)."""
+    """A key of DECODER_FAMILIES; sets whether q, k and v have biases (Qwen2) or q and k have norms (Qwen3)."""
     rope_theta: float = 10_000.0
     rope_scaling: Llama3Scaling | None = None
     rms_eps: float = 1e-6
@@ -59,7 +61,7 @@ class DecoderConfig:
     max_positions: int = 4096
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
-    """What ends a text; several where a model has more than one end."""
+    """Token that ends a text; a tuple if the model has several."""
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
@@ -89,14 +91,16 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "DecoderConfig":
-        """Reads config.json of transformers 4 or 5, and the ends of a text that generation_config.json adds to it.
+        """Reads the config.json of transformers 4 or 5.
 
-        Qwen2.5-Instruct and Llama 3 name some of theirs in the second file only.
+        Args:
+            hf: the content of config.json.
+            generation: the content of generation_config.json, whose end tokens are added. Qwen2.5-Instruct and Llama 3
+                list some end tokens only there.
 
         Raises:
-            UserError: model_type is unknown, a field is missing or no number of its kind, or the config asks for
-                something that this decoder does not do (sliding windows, other RoPE scalings, other activations, other
-                biases).
+            UserError: model_type is unknown; a field is missing or has the wrong type; or the config needs something
+                unsupported: sliding windows, other RoPE scalings, other activations or other biases.
         """
         model_type = hf.get("model_type")
         if model_type not in DECODER_FAMILIES:
@@ -104,30 +108,30 @@ class DecoderConfig:
                 f"config.json: model_type={model_type!r} is not supported; choose one of {', '.join(DECODER_FAMILIES)}"
             )
         _refuse_unsupported(hf)
-        heads, hidden = _whole(hf, "num_attention_heads"), _whole(hf, "hidden_size")
+        heads, hidden = _integer(hf, "num_attention_heads"), _integer(hf, "hidden_size")
         theta, scaling = _rope(hf)
-        ends = dict.fromkeys([*_ends(hf), *_ends(generation or {}, "generation_config.json")])
+        ends = dict.fromkeys([*_end_ids(hf), *_end_ids(generation or {}, "generation_config.json")])
         return cls(
-            vocab_size=_whole(hf, "vocab_size"),
+            vocab_size=_integer(hf, "vocab_size"),
             hidden=hidden,
-            layers=_whole(hf, "num_hidden_layers"),
+            layers=_integer(hf, "num_hidden_layers"),
             heads=heads,
-            kv_heads=_whole(hf, "num_key_value_heads", heads),
-            head_dim=_whole(hf, "head_dim", hidden // heads),
-            mlp=_whole(hf, "intermediate_size"),
+            kv_heads=_integer(hf, "num_key_value_heads", heads),
+            head_dim=_integer(hf, "head_dim", hidden // heads),
+            mlp=_integer(hf, "intermediate_size"),
             model_type=model_type,
             rope_theta=theta,
             rope_scaling=scaling,
             rms_eps=_positive(hf, "rms_norm_eps", 1e-6),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            max_positions=_whole(hf, "max_position_embeddings"),
-            bos_token_id=_token(hf, "bos_token_id"),
+            max_positions=_integer(hf, "max_position_embeddings"),
+            bos_token_id=_token_id(hf, "bos_token_id"),
             eos_token_id=tuple(ends) if len(ends) > 1 else next(iter(ends), None),
-            pad_token_id=_token(hf, "pad_token_id"),
+            pad_token_id=_token_id(hf, "pad_token_id"),
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers and vLLM read."""
+        """The content of a config.json that transformers and vLLM read."""
         scaling = self.rope_scaling
         hf: dict[str, Any] = {
             "architectures": [DECODER_FAMILIES[self.model_type].architecture],
@@ -160,23 +164,23 @@ class DecoderConfig:
 
 
 def matrix_parameters(config: DecoderConfig) -> float:
-    """Weights that each token is multiplied with, embedding and head left out."""
+    """Number of weights that each token is multiplied with, without embedding and head."""
     attention = 2 * config.hidden * (config.heads + config.kv_heads) * config.head_dim
     return float(config.layers * (attention + 3 * config.hidden * config.mlp))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """What sets one family of encoders apart from the others; everything else is the same code."""
+    """Differences between families of encoders; all else is shared."""
 
     architecture: str
-    """Name of the class in transformers."""
+    """Class name in transformers."""
     prefix: str
-    """Before the names of its tensors in a checkpoint with a head."""
+    """Prefix of the tensors' names in a checkpoint with a head."""
     pad_token_id: int
-    """Where config.json has none."""
+    """Used if config.json has none."""
     positions_follow_padding: bool
-    """Whether position ids start at pad_token_id + 1 and count tokens other than padding; else they are 0, 1, 2, ..."""
+    """Whether position ids start at pad_token_id + 1 and skip padding; otherwise they are 0, 1, 2, ..."""
 
 
 ENCODER_FAMILIES = {
@@ -190,12 +194,12 @@ ENCODER_FAMILIES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pooling:
-    """How the hidden states of a text become its embedding."""
+    """How an embedding is computed from the hidden states of a text."""
 
     mode: str = "mean"
-    """mean: over the text's tokens; cls: its first token."""
+    """mean: the mean over the text's tokens; cls: the first token."""
     normalize: bool = True
-    """Whether embeddings are scaled to length 1."""
+    """Whether embeddings are scaled to norm 1."""
 
     def __post_init__(self) -> None:
         one_of(("mean", "cls"), self, "mode", where="pooling ")
@@ -205,7 +209,7 @@ class Pooling:
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-    """Shape of a BERT-like encoder: post-LayerNorm, learned positions, GELU; and what becomes of its hidden states."""
+    """Shape of a BERT-like encoder (post-LayerNorm, learned positions, GELU) and its pooling."""
 
     vocab_size: int
     hidden: int
@@ -213,14 +217,14 @@ class EncoderConfig:
     heads: int
     mlp: int
     max_positions: int = 512
-    """Rows of the position table; RoBERTa's holds fewer tokens, see `max_tokens`."""
+    """Rows of the position table. RoBERTa allows fewer tokens, see `max_tokens`."""
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
     pad_token_id: int = 0
     model_type: str = "bert"
     """A key of ENCODER_FAMILIES."""
     pooling: Pooling = Pooling()
-    """Not part of config.json: whoever opens a folder says it."""
+    """Not part of config.json; the caller sets it."""
 
     def __post_init__(self) -> None:
         if self.model_type not in ENCODER_FAMILIES:
@@ -241,7 +245,7 @@ class EncoderConfig:
 
     @property
     def head_dim(self) -> int:
-        """H."""
+        """Head dimension H."""
         return self.hidden // self.heads
 
     @property
@@ -251,12 +255,12 @@ class EncoderConfig:
 
     @property
     def positions_follow_padding(self) -> bool:
-        """Whether position ids start at pad_token_id + 1 and count tokens other than padding."""
+        """Whether position ids start at pad_token_id + 1 and skip padding."""
         return ENCODER_FAMILIES[self.model_type].positions_follow_padding
 
     @property
     def max_tokens(self) -> int:
-        """The longest text, in tokens, special ones included."""
+        """Length of the longest text in tokens, including special tokens."""
         return self.max_positions - (self.pad_token_id + 1 if self.positions_follow_padding else 0)
 
     @classmethod
@@ -264,8 +268,8 @@ class EncoderConfig:
         """Reads config.json.
 
         Raises:
-            UserError: model_type is unknown, a field is missing or no number of its kind, or the activation, the position
-                scheme or the direction of attention is not BERT's.
+            UserError: model_type is unknown; a field is missing or has the wrong type; or activation, position embedding or
+                attention mask differ from BERT's.
         """
         model_type = hf.get("model_type")
         if model_type not in ENCODER_FAMILIES:
@@ -281,25 +285,25 @@ class EncoderConfig:
             )
         if hf.get("is_decoder"):
             raise UserError(
-                "config.json: is_decoder=true is not supported: an encoder's tokens see those after them too; "
+                "config.json: is_decoder=true is not supported, since an encoder's tokens attend in both directions; "
                 "it must be false"
             )
         return cls(
-            vocab_size=_whole(hf, "vocab_size"),
-            hidden=_whole(hf, "hidden_size"),
-            layers=_whole(hf, "num_hidden_layers"),
-            heads=_whole(hf, "num_attention_heads"),
-            mlp=_whole(hf, "intermediate_size"),
-            max_positions=_whole(hf, "max_position_embeddings"),
-            type_vocab_size=_whole(hf, "type_vocab_size", 2),
+            vocab_size=_integer(hf, "vocab_size"),
+            hidden=_integer(hf, "hidden_size"),
+            layers=_integer(hf, "num_hidden_layers"),
+            heads=_integer(hf, "num_attention_heads"),
+            mlp=_integer(hf, "intermediate_size"),
+            max_positions=_integer(hf, "max_position_embeddings"),
+            type_vocab_size=_integer(hf, "type_vocab_size", 2),
             layer_norm_eps=_positive(hf, "layer_norm_eps", 1e-12),
-            pad_token_id=_whole(hf, "pad_token_id", ENCODER_FAMILIES[model_type].pad_token_id, least=0),
+            pad_token_id=_integer(hf, "pad_token_id", ENCODER_FAMILIES[model_type].pad_token_id, least=0),
             model_type=model_type,
             pooling=pooling,
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers reads."""
+        """The content of a config.json that transformers reads."""
         return {
             "architectures": [ENCODER_FAMILIES[self.model_type].architecture],
             "model_type": self.model_type,
@@ -319,8 +323,8 @@ class EncoderConfig:
         }
 
 
-def _whole(hf: Mapping[str, Any], field: str, default: int | None = None, least: int = 1) -> int:
-    """A field that counts something; without a default it must be there."""
+def _integer(hf: Mapping[str, Any], field: str, default: int | None = None, least: int = 1) -> int:
+    """A field that is an integer of at least `least`; it is required if `default` is None."""
     value = default if hf.get(field) is None else hf[field]
     if value is None:
         raise UserError(
@@ -338,21 +342,21 @@ def _positive(fields: Mapping[str, Any], field: str, default: float | None = Non
     return float(value)
 
 
-def _token(hf: Mapping[str, Any], field: str) -> int | None:
-    """A token's id; None where there is none."""
+def _token_id(hf: Mapping[str, Any], field: str) -> int | None:
+    """A field that is a token id or missing."""
     value = hf.get(field)
     if isinstance(value, bool) or not isinstance(value, int | None):
-        raise UserError(f"config.json: {field}={value!r} must be the id of a token, a whole number")
+        raise UserError(f"config.json: {field}={value!r} must be a token id, a whole number")
     return value
 
 
-def _ends(fields: Mapping[str, Any], file: str = "config.json") -> list[int]:
-    """What a file says ends a text: no token, one, or a list of them."""
+def _end_ids(fields: Mapping[str, Any], file: str = "config.json") -> list[int]:
+    """The end tokens in a file: none, one, or a list."""
     value = fields.get("eos_token_id")
     ends = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ends):
         raise UserError(
-            f"{file}: eos_token_id={value!r} must be the id of a token, a whole number, or a list of them"
+            f"{file}: eos_token_id={value!r} must be a token id, a whole number, or a list of token ids"
         )
     return ends
 
@@ -360,13 +364,12 @@ def _ends(fields: Mapping[str, Any], file: str = "config.json") -> list[int]:
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     if hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ()):
         raise UserError(
-            f"config.json asks for sliding-window attention (use_sliding_window or layer_types; sliding_window="
-            f"{hf.get('sliding_window')!r}), which is not supported; only models that attend to the whole context can be "
-            "loaded"
+            f"config.json sets sliding-window attention (use_sliding_window or layer_types; sliding_window="
+            f"{hf.get('sliding_window')!r}), which is not supported; only models with full attention can be loaded"
         )
     if others := sorted(set(map(str, hf.get("layer_types") or ())) - {"full_attention"}):
         raise UserError(
-            f"config.json: layer_types has {', '.join(others)}, which is not supported; all must be 'full_attention'"
+            f"config.json: layer_types contains {', '.join(others)}, which is not supported; all must be 'full_attention'"
         )
     if (act := hf.get("hidden_act", "silu")) != "silu":
         raise UserError(f"config.json: hidden_act={act!r} is not supported; it must be 'silu'")
@@ -398,10 +401,10 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
         )
     known = [field.name for field in dataclasses.fields(Llama3Scaling)]
     if missing := set(known) - rope.keys():
-        raise UserError(f"config.json: RoPE scaling 'llama3' lacks {', '.join(sorted(missing))}")
+        raise UserError(f"config.json: RoPE scaling 'llama3' lacks the fields {', '.join(sorted(missing))}")
     factor, low, high = (_positive(rope, field) for field in known[:3])
     if high <= low:
         raise UserError(
             f"config.json: RoPE scaling 'llama3' has high_freq_factor={high:g}, which must be above low_freq_factor={low:g}"
         )
-    return theta, Llama3Scaling(factor, low, high, _whole(rope, known[3]))
+    return theta, Llama3Scaling(factor, low, high, _integer(rope, known[3]))

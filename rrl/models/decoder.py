@@ -1,7 +1,7 @@
-"""The decoder: one class for Qwen2, Qwen3 and Llama, as a Flax NNX module.
+"""The decoder: one Flax NNX module for Qwen2, Qwen3 and Llama. Read `Decoder` first.
 
-Two paths share one layer, and scan over layers stacked on a leading axis L, so that programs are compiled in a time that
-does not grow with L. Training (`__call__`) takes a packed batch; generation (`extend`, `prefill`) carries a KVCache through.
+Training (`Decoder.__call__`) takes a packed batch. Generation (`extend`, `prefill`) reads and writes a KVCache. Both share
+one `Layer` and scan over the layers, stacked on a leading axis L, so that compile time does not grow with L.
 """
 
 import dataclasses
@@ -21,18 +21,19 @@ from rrl.models.attention_backends import AttentionBackend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu.layers import LANES, can_compute, cpu_layers
-from rrl.models.products import mean_square, product, sum_products
+from rrl.models.products import matmul_2d, mean_square, sum_products
 from rrl.models.rope import rotate, rotation
 from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import constrain
 
 Remat = Literal["none", "dots", "full"]
 LORA_A, LORA_B = "_lora_a", "_lora_b"
-"""A kernel's adapters are named after it (see rrl.models.lora)."""
-WRITTEN_OUT = 8
-"""Most layers of a model whose packed pass has each layer written out."""
+"""Suffixes of the parameter names of a kernel's LoRA adapters (see rrl.models.lora)."""
+MAX_UNROLLED_LAYERS = 8
+"""Largest number of layers for which the packed pass unrolls the scan over layers (`Decoder._unroll_layers`)."""
 MAX_DECODE_TOKENS = 8
-"""Up to so many tokens a row, as decoding has them, it is the rows that go round between devices; from there on the weights."""
+"""Most tokens per row in a decode step. Up to this number, devices exchange activations; with more tokens, as in prefill, they
+gather the weights."""
 Hidden = Float[Array, "B T D"]
 Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
@@ -40,7 +41,7 @@ Attend = Callable[
 
 
 class Layer(nnx.Module):
-    """Attention and SwiGLU with their norms. `Decoder.layers` holds all L of them in one, stacked on a leading axis."""
+    """Attention and SwiGLU with their norms. `Decoder.layers` holds all L layers, stacked on a leading axis."""
 
     def __init__(self, config: DecoderConfig, stack: int, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
         c, residual = config, (2 * config.layers) ** -0.5
@@ -72,7 +73,7 @@ class Layer(nnx.Module):
         self.down = kernel(c.mlp, c.hidden, fan_in=c.mlp, scale=residual)
 
     def __call__(self, x: Hidden, rotary: tuple[Array, Array], attend: Attend) -> Hidden:
-        """One layer; `attend` gets rotated q and k, and v, so that it decides where keys come from."""
+        """Applies one layer. `attend` gets scaled q and k after RoPE, and v, and decides which keys and values to attend to."""
         c, eps = self.config, self.config.rms_eps
 
         def project(y: Hidden, name: str) -> Float[Array, "B T N H"]:
@@ -94,7 +95,7 @@ class Layer(nnx.Module):
 def linear(
     module: nnx.Module, name: str, x: Float[Array, "B T ..."], *, inner: int = 1
 ) -> Float[Array, "B T ..."]:
-    """x through the kernel `name` of a module and, where there are any, its adapters."""
+    """Multiplies x with the kernel `name` of a module and adds the output of its LoRA adapters, if it has any."""
 
     def times(x: Array, name: str, inner: int) -> Array:
         return matmul(x, getattr(module, name)[...].astype(x.dtype), inner=inner)
@@ -108,33 +109,34 @@ def linear(
 def matmul(
     x: Float[Array, "B T ..."], kernel: Float[Array, "..."], *, inner: int = 1
 ) -> Float[Array, "B T ..."]:
-    """Contracts the last `inner` axes of x with the first of the kernel.
+    """Contracts the last `inner` axes of x with the first `inner` axes of the kernel.
 
-    Rows and times are one axis meanwhile: with two, XLA on CPU copies transposed activations for each kernel's
-    gradient, which nearly doubles the backward pass.
+    The row and time axes are merged for the product. With two axes, XLA on CPU would copy transposed activations for each
+    kernel's gradient, which nearly doubles the time of the backward pass.
     """
     lead, out = x.shape[:2], kernel.shape[inner:]
     width = math.prod(kernel.shape[:inner])
-    flat = product(x.reshape(lead[0] * lead[1], width), kernel.reshape(width, math.prod(out)))
+    flat = matmul_2d(x.reshape(lead[0] * lead[1], width), kernel.reshape(width, math.prod(out)))
     return flat.reshape(*lead, *out)
 
 
 class Decoder(nnx.Module):
-    """A causal language model without its loss: tokens in, final hidden states out, `unembed` for logits.
+    """A causal language model: maps tokens to final hidden states; `unembed` maps these to logits.
 
     Args:
         config: shape of the model.
-        rngs: stream "params" draws the initial parameters.
-        dtype: of the computation; norms, softmax, RoPE and logits are float32 whatever it is.
+        rngs: its stream "params" draws the initial parameters.
+        dtype: of the computation; norms, softmax, RoPE and logits are always float32.
         param_dtype: of the stored parameters.
-        attention: kernel of packed batches (`rrl.models.attention_backends`); generation reads its cache in XLA
-            or, on a CPU, in `rrl.models.cpu.layers`.
-        remat: what the backward pass keeps of each layer: "none" recomputes nothing, "dots" keeps matrix products
-            only, "full" keeps the layer's input only.
+        attention: kernel for packed batches (`rrl.models.attention_backends`). Generation reads its cache in XLA or, on a
+            CPU, in `rrl.models.cpu.layers`.
+        remat: what the backward pass keeps of each layer: "none" keeps everything, "dots" keeps the matrix products, "full"
+            keeps only the layer's input. The rest is recomputed.
     """
 
     transposed_embedding: Float[Array, "D V"] | None = None
-    """Tied embeddings as `unembed` reads them, in a model that a program has turned them for: a copy, good for these weights."""
+    """A transposed copy of tied embeddings, which a generation program may set once so that `unembed` needs no transpose. It is
+    valid only for the current weights."""
 
     def __init__(
         self,
@@ -174,9 +176,11 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: ids below vocab_size.
-            positions: RoPE position of each token in its own segment.
-            segment_ids: a token sees earlier tokens of its own segment only; 0 is padding. None: each row is one segment.
-            branches: of these it sees those of branch 0, the trunk, and of its own branch. None: all are trunk.
+            positions: RoPE position of each token in its segment.
+            segment_ids: segment of each token; a token sees only earlier tokens of its segment. 0 is padding. None: each row
+                is one segment.
+            branches: branch of each token; of its segment a token sees only branch 0, the trunk, and its own branch. None:
+                all tokens are in the trunk.
         """
         rotary = rotation(self.config, positions)
         graph, stacked = nnx.split(self.layers)
@@ -198,7 +202,7 @@ class Decoder(nnx.Module):
             )
             one_layer = jax.checkpoint(one_layer, policy=keep, prevent_cse=False)
         x = constrain(self._embed(tokens), ROW_AXES, None, None)
-        x, _ = jax.lax.scan(one_layer, x, stacked, unroll=self._written_out)
+        x, _ = jax.lax.scan(one_layer, x, stacked, unroll=self._unroll_layers)
         return rms_norm(x, self.norm[...], self.config.rms_eps)
 
     def extend(
@@ -213,24 +217,24 @@ class Decoder(nnx.Module):
         """Continues sequences whose past is in the cache.
 
         Args:
-            tokens: the next tokens of P rows.
-            positions: slot and RoPE position of each; tokens at positions >= S are padding and leave no trace.
-            cache: where keys and values of the past are, and of these tokens will be.
-            rows: cache row of each of the P rows; None: the p-th is row p, and P = R. Where one stands twice, as two pieces
-                of one text, the later piece sees the earlier.
-            readers: how many rows read their past together, a group of those with the longest past first; then to how many a
-                group shrinks when the others of it have read theirs. Each number is below the one before it; those of the
-                CPU give the same bits (`rrl.rollout.cpu.shape_probe`). (): all, as far back as the longest.
+            tokens: the next tokens of P entries.
+            positions: slot and RoPE position of each token; tokens at positions >= S are padding and are not stored.
+            cache: holds keys and values of the past.
+            rows: cache row of each entry; None: entry p is row p, and P = R. If a row occurs twice, with two chunks of one
+                text, the later chunk sees the earlier one.
+            readers: numbers of entries that read the cache together, in descending order (`KVCache.read_groups`). On a CPU,
+                `rrl.rollout.cpu.shape_probe` finds numbers that give equal bits. (): all entries read together, as far back
+                as the longest one needs.
 
         Returns:
-            Hidden states, and the cache with the new slots written.
+            Hidden states, and the cache with the new tokens.
         """
-        if self._in_kernel(cache):
-            x, cache = self._by_kernel(tokens, positions, cache, rows)
+        if self._uses_cpu_kernel(cache):
+            x, cache = self._run_cpu_kernel(tokens, positions, cache, rows)
             return rms_norm(x, self.norm[...], self.config.rms_eps), cache
-        start, one_layer, stacked = self._layer_by_layer(tokens, positions, cache, rows, readers)
+        start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, readers)
         layers = jnp.arange(self.config.layers), stacked
-        (x, cache), _ = jax.lax.scan(lambda carry, own: (one_layer(carry, *own), None), start, layers)
+        (x, cache), _ = jax.lax.scan(lambda carry, layer: (one_layer(carry, *layer), None), start, layers)
         return rms_norm(x, self.norm[...], self.config.rms_eps), cache
 
     def prefill(
@@ -242,31 +246,34 @@ class Decoder(nnx.Module):
         rows: Int[Array, "P"] | None = None,
         readers: Sequence[int] = (),
     ) -> KVCache:
-        """The cache that `extend` returns. Nobody asks what follows these tokens, so that the last layer only writes its keys and
-        values."""
-        if self._in_kernel(cache):
-            return self._by_kernel(tokens, positions, cache, rows, last_reads=False)[1]
-        start, one_layer, stacked = self._layer_by_layer(tokens, positions, cache, rows, readers)
+        """Returns the same cache as `extend`, without hidden states: the last layer only writes its keys and values."""
+        if self._uses_cpu_kernel(cache):
+            return self._run_cpu_kernel(tokens, positions, cache, rows, last_reads=False)[1]
+        start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, readers)
 
-        def of_layer(index: Array | int) -> nnx.State:
+        def weights_of(index: Array | int) -> nnx.State:
             return jax.tree.map(
-                lambda every: jax.lax.dynamic_index_in_dim(every, index, keepdims=False), stacked
+                lambda stack: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False), stacked
             )
 
         last = self.config.layers - 1
         carry = jax.lax.fori_loop(
-            0, last, lambda index, carry: one_layer(carry, index, of_layer(index)), start
+            0, last, lambda index, carry: one_layer(carry, index, weights_of(index)), start
         )
-        return one_layer(carry, jnp.int32(last), of_layer(last), reads=False)[1]
+        return one_layer(carry, jnp.int32(last), weights_of(last), reads=False)[1]
 
-    def _in_kernel(self, cache: KVCache) -> bool:
-        """Whether `rrl.models.cpu.layers` computes the layers."""
+    def _uses_cpu_kernel(self, cache: KVCache) -> bool:
+        """Whether `rrl.models.cpu.layers` computes all layers."""
         mesh = jax.sharding.get_abstract_mesh()
-        adapted = any(str(path[-1]).endswith(LORA_A) for path, _ in nnx.to_flat_state(nnx.state(self.layers)))
-        one = mesh.empty or mesh.size == 1
-        return cache.cpu_kernel and one and not adapted and can_compute(self.config, self.dtype)
+        has_adapters = any(
+            str(path[-1]).endswith(LORA_A) for path, _ in nnx.to_flat_state(nnx.state(self.layers))
+        )
+        single_device = mesh.empty or mesh.size == 1
+        return (
+            cache.cpu_kernel and single_device and not has_adapters and can_compute(self.config, self.dtype)
+        )
 
-    def _by_kernel(
+    def _run_cpu_kernel(
         self,
         tokens: Array,
         positions: Array,
@@ -274,7 +281,7 @@ class Decoder(nnx.Module):
         rows: Array | None,
         last_reads: bool = True,
     ) -> tuple[Hidden, KVCache]:
-        """What comes out of the last layer, and the cache."""
+        """Output of the last layer, and the cache."""
         weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self.layers))}
         x, (k, v) = cpu_layers(
             self._embed(tokens),
@@ -291,7 +298,7 @@ class Decoder(nnx.Module):
         )
         return x, dataclasses.replace(cache, k=k, v=v)
 
-    def _layer_by_layer(
+    def _layer_step(
         self,
         tokens: Array,
         positions: Array,
@@ -299,10 +306,10 @@ class Decoder(nnx.Module):
         rows: Array | None,
         readers: Sequence[int],
     ) -> tuple[tuple[Hidden, KVCache], Callable, nnx.State]:
-        """What goes into the first layer, the layer as a function (carry, its number, its weights) -> carry, and all weights."""
-        rotary, groups = rotation(self.config, positions), cache.groups(positions, readers)
+        """The first layer's input with the cache, the function (carry, layer number, layer weights) -> carry, and all weights."""
+        rotary, groups = rotation(self.config, positions), cache.read_groups(positions, readers)
         graph, stacked = nnx.split(self.layers)
-        # A few tokens a row are less than the weights: then these stay where they are, split over fsdp.
+        # With few tokens per row the activations are smaller than the weights, so the weights stay split over fsdp.
         split = ("data", None, "fsdp") if tokens.shape[1] <= MAX_DECODE_TOKENS else (ROW_AXES, None, None)
 
         def one_layer(
@@ -321,7 +328,7 @@ class Decoder(nnx.Module):
         return (constrain(self._embed(tokens), *split), cache), one_layer, stacked
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Logits, float32."""
+        """Returns logits in float32."""
         if self.transposed_embedding is not None:
             table, axes = self.transposed_embedding.astype(hidden.dtype), "...D,DV->...V"
         elif self.config.tie_embeddings:
@@ -335,24 +342,24 @@ class Decoder(nnx.Module):
         return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
 
     def sampling_table(self, cache: KVCache) -> Float[Array, "D V"] | None:
-        """What `rrl.models.cpu.layers.cpu_draw` draws tokens by, where it can: in a program that computes layers there, too."""
-        adapted, whole = hasattr(self, "head" + LORA_A), self.config.vocab_size % LANES == 0
-        if adapted or not whole or not self._in_kernel(cache):
+        """The unembedding table for `rrl.models.cpu.layers.cpu_draw`; None if the CPU kernel cannot sample for this model."""
+        has_adapters, aligned = hasattr(self, "head" + LORA_A), self.config.vocab_size % LANES == 0
+        if has_adapters or not aligned or not self._uses_cpu_kernel(cache):
             return None
         return self.transposed_embedding if self.config.tie_embeddings else self.head[...].astype(jnp.float32)
 
     @property
-    def _written_out(self) -> bool:
-        """Whether a packed pass has each layer for itself. On a processor a loop over layers costs a shallow model an
-        eighth of its gradient: what the backward pass needs of each layer is copied into one array and out again."""
-        return self.attention == "blocks" and self.config.layers <= WRITTEN_OUT
+    def _unroll_layers(self) -> bool:
+        """Whether the packed pass unrolls the scan over layers. On a CPU the scan costs a shallow model an eighth of its
+        gradient's time, because the residuals of each layer are copied into a stacked array and out again."""
+        return self.attention == "blocks" and self.config.layers <= MAX_UNROLLED_LAYERS
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Hidden:
         return self.embedding[...][tokens].astype(self.dtype)
 
 
 def cast_params(params: PyTree, dtype: DTypeLike) -> PyTree:
-    """The parameters as a decoder of this dtype reads them: norms as they are, all else cast once instead of at each token."""
+    """Casts parameters once to the decoder's dtype, instead of in every step. Norms stay as they are."""
     flat = {
         path: leaf if str(path[-1]).endswith("norm") else leaf.replace(leaf[...].astype(dtype))
         for path, leaf in nnx.to_flat_state(params)
@@ -362,28 +369,28 @@ def cast_params(params: PyTree, dtype: DTypeLike) -> PyTree:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
-    """x / rms(x) * scale over the last axis; computed in float32, returned in x's dtype."""
+    """RMSNorm over the last axis: x / rms(x) * scale, computed in float32 and returned in x's dtype."""
     return _norm_forward(x, scale, eps)[0]
 
 
 def _norm_forward(
     x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float
 ) -> tuple[Float[Array, "... D"], tuple[Array, ...]]:
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(mean_square(wide) + eps)
-    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype), (x, inverse, scale)
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(mean_square(x32) + eps)
+    return (x32 * inverse * scale.astype(jnp.float32)).astype(x.dtype), (x, inverse, scale)
 
 
 def _norm_backward(
-    eps: float, kept: tuple[Array, ...], grad: Float[Array, "... D"]
+    eps: float, residuals: tuple[Array, ...], grad: Float[Array, "... D"]
 ) -> tuple[Float[Array, "... D"], Float[Array, "D"]]:
-    x, inverse, scale = kept
-    normed, wide = x.astype(jnp.float32) * inverse, grad.astype(jnp.float32)
-    slope = wide * scale.astype(jnp.float32)
-    mean = sum_products(slope, normed) / x.shape[-1]
-    slope = inverse * (slope - normed * mean)
-    total = (wide * normed).sum(axis=tuple(range(x.ndim - 1)))
-    return slope.astype(x.dtype), total.astype(scale.dtype)
+    x, inverse, scale = residuals
+    normed, grad32 = x.astype(jnp.float32) * inverse, grad.astype(jnp.float32)
+    x_grad = grad32 * scale.astype(jnp.float32)
+    mean = sum_products(x_grad, normed) / x.shape[-1]
+    x_grad = inverse * (x_grad - normed * mean)
+    scale_grad = (grad32 * normed).sum(axis=tuple(range(x.ndim - 1)))
+    return x_grad.astype(x.dtype), scale_grad.astype(scale.dtype)
 
 
 rms_norm.defvjp(_norm_forward, _norm_backward)

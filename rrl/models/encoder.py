@@ -1,4 +1,4 @@
-"""The sentence encoder: BERT, RoBERTa and XLM-RoBERTa as one Flax NNX module (E5, BGE, MiniLM and our own tiny one)."""
+"""The sentence encoder: one Flax NNX module for BERT, RoBERTa and XLM-RoBERTa (E5, BGE, MiniLM and the built-in world's)."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ from rrl.errors import UserError
 from rrl.models.config import EncoderConfig, Pooling
 
 INITIAL_STD = 0.02
-"""Of all matrices, as BERT does."""
+"""Standard deviation of all initial matrices, as in BERT."""
 
 
 class EncoderLayer(nnx.Module):
-    """Self-attention and a GELU layer, each followed by LayerNorm; all L of them stacked on a leading axis."""
+    """Self-attention and a GELU layer, each followed by LayerNorm; holds all L layers, stacked on a leading axis."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
         c = config
@@ -42,7 +42,7 @@ class EncoderLayer(nnx.Module):
         self.mlp_norm_bias = constant(0.0, c.hidden)
 
     def __call__(self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-        """One layer; tokens outside the mask are not attended to."""
+        """Applies one layer; tokens outside the mask are not attended to."""
         p = {
             name: value.astype(x.dtype)
             for name, value in nnx.to_pure_dict(nnx.state(self, nnx.Param)).items()
@@ -60,12 +60,12 @@ class EncoderLayer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """BERT without its pooler; `embed` gives one vector a text.
+    """BERT without its pooler; `embed` returns one vector per text.
 
     Args:
         config: shape of the model.
-        rngs: stream "params" draws the initial parameters.
-        dtype: of the computation; norms, softmax and pooling are float32 whatever it is.
+        rngs: its stream "params" draws the initial parameters.
+        dtype: of the computation; norms, softmax and pooling are always float32.
         param_dtype: of the stored parameters.
     """
 
@@ -91,7 +91,7 @@ class Encoder(nnx.Module):
         self.layers = EncoderLayer(config, rngs=rngs, param_dtype=param_dtype)
 
     def __call__(self, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Hidden states; positions outside the mask hold nothing of use."""
+        """Hidden states; those outside the mask are meaningless."""
         length = tokens.shape[1]
         if length > self.config.max_tokens:
             raise UserError(
@@ -100,8 +100,8 @@ class Encoder(nnx.Module):
             )
         if self.config.positions_follow_padding:
             real = tokens != self.config.pad_token_id
-            counted = jnp.cumsum(real, axis=1) * real + self.config.pad_token_id
-            positions = self.position_embedding[...][counted]
+            position_ids = jnp.cumsum(real, axis=1) * real + self.config.pad_token_id
+            positions = self.position_embedding[...][position_ids]
         else:
             positions = self.position_embedding[...][:length]
         x = self.embedding[...][tokens] + positions + self.type_embedding[...][0]
@@ -111,12 +111,12 @@ class Encoder(nnx.Module):
         return x
 
     def embed(self, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B E"]:
-        """Embeddings, float32, as `config.pooling` says. An empty mask gives zeros."""
+        """Embeddings in float32, pooled by `config.pooling`; zeros for an empty mask."""
         return pool(self(tokens, mask.astype(bool)), mask, self.config.pooling)
 
 
 def pool(hidden: Float[Array, "B T D"], mask: Bool[Array, "B T"], pooling: Pooling) -> Float[Array, "B D"]:
-    """One float32 vector a text from its hidden states where the mask is set; zeros where it nowhere is."""
+    """Pools the hidden states inside the mask into one float32 vector per text; zeros for an empty mask."""
     mask = mask.astype(bool)
     if pooling.mode == "cls":
         mask = mask & (jnp.cumsum(mask, axis=1) == 1)
@@ -130,8 +130,8 @@ def pool(hidden: Float[Array, "B T D"], mask: Bool[Array, "B T"], pooling: Pooli
 def layer_norm(
     x: Float[Array, "... D"], scale: Float[Array, "D"], bias: Float[Array, "D"], eps: float
 ) -> Float[Array, "... D"]:
-    """(x - mean) / std * scale + bias over the last axis; computed in float32, returned in x's dtype."""
-    wide = x.astype(jnp.float32)
-    wide = wide - wide.mean(axis=-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+    """LayerNorm over the last axis: (x - mean) / std * scale + bias, computed in float32 and returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - x32.mean(axis=-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""How a run uses its devices: the mesh it is spread over, what its policy computes with, and the memory it takes."""
+"""A run's use of its devices: mesh, dtypes, attention kernel, rematerialisation, and peak memory."""
 
 import dataclasses
 import functools
@@ -19,25 +19,25 @@ from rrl.models.decoder import Remat
 from rrl.parallel.mesh import make_mesh
 
 DTYPES = ("float32", "bfloat16")
-"""float16 would need its loss scaled."""
+"""float16 is missing because it would need loss scaling."""
 
-PROCESSOR = Path("/proc/cpuinfo")
-"""Where Linux names what the processor can do."""
+CPU_INFO = Path("/proc/cpuinfo")
+"""File in which Linux lists the CPU's instruction sets."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices on each axis of the mesh; one of them may be -1: whatever is left. 1, 1, 1 is a single device."""
+    """Number of devices on each axis of the mesh. One may be -1: all remaining devices. 1, 1, 1 is a single device."""
 
     data: int = 1
-    """Rows of a batch are split, parameters are held whole by each."""
+    """Data parallelism: splits the rows of a batch and replicates the parameters."""
     fsdp: int = 1
-    """Rows are split, and so are parameters and the optimiser's state."""
+    """Fully sharded data parallelism: splits rows, parameters and optimiser state."""
     tensor: int = 1
-    """Heads and the width of each layer are split."""
+    """Tensor parallelism: splits the heads and the width of each layer."""
 
     def make(self, devices: list[jax.Device] | None = None) -> Mesh:
-        """The mesh; UserError where the sizes do not fit the devices."""
+        """Makes the mesh. Raises UserError if the sizes do not fit the number of devices."""
         devices = jax.devices() if devices is None else devices
         if -1 not in (sizes := (self.data, self.fsdp, self.tensor)):
             devices = devices[: max(1, self.data * self.fsdp * self.tensor)]
@@ -49,19 +49,20 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
-    """What the policy computes with."""
+    """Dtypes, attention kernel and rematerialisation of the policy."""
 
     dtype: str = "float32"
-    """Of the computation and of the key-value cache; norms, softmax, log-probabilities and losses are float32. auto: bfloat16
-    on GPUs and TPUs, float32 on a CPU, whose compiled layers (`rrl.models.cpu.layers`) know no other."""
+    """Dtype of the computation and of the key-value cache: float32, bfloat16 or auto. Norms, softmax, log-probabilities and
+    losses are always float32. auto: bfloat16 on GPUs and TPUs; float32 on a CPU, whose compiled layers
+    (`rrl.models.cpu.layers`) support only float32."""
     param_dtype: str = "float32"
-    """Of the parameters that the optimiser changes, the master weights, and of its state. In bfloat16 a step smaller than
-    0.4 % of a weight is lost: for high learning rates only."""
+    """Dtype of the master weights, which the optimiser updates, and of its state. In bfloat16 an update smaller than 0.4 % of a
+    weight is lost, so use it only with high learning rates."""
     attention: str = "auto"
-    """Kernel of packed batches: xla, cudnn (NVIDIA GPUs, 16 bit), splash (TPUs; no `objective.share_prefixes`), or auto: the
-    fastest that runs there."""
+    """Attention kernel for packed batches: blocks (CPUs), xla, cudnn (NVIDIA GPUs, 16 bit), splash (TPUs, without
+    `objective.share_prefixes`), or auto, the fastest one that runs on the platform."""
     remat: Remat = "none"
-    """What the backward pass recomputes: none, dots (all but matrix products), full (each layer from its input)."""
+    """What the backward pass recomputes: none, dots (everything except matrix products) or full (each layer from its input)."""
 
     def __post_init__(self) -> None:
         one_of(("auto", *DTYPES), self, "dtype", where="compute.")
@@ -70,16 +71,16 @@ class ComputeConfig:
         one_of(("auto", *get_args(AttentionBackend)), self, "attention", where="compute.")
 
     def for_platform(self, platform: str) -> "ComputeConfig":
-        """The same with the dtype that `auto` means on a platform ("cpu", "gpu" or "tpu").
+        """Replaces dtype=auto by the dtype for a platform ("cpu", "gpu" or "tpu").
 
-        Logs a warning where bfloat16 was asked for and is slower than float32.
+        Logs a warning if bfloat16 is set on a CPU, where it is slower than float32.
         """
         if self.dtype == "auto":
             return dataclasses.replace(self, dtype="float32" if platform == "cpu" else "bfloat16")
         if self.dtype == "bfloat16" and platform == "cpu":
-            why = "rollouts do without the layers compiled for processors, which compute in float32"
+            why = "rollouts cannot use the compiled CPU layers, which compute in float32"
             if not has_native_bfloat16():
-                why = f"jax {jax.__version__} makes a float32 copy of each weight for each product, and {why}"
+                why = f"jax {jax.__version__} converts each weight to float32 for each product, and {why}"
             logging.getLogger(__name__).warning(
                 "compute.dtype=bfloat16 is slower than float32 on this CPU: %s. compute.dtype=auto is float32 here.",
                 why,
@@ -87,7 +88,7 @@ class ComputeConfig:
         return self
 
     def backend(self, platform: str, branches: bool = False) -> AttentionBackend:
-        """The attention kernel on a platform, for rows with or without branches; UserError where it does not run there."""
+        """The attention kernel for a platform, for rows with or without branches. Raises UserError if it cannot run there."""
         try:
             return choose_backend(self.attention, platform, jnp.dtype(self.dtype), branches)
         except UserError as error:
@@ -96,26 +97,30 @@ class ComputeConfig:
 
 @functools.cache
 def has_native_bfloat16() -> bool:
-    """Whether XLA multiplies bfloat16 on this machine's CPU as it is, without a float32 copy.
+    """Whether XLA multiplies bfloat16 on this machine's CPU without converting it to float32.
 
-    That takes jax 0.12, and a processor with the instructions (avx512_bf16 or amx_bf16 of x86, bf16 of ARM).
+    This needs jax 0.12 and a CPU with bfloat16 instructions (avx512_bf16 or amx_bf16 on x86, bf16 on ARM).
     """
     if jax.__version_info__ < (0, 12):
         return False
     try:
-        flags = re.findall(r"^(?:flags|Features)\s*:(.*)$", PROCESSOR.read_text(), re.MULTILINE)
+        flags = re.findall(r"^(?:flags|Features)\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
     except OSError:
         return False
     return bool(flags) and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[0].split())
 
 
 def peak_memory() -> dict[str, float]:
-    """GiB that this process, and the fullest of its devices, have held at most since the start.
+    """Peak memory since the start, in GiB.
 
-    "memory/host" and "memory/device"; without the second where devices do not tell (a CPU's memory is the host's).
+    Returns:
+        "memory/host": of this process. "memory/device": of the local device with the highest peak; missing on CPUs, whose
+        memory is the host's.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    told = [stats["peak_bytes_in_use"] for device in jax.local_devices() if (stats := device.memory_stats())]
-    found = {"memory/host": host} | ({"memory/device": max(told)} if told else {})
-    return {name: size / 2**30 for name, size in found.items()}
+    devices = [
+        stats["peak_bytes_in_use"] for device in jax.local_devices() if (stats := device.memory_stats())
+    ]
+    peaks = {"memory/host": host} | ({"memory/device": max(devices)} if devices else {})
+    return {name: size / 2**30 for name, size in peaks.items()}

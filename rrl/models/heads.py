@@ -1,4 +1,4 @@
-"""A number for each token instead of logits: the critic of PPO, and reward models, on the body of a decoder."""
+"""`ValueModel`: a decoder with a scalar output per token, for PPO's critic and for reward models."""
 
 import dataclasses
 
@@ -13,10 +13,11 @@ from rrl.models.decoder import Decoder, Remat
 
 
 class ValueModel(Decoder):
-    """A decoder with one linear output, float32: Hugging Face's ...ForSequenceClassification with one label.
+    """A decoder with one linear float32 output per token: Hugging Face's ...ForSequenceClassification with one label.
 
-    The output starts at 0, so that a critic's first advantages are the rewards themselves. Arguments as for `Decoder`;
-    there is no head for logits.
+    The output's weights start at 0, so that a critic's first advantages equal the rewards. It has no head for logits.
+
+    Args: see `Decoder`.
     """
 
     def __init__(
@@ -50,10 +51,15 @@ class ValueModel(Decoder):
         ]
 
     def sequence_reward(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B"]:
-        """What a reward model says of whole sequences, padded on the right: the value after each one's last token."""
-        at = jnp.arange(tokens.shape[1])
-        positions = jnp.broadcast_to(at, tokens.shape)
+        """A reward model's score of whole sequences: the value after each sequence's last token.
+
+        Args:
+            tokens: sequences, padded on the right.
+            lengths: number of tokens of each sequence.
+        """
+        columns = jnp.arange(tokens.shape[1])
+        positions = jnp.broadcast_to(columns, tokens.shape)
         values = self.values(
-            tokens, positions=positions, segment_ids=(at < lengths[:, None]).astype(jnp.int32)
+            tokens, positions=positions, segment_ids=(columns < lengths[:, None]).astype(jnp.int32)
         )
         return jnp.take_along_axis(values, lengths[:, None] - 1, axis=1)[:, 0]

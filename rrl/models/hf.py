@@ -1,4 +1,7 @@
-"""Hugging Face folders in and out: which tensor of theirs is which parameter of ours."""
+"""Loading and saving of Hugging Face model folders, with the tables that map tensor names to parameters.
+
+Read `load_decoder` first.
+"""
 
 import collections
 import contextlib
@@ -25,10 +28,10 @@ from rrl.models.encoder import Encoder
 from rrl.models.heads import ValueModel
 from rrl.models.lora import merge_lora
 from rrl.models.tokenizer import check_tokenizer, load_tokenizer
-from rrl.models.transfer import Entry, export, load, shapes
+from rrl.models.transfer import TensorMap, export_tensors, load_module, tensor_shapes
 from rrl.models.weights import (
     CONFIG_FILE,
-    GENERATION,
+    GENERATION_FILE,
     SHARD_SIZE,
     SafetensorsFolder,
     folder_hash,
@@ -38,8 +41,8 @@ from rrl.models.weights import (
     write_json,
 )
 
-COMPARED = 4096
-"""Rows of two tensors that are compared at a time."""
+COMPARED_ROWS = 4096
+"""Number of rows of two tensors that are read and compared at a time."""
 
 Body = TypeVar("Body", bound=Decoder)
 
@@ -57,73 +60,74 @@ __all__ = [
 ]
 
 _DECODER = (
-    Entry("embedding", "model.embed_tokens.weight"),
-    Entry("norm", "model.norm.weight"),
-    Entry("head", "lm_head.weight", inputs=1),
-    Entry("score", "score.weight", inputs=1),
-    Entry("layers.attention_norm", "model.layers.{}.input_layernorm.weight"),
-    Entry("layers.q", "model.layers.{}.self_attn.q_proj.weight", inputs=1),
-    Entry("layers.k", "model.layers.{}.self_attn.k_proj.weight", inputs=1),
-    Entry("layers.v", "model.layers.{}.self_attn.v_proj.weight", inputs=1),
-    Entry("layers.q_bias", "model.layers.{}.self_attn.q_proj.bias", inputs=0),
-    Entry("layers.k_bias", "model.layers.{}.self_attn.k_proj.bias", inputs=0),
-    Entry("layers.v_bias", "model.layers.{}.self_attn.v_proj.bias", inputs=0),
-    Entry("layers.q_norm", "model.layers.{}.self_attn.q_norm.weight"),
-    Entry("layers.k_norm", "model.layers.{}.self_attn.k_norm.weight"),
-    Entry("layers.o", "model.layers.{}.self_attn.o_proj.weight", inputs=2),
-    Entry("layers.mlp_norm", "model.layers.{}.post_attention_layernorm.weight"),
-    Entry("layers.gate", "model.layers.{}.mlp.gate_proj.weight", inputs=1),
-    Entry("layers.up", "model.layers.{}.mlp.up_proj.weight", inputs=1),
-    Entry("layers.down", "model.layers.{}.mlp.down_proj.weight", inputs=1),
+    TensorMap("embedding", "model.embed_tokens.weight"),
+    TensorMap("norm", "model.norm.weight"),
+    TensorMap("head", "lm_head.weight", inputs=1),
+    TensorMap("score", "score.weight", inputs=1),
+    TensorMap("layers.attention_norm", "model.layers.{}.input_layernorm.weight"),
+    TensorMap("layers.q", "model.layers.{}.self_attn.q_proj.weight", inputs=1),
+    TensorMap("layers.k", "model.layers.{}.self_attn.k_proj.weight", inputs=1),
+    TensorMap("layers.v", "model.layers.{}.self_attn.v_proj.weight", inputs=1),
+    TensorMap("layers.q_bias", "model.layers.{}.self_attn.q_proj.bias", inputs=0),
+    TensorMap("layers.k_bias", "model.layers.{}.self_attn.k_proj.bias", inputs=0),
+    TensorMap("layers.v_bias", "model.layers.{}.self_attn.v_proj.bias", inputs=0),
+    TensorMap("layers.q_norm", "model.layers.{}.self_attn.q_norm.weight"),
+    TensorMap("layers.k_norm", "model.layers.{}.self_attn.k_norm.weight"),
+    TensorMap("layers.o", "model.layers.{}.self_attn.o_proj.weight", inputs=2),
+    TensorMap("layers.mlp_norm", "model.layers.{}.post_attention_layernorm.weight"),
+    TensorMap("layers.gate", "model.layers.{}.mlp.gate_proj.weight", inputs=1),
+    TensorMap("layers.up", "model.layers.{}.mlp.up_proj.weight", inputs=1),
+    TensorMap("layers.down", "model.layers.{}.mlp.down_proj.weight", inputs=1),
 )
 _DECODER_IGNORED = r".*rotary_emb\.inv_freq"
 _TIED_HEAD = r".*rotary_emb\.inv_freq|lm_head\.weight"
 
 _ENCODER = (
-    Entry("embedding", "embeddings.word_embeddings.weight"),
-    Entry("position_embedding", "embeddings.position_embeddings.weight"),
-    Entry("type_embedding", "embeddings.token_type_embeddings.weight"),
-    Entry("norm", "embeddings.LayerNorm.weight"),
-    Entry("norm_bias", "embeddings.LayerNorm.bias"),
-    Entry("layers.q", "encoder.layer.{}.attention.self.query.weight", inputs=1),
-    Entry("layers.k", "encoder.layer.{}.attention.self.key.weight", inputs=1),
-    Entry("layers.v", "encoder.layer.{}.attention.self.value.weight", inputs=1),
-    Entry("layers.q_bias", "encoder.layer.{}.attention.self.query.bias", inputs=0),
-    Entry("layers.k_bias", "encoder.layer.{}.attention.self.key.bias", inputs=0),
-    Entry("layers.v_bias", "encoder.layer.{}.attention.self.value.bias", inputs=0),
-    Entry("layers.o", "encoder.layer.{}.attention.output.dense.weight", inputs=2),
-    Entry("layers.o_bias", "encoder.layer.{}.attention.output.dense.bias"),
-    Entry("layers.attention_norm", "encoder.layer.{}.attention.output.LayerNorm.weight"),
-    Entry("layers.attention_norm_bias", "encoder.layer.{}.attention.output.LayerNorm.bias"),
-    Entry("layers.up", "encoder.layer.{}.intermediate.dense.weight", inputs=1),
-    Entry("layers.up_bias", "encoder.layer.{}.intermediate.dense.bias"),
-    Entry("layers.down", "encoder.layer.{}.output.dense.weight", inputs=1),
-    Entry("layers.down_bias", "encoder.layer.{}.output.dense.bias"),
-    Entry("layers.mlp_norm", "encoder.layer.{}.output.LayerNorm.weight"),
-    Entry("layers.mlp_norm_bias", "encoder.layer.{}.output.LayerNorm.bias"),
+    TensorMap("embedding", "embeddings.word_embeddings.weight"),
+    TensorMap("position_embedding", "embeddings.position_embeddings.weight"),
+    TensorMap("type_embedding", "embeddings.token_type_embeddings.weight"),
+    TensorMap("norm", "embeddings.LayerNorm.weight"),
+    TensorMap("norm_bias", "embeddings.LayerNorm.bias"),
+    TensorMap("layers.q", "encoder.layer.{}.attention.self.query.weight", inputs=1),
+    TensorMap("layers.k", "encoder.layer.{}.attention.self.key.weight", inputs=1),
+    TensorMap("layers.v", "encoder.layer.{}.attention.self.value.weight", inputs=1),
+    TensorMap("layers.q_bias", "encoder.layer.{}.attention.self.query.bias", inputs=0),
+    TensorMap("layers.k_bias", "encoder.layer.{}.attention.self.key.bias", inputs=0),
+    TensorMap("layers.v_bias", "encoder.layer.{}.attention.self.value.bias", inputs=0),
+    TensorMap("layers.o", "encoder.layer.{}.attention.output.dense.weight", inputs=2),
+    TensorMap("layers.o_bias", "encoder.layer.{}.attention.output.dense.bias"),
+    TensorMap("layers.attention_norm", "encoder.layer.{}.attention.output.LayerNorm.weight"),
+    TensorMap("layers.attention_norm_bias", "encoder.layer.{}.attention.output.LayerNorm.bias"),
+    TensorMap("layers.up", "encoder.layer.{}.intermediate.dense.weight", inputs=1),
+    TensorMap("layers.up_bias", "encoder.layer.{}.intermediate.dense.bias"),
+    TensorMap("layers.down", "encoder.layer.{}.output.dense.weight", inputs=1),
+    TensorMap("layers.down_bias", "encoder.layer.{}.output.dense.bias"),
+    TensorMap("layers.mlp_norm", "encoder.layer.{}.output.LayerNorm.weight"),
+    TensorMap("layers.mlp_norm_bias", "encoder.layer.{}.output.LayerNorm.bias"),
 )
-# The pooler and the pretraining heads are not part of a text encoder; old files hold a buffer of positions.
+# The pooler and the pretraining heads are not part of a text encoder; old files contain a buffer of positions.
 _ENCODER_IGNORED = re.compile(r"pooler\..*|cls\..*|lm_head\..*|embeddings\.position_ids")
 
 
 def read_decoder_config(folder: str | Path) -> DecoderConfig:
-    """The shape of the decoder in a folder, and all ends of a text that its config.json and generation_config.json name.
+    """Reads a decoder's shape, with the end tokens of both config.json and generation_config.json.
 
-    Raises UserError as `DecoderConfig.from_hf`, with the folder's name.
+    Raises:
+        UserError: as `DecoderConfig.from_hf`, with the folder's name.
     """
-    with _of(folder):
+    with _errors_name(folder):
         return DecoderConfig.from_hf(read_config(folder), read_generation_config(folder))
 
 
 def read_encoder_config(folder: str | Path, pooling: Pooling | None = None) -> EncoderConfig:
-    """The shape of the encoder in a folder; UserError as from `EncoderConfig.from_hf`, with the folder's name."""
-    with _of(folder):
+    """Reads an encoder's shape. Raises UserError as `EncoderConfig.from_hf`, with the folder's name."""
+    with _errors_name(folder):
         return EncoderConfig.from_hf(read_config(folder), pooling or Pooling())
 
 
 @contextlib.contextmanager
-def _of(folder: str | Path) -> Iterator[None]:
-    """Errors within the block say which folder they are about."""
+def _errors_name(folder: str | Path) -> Iterator[None]:
+    """Adds the folder's name to a UserError raised within the block, if it is missing."""
     try:
         yield
     except UserError as error:
@@ -140,19 +144,19 @@ def load_decoder(
     attention: AttentionBackend = "xla",
     remat: Remat = "none",
 ) -> Decoder:
-    """Opens a Hugging Face folder of a Qwen2, Qwen3 or Llama model.
+    """Loads a Hugging Face folder of a Qwen2, Qwen3 or Llama model.
 
     Args:
-        folder: holds config.json and safetensors weights, in one file or sharded.
+        folder: contains config.json and safetensors weights, in one file or several.
         dtype: of the computation.
-        param_dtype: parameters are converted to it.
-        mesh: parameters are sharded over it by `rrl.parallel.rules`; None: all on the default device.
+        param_dtype: of the parameters; they are converted to it.
+        mesh: parameters are sharded over it by `rrl.parallel.rules`; None: all are on the default device.
         attention, remat: see `Decoder`.
 
     Raises:
-        UserError: naming the file, the tensor and its expected and found shape, or the field that is not supported.
+        UserError: names the file, the tensor, and its expected and actual shape; or the unsupported field.
     """
-    return _open(Decoder, folder, dtype, param_dtype, mesh, attention, remat)
+    return _load(Decoder, folder, dtype, param_dtype, mesh, attention, remat)
 
 
 def load_value_model(
@@ -165,21 +169,25 @@ def load_value_model(
     remat: Remat = "none",
     layers: int = 0,
 ) -> ValueModel:
-    """Opens a ...ForSequenceClassification folder with one label, or a language model, whose new head starts at 0.
+    """Loads a ...ForSequenceClassification folder with one label, or a language model, which gets a new value head of zeros.
 
-    Arguments and errors as for `load_decoder`; `layers` are how many are taken, from the first (0: all).
+    Args:
+        layers: number of first layers to use; 0: all. The other arguments are those of `load_decoder`.
+
+    Raises:
+        UserError: as `load_decoder`, or the head has more than one label.
     """
     weights = SafetensorsFolder(folder)
     shape = weights.shape("score.weight") if "score.weight" in weights.names() else (1,)
     if shape[0] != 1:
         raise UserError(
             f"{weights.file('score.weight')}: tensor score.weight {shape} has {shape[0]} labels, but a value model has one; "
-            "give a ...ForSequenceClassification with num_labels=1, or a language model, whose new head starts at 0"
+            "give a ...ForSequenceClassification with num_labels=1, or a language model, which gets a new value head"
         )
-    return _open(ValueModel, folder, dtype, param_dtype, mesh, attention, remat, layers)
+    return _load(ValueModel, folder, dtype, param_dtype, mesh, attention, remat, layers)
 
 
-def _open(
+def _load(
     kind: type[Body],
     folder: str | Path,
     dtype: DTypeLike,
@@ -189,11 +197,11 @@ def _open(
     remat: Remat,
     layers: int = 0,
 ) -> Body:
-    """A decoder or what is built on one, of the first `layers` (0: all)."""
+    """Loads a decoder or a subclass, with the first `layers` layers (0: all)."""
     whole = read_decoder_config(folder)
     if not 0 <= layers <= whole.layers:
         raise UserError(
-            f"{folder} has {whole.layers} layers; give 0 (all of them) to so many, not layers={layers}"
+            f"{folder} has {whole.layers} layers; layers={layers} must be 0 (all of them) to {whole.layers}"
         )
     config = dataclasses.replace(whole, layers=layers or whole.layers)
     if kind is not ValueModel and config.tie_embeddings and _head_differs(folder):
@@ -210,12 +218,16 @@ def _open(
     )
     ignored = [_DECODER_IGNORED if hasattr(abstract, "head") else _TIED_HEAD]
     ignored += [rf"model\.layers\.{layer}\..*" for layer in range(config.layers, whole.layers)]
-    return load(folder, abstract, _DECODER, re.compile("|".join(ignored)), mesh, optional=["score.weight"])
+    return load_module(
+        folder, abstract, _DECODER, re.compile("|".join(ignored)), mesh, optional=["score.weight"]
+    )
 
 
 def _head_differs(folder: str | Path) -> bool:
-    """Whether a folder has both an embedding and an output head, with different values: then they are two tensors, whatever
-    tie_word_embeddings says, as for transformers 5. Logs it."""
+    """Whether a folder has an output head that differs from the embedding; logs a warning if so.
+
+    They are then loaded as two tensors whatever tie_word_embeddings is, as in transformers 5.
+    """
     weights, names = SafetensorsFolder(folder), ("model.embed_tokens.weight", "lm_head.weight")
     if not set(names) <= set(weights.names()):
         return False
@@ -223,13 +235,13 @@ def _head_differs(folder: str | Path) -> bool:
     rows = weights.shape(embedding)[0]
     if weights.shape(head) == weights.shape(embedding) and all(
         np.array_equal(weights.read(embedding, part), weights.read(head, part))
-        for at in range(0, rows, COMPARED)
-        for part in [(slice(at, at + COMPARED),)]
+        for at in range(0, rows, COMPARED_ROWS)
+        for part in [(slice(at, at + COMPARED_ROWS),)]
     ):
         return False
     logging.getLogger(__name__).warning(
-        "%s: config.json has tie_word_embeddings=true, but the weights hold a %s that differs from %s; both are used, as "
-        "transformers 5 does. Set tie_word_embeddings to false there.",
+        "%s: config.json has tie_word_embeddings=true, but the weights contain a %s that differs from %s. Both are used, as in "
+        "transformers 5. Set tie_word_embeddings to false in config.json.",
         folder,
         head,
         embedding,
@@ -249,11 +261,18 @@ def load_language_model(
     attention: AttentionBackend = "xla",
     remat: Remat = "none",
 ) -> tuple[Decoder, PreTrainedTokenizerBase]:
-    """A decoder (see `load_decoder`) and its tokenizer from one folder, which `field` (policy, reader, ...) names.
+    """Loads a decoder and its tokenizer from one folder.
+
+    Args:
+        folder: of the model.
+        field: name of the config field that holds the folder, for error messages (policy, reader, ...).
+        chat: whether the tokenizer must have a chat template.
+        context: most tokens of a text; the model must support it.
+        dtype, param_dtype, mesh, attention, remat: see `load_decoder`.
 
     Raises:
-        UserError: as `load_decoder`; a tokenizer that is not the model's, or (with `chat`) without a chat template; a
-            `context` longer than the model's.
+        UserError: as `load_decoder`; the tokenizer does not fit the model or lacks a chat template; or the model does not
+            support `context`.
     """
     tokenizer, config = load_tokenizer(folder), read_decoder_config(folder)
     check_tokenizer(tokenizer, config, field, chat=chat)
@@ -265,10 +284,10 @@ def load_language_model(
 
 
 def check_context(config: DecoderConfig, context: int, where: str) -> None:
-    """Raises UserError for texts longer than the positions that a model was made for."""
+    """Raises UserError if texts of `context` tokens exceed the model's number of positions."""
     if context > config.max_positions:
         raise UserError(
-            f"{where}: a context of {context} tokens is more than the model's max_position_embeddings="
+            f"{where}: a context of {context} tokens exceeds the model's max_position_embeddings="
             f"{config.max_positions}; give its rollout a shorter context "
             "(--config.rollout.context=N, or that of its own section)"
         )
@@ -282,19 +301,19 @@ def save_decoder(
     dtype: DTypeLike = jnp.float32,
     shard_size: int = SHARD_SIZE,
 ) -> None:
-    """Writes a folder that transformers and vLLM load, with the tokenizer's files if it is given; adapters are merged.
+    """Writes a folder that transformers and vLLM load, with the tokenizer's files if given. Adapters are merged.
 
-    A `ValueModel` becomes a ...ForSequenceClassification with one label.
+    A `ValueModel` is written as a ...ForSequenceClassification with one label.
 
     Args:
-        folder: an older export in it is replaced.
-        decoder: where it is sharded over several processes, each calls this and the first writes.
-        tokenizer: of transformers.
-        dtype: of the weights: float32, bfloat16 or float16.
-        shard_size: most bytes of weights in one file.
+        folder: to write; replaces an older export in it.
+        decoder: the model. If it is sharded over several processes, all must call this function; the first one writes.
+        tokenizer: of transformers; None: no tokenizer files.
+        dtype: of the written weights: float32, bfloat16 or float16.
+        shard_size: most bytes of weights per file.
 
     Raises:
-        UserError: another dtype, or float16 and a value too large for it; the folder is as it was.
+        UserError: the dtype is not supported, or a value is too large for float16. The folder is then unchanged.
     """
     decoder = merge_lora(decoder)
     hf = decoder.config.to_hf() | {"dtype": jnp.dtype(dtype).name}
@@ -303,15 +322,15 @@ def save_decoder(
         hf |= {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
     _write(folder, hf, decoder, _DECODER, dtype, shard_size)
     if jax.process_index() == 0:
-        _write_beside(folder, hf, tokenizer)
+        _write_other_files(folder, hf, tokenizer)
 
 
 def save_config_and_tokenizer(folder: str | Path, config: DecoderConfig, tokenizer: Any) -> None:
-    """Writes what `save_decoder` writes, but for the weights."""
+    """Writes the same files as `save_decoder`, except the weights."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     hf = config.to_hf() | {"dtype": "float32"}
     write_json(Path(folder) / CONFIG_FILE, hf)
-    _write_beside(folder, hf, tokenizer)
+    _write_other_files(folder, hf, tokenizer)
 
 
 def load_encoder(
@@ -322,15 +341,16 @@ def load_encoder(
     mesh: Mesh | None = None,
     pooling: Pooling | None = None,
 ) -> Encoder:
-    """Opens a Hugging Face folder of a BERT, RoBERTa or XLM-RoBERTa (E5, BGE, MiniLM, ...).
+    """Loads a Hugging Face folder of a BERT, RoBERTa or XLM-RoBERTa (E5, BGE, MiniLM, ...).
 
-    config.json does not tell the pooling (None: mean, unit length); `load_text_encoder` finds it. The other arguments and
-    the errors are those of `load_decoder`.
+    Args:
+        pooling: config.json does not contain it; None: mean with norm 1. `rrl.retrieval.encode.load_text_encoder` finds it. The
+            other arguments and the errors are those of `load_decoder`.
     """
     config = read_encoder_config(folder, pooling)
     prefix = ENCODER_FAMILIES[config.model_type].prefix
     abstract = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype))
-    return load(folder, abstract, _ENCODER, _ENCODER_IGNORED, mesh, prefix)
+    return load_module(folder, abstract, _ENCODER, _ENCODER_IGNORED, mesh, prefix)
 
 
 def save_encoder(
@@ -346,21 +366,21 @@ def _write(
     folder: str | Path,
     hf: Mapping[str, Any],
     model: nnx.Module,
-    table: Sequence[Entry],
+    table: Sequence[TensorMap],
     dtype: DTypeLike,
     shard_size: int = SHARD_SIZE,
 ) -> None:
-    """config.json and the weights, by the first process; the others take part in gathering the parameters."""
-    tensors = export(model, table, dtype)
+    """Writes config.json and the weights in the first process; the others help to gather the parameters."""
+    tensors = export_tensors(model, table, dtype)
     if jax.process_index() == 0:
-        write_folder(folder, hf, shapes(model, table), jnp.dtype(dtype), tensors, shard_size)
+        write_folder(folder, hf, tensor_shapes(model, table), jnp.dtype(dtype), tensors, shard_size)
     else:
         collections.deque(tensors, maxlen=0)
 
 
-def _write_beside(folder: str | Path, hf: Mapping[str, Any], tokenizer: Any) -> None:
-    """The files beside config.json and the weights. Sampling is left to the defaults: a policy is one at temperature 1."""
+def _write_other_files(folder: str | Path, hf: Mapping[str, Any], tokenizer: Any) -> None:
+    """Writes generation_config.json and the tokenizer. Sampling settings are left out: the policy samples at temperature 1."""
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    write_json(Path(folder) / GENERATION, {name: hf[name] for name in ids if hf[name] is not None})
+    write_json(Path(folder) / GENERATION_FILE, {name: hf[name] for name in ids if hf[name] is not None})
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -1,10 +1,10 @@
-"""Initial parameters with induction heads: the two-layer circuit that looking up and copying in context are made of.
+"""Initial parameters with induction heads, the two-layer circuit for looking up and copying tokens of the context.
 
-A head of the first layer attends to the token 1, 2 or 3 back and writes down what it is; heads of the second layer attend
-to the places whose noted token is the current one, and copy what stands there (Olsson et al., 2022). Training a model of a
-million parameters from noise takes some million tokens to find this circuit, and only then starts to read; here
-training starts with a rough one and refines it. Shaping initial attention after what training ends with is mimetic
-initialisation (Trockman and Kolter, 2023).
+A head of the first layer attends to the token 1, 2 or 3 back and writes its identity to the residual stream. A head of the
+second layer attends to positions at which the written token equals the current one, and copies their token (Olsson et al.,
+2022). From a random start, a model with a million parameters needs some million tokens to find this circuit, and learns to
+read only afterwards. With this initialisation it starts with a rough circuit and refines it. Initial attention that
+resembles trained attention is called mimetic initialisation (Trockman and Kolter, 2023).
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,11 @@ from rrl.models.decoder import Decoder
 from rrl.models.rope import frequencies
 
 _FAST, _SLOW = 0.02, 0.01
-"""RoPE frequencies above the one tell positions apart; those below the other hardly turn within a passage."""
+"""RoPE frequencies (radians per position): those above _FAST distinguish positions; those below _SLOW hardly rotate within a
+passage."""
 
 _CONSTANT = 4.0
-"""The component that all embeddings of a model without biases share, in standard deviations of the embeddings."""
+"""Size of the constant component added to all embeddings of a model without biases, in standard deviations of the embeddings."""
 
 
 def init_induction_heads(
@@ -33,39 +34,39 @@ def init_induction_heads(
     gain: float = 2.5,
     copied: float = 1.0,
 ) -> None:
-    """Writes induction heads into the first two layers of a fresh decoder, in place.
+    """Writes induction heads into the first two layers of a new decoder, in place.
 
-    Head i of the first layer attends to the token offsets[i] back: its q and k biases are one vector, and q's is turned by
-    that offset, so that RoPE makes their product largest there. (A model without biases reads them from a constant that
-    is added to all embeddings.) It writes a random projection of that token to the residual stream. The first head of
-    group j in the second layer looks for places where what head j mod len(offsets) wrote is that projection of the
-    current token, and writes down what it finds there.
+    Head i of the first layer attends to the token offsets[i] back. Its q and k biases are the same vector, but q's is
+    rotated by the offset, so that after RoPE their product is largest there. A model without biases gets the vector from a
+    constant that is added to all embeddings. The head writes a random projection of the token to the residual stream. The
+    first head of group j in the second layer attends to positions where head j mod len(offsets) wrote the projection of the
+    current token, and writes their token.
 
     Args:
-        decoder: without norms of q and k (Qwen2, Llama); other layers, and heads without an offset, stay as they are.
+        decoder: without norms of q and k (Qwen2, Llama). Other layers, and heads without an offset, are not changed.
         seed: of the random projections.
-        offsets: how far back each head of the first layer looks.
-        bias: length of each turned pair in the first layer's biases; squared in its attention scores.
-        noted: size of what the first layer writes, in standard deviations of the embeddings.
-        gain: scale of the second layer's queries and keys; squared in its attention scores.
-        copied: size of what the second layer writes, like `noted`.
+        offsets: how many tokens back each head of the first layer attends.
+        bias: norm of each rotated pair in the first layer's biases; its square scales the attention scores.
+        noted: size of the first layer's output, in standard deviations of the embeddings.
+        gain: scale of the second layer's queries and keys; its square scales the attention scores.
+        copied: size of the second layer's output, in standard deviations of the embeddings.
 
     Raises:
-        UserError: norms of q and k, fewer than two layers, or more offsets than there is room for.
+        UserError: the model has norms of q and k or fewer than two layers, or there are too many offsets.
     """
     c, layers = decoder.config, decoder.layers
-    most = min(c.heads, (c.hidden - (not c.qkv_bias)) // c.head_dim - 1)
-    if c.qk_norm or c.layers < 2 or not 1 <= len(offsets) <= most:
+    max_offsets = min(c.heads, (c.hidden - (not c.qkv_bias)) // c.head_dim - 1)
+    if c.qk_norm or c.layers < 2 or not 1 <= len(offsets) <= max_offsets:
         raise UserError(
-            f"offsets={tuple(offsets)}: induction heads need a model without norms of q and k (qwen2, llama), two layers or "
-            f"more, and 1 to {most} offsets here (a head each, and room in the hidden size); this one is "
-            f"{c.model_type} with {c.layers} layers"
+            f"offsets={tuple(offsets)}: induction heads need a model without norms of q and k (qwen2, llama), at least two "
+            f"layers, and 1 to {max_offsets} offsets (limited by heads and hidden size); this model is {c.model_type} with "
+            f"{c.layers} layers"
         )
     rng, group = np.random.default_rng(seed), c.heads // c.kv_heads
     p = {name: np.array(getattr(layers, name)[...], np.float32) for name in ("q", "k", "v", "o")}
     speed = frequencies(c)
     scale = float(np.std(np.asarray(decoder.embedding[...])))
-    # What is read of a token, where each head writes it, and the constant do not overlap.
+    # The subspaces for reading a token, for each head's output, and for the constant are orthogonal.
     width = (1 + len(offsets)) * c.head_dim
     basis = _orthonormal(rng, c.hidden, width + (not c.qkv_bias))
     read, *write = np.split(basis[:, :width], 1 + len(offsets), axis=1)
@@ -75,7 +76,7 @@ def init_induction_heads(
         _add_constant(decoder, basis[:, -1], _CONSTANT * scale)
 
     def always(name: str, head: int, value: np.ndarray) -> None:
-        """Lets a head of the first layer have `value` as its q or k, whatever the token."""
+        """Sets q or k of a head in the first layer to `value` for all tokens."""
         p[name][0, :, head] *= 0.1
         if c.qkv_bias:
             p[f"{name}_bias"][0, head] = value
@@ -83,7 +84,7 @@ def init_induction_heads(
             size = _CONSTANT / np.sqrt(1 + (_CONSTANT**2 - 1) / c.hidden)  # after the norm
             p[name][0, :, head] += np.outer(basis[:, -1], value / size)
 
-    # First layer: where to look does not depend on the tokens.
+    # First layer: the attended position does not depend on the tokens.
     pairs = bias * (speed > _FAST)
     for head, offset in enumerate(offsets):
         angle = -offset * speed
@@ -93,21 +94,21 @@ def init_induction_heads(
         always("k", kv, np.concatenate([pairs, np.zeros_like(pairs)]))
         p["v"][0, :, kv] = read
 
-    # Second layer: the current token as the first layer projects it, against what the first layer wrote.
+    # Second layer: q projects the current token as the first layer does; k reads the first layer's output.
     slow = np.tile(speed < _SLOW, 2)
     for kv in range(c.kv_heads):
-        head = kv * group  # the others of its group stay free
+        head = kv * group  # the other heads of the group are not changed
         p["k"][1, :, kv] = gain * slow * write[kv % len(offsets)]
         p["q"][1, :, head] = gain * slow * read
-        found = _orthonormal(rng, c.hidden, c.head_dim)
-        p["v"][1, :, kv] = found
-        p["o"][1, head] = copied * scale * found.T
+        copy = _orthonormal(rng, c.hidden, c.head_dim)
+        p["v"][1, :, kv] = copy
+        p["o"][1, head] = copied * scale * copy.T
     for name, value in p.items():
         getattr(layers, name)[...] = jnp.asarray(value, getattr(layers, name)[...].dtype)
 
 
 def _add_constant(decoder: Decoder, direction: np.ndarray, size: float) -> None:
-    """Gives all embeddings the same component along a unit vector."""
+    """Sets the component of all embeddings along a unit vector to `size`."""
     table = np.asarray(decoder.embedding[...], np.float32)
     moved = table - np.outer(table @ direction, direction) + size * direction
     decoder.embedding[...] = jnp.asarray(moved, decoder.embedding[...].dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoFormer), in Hugging Face's half-split form, with Llama 3.1's scaling."""
+"""Rotary position embeddings (RoPE; RoFormer) in Hugging Face's half-split form, with Llama 3.1's scaling."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from rrl.models.config import DecoderConfig
 
 
 def frequencies(config: DecoderConfig) -> Float[np.ndarray, "H/2"]:
-    """Angle per position of each pair of dimensions, float32."""
+    """Angle per position of each pair of dimensions, in radians, float32."""
     half = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     inverse = (1.0 / np.float32(config.rope_theta) ** half).astype(np.float32)
     scaling = config.rope_scaling
@@ -32,7 +32,7 @@ def rotation(
 def rotate(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T H/2"], sin: Float[Array, "B T H/2"]
 ) -> Float[Array, "B T N H"]:
-    """Turns each pair (i, i + H/2) of x by its angle; computed in float32, returned in x's dtype."""
+    """Rotates each pair (i, i + H/2) of x by its angle; computed in float32, returned in x's dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

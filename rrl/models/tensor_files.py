@@ -1,7 +1,7 @@
-"""safetensors files: any part of a tensor read through a memory map, and files written one tensor at a time.
+"""safetensors files: reads any part of a tensor through a memory map, and writes files one tensor at a time.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and place of each tensor)
-and then the tensors, without gaps. The package of that name writes only what is in memory all at once.
+A file consists of the header's length (8 bytes, little-endian), the header (JSON: dtype, shape and offsets of each tensor)
+and the tensors, without gaps. The safetensors package can only write tensors that are all in memory.
 """
 
 import dataclasses
@@ -22,27 +22,27 @@ FLOATS = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-"""Names of the dtypes that parameters may have in a file."""
+"""Supported dtypes, by their safetensors names."""
 
 _METADATA = "__metadata__"
 _POINTER = b"version https://git-lfs"
 _LENGTH = 8
-"""Bytes that tell the length of the header; the header is padded to a multiple of it."""
+"""Size in bytes of the header's length field; the header is padded to a multiple of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is."""
+    """Location, dtype and shape of a tensor in a file."""
 
     file: Path
     dtype: str
-    """As the file calls it; the keys of FLOATS can be read."""
+    """safetensors name of the dtype; the keys of FLOATS are supported."""
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
 
     def view(self) -> np.ndarray:
-        """The tensor as a memory map: pages are read where it is indexed, and given back with it."""
+        """The tensor as a memory map: indexing reads only the pages that are needed, and they are freed with the array."""
         dtype, count = FLOATS[self.dtype], math.prod(self.shape)
         if not count:
             return np.empty(self.shape, dtype)
@@ -51,16 +51,16 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Where each tensor of a file is.
+    """Reads the header: the location of each tensor of a file, by name.
 
     Raises:
-        UserError: the file is truncated or is no safetensors file.
+        UserError: the file is truncated or not a safetensors file.
     """
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
             if stream.read(len(_POINTER)) == _POINTER:
-                raise ValueError("it is the pointer that Git LFS leaves in its place, try `git lfs pull`")
+                raise ValueError("it is a Git LFS pointer, try `git lfs pull`")
             stream.seek(0)
             length = int.from_bytes(stream.read(_LENGTH), "little")
             if size < _LENGTH or length > size - _LENGTH:
@@ -74,28 +74,28 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             start, stop = (first + offset for offset in tensor["data_offsets"])
             stored = StoredTensor(file, tensor["dtype"], tuple(tensor["shape"]), start)
             if start < first or stop > size:
-                raise ValueError(f"tensor {name} {stored.shape} would lie in bytes {start} to {stop}")
-            wide = FLOATS.get(stored.dtype)
-            if wide is not None and stop - start != math.prod(stored.shape) * wide.itemsize:
+                raise ValueError(f"tensor {name} {stored.shape} would be in bytes {start} to {stop}")
+            dtype = FLOATS.get(stored.dtype)
+            if dtype is not None and stop - start != math.prod(stored.shape) * dtype.itemsize:
                 raise ValueError(f"tensor {name} {stored.shape} {stored.dtype} has {stop - start} bytes")
             tensors[name], end = stored, max(end, stop)
         if end != size:
             raise ValueError(f"its tensors end at byte {end}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{file} ({size} bytes) is truncated or no safetensors file: {error}; download or export it again"
+            f"{file} ({size} bytes) is truncated or not a safetensors file: {error}; download or export it again"
         ) from error
     return tensors
 
 
 class TensorFileWriter:
-    """A file whose tensors are written in any order; byte for byte what the safetensors package writes.
+    """Writes a safetensors file, tensor by tensor in any order, with the same bytes as the safetensors package.
 
-    A context manager: at its end every tensor that was announced must have been put.
+    A context manager: at its end all declared tensors must have been written.
     """
 
     def __init__(self, file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
-        """Writes the header: tensors of these names and shapes, all of one dtype; UserError if it is no float."""
+        """Writes the header with the names and shapes of all tensors. Raises UserError if `dtype` is not a supported float."""
         name = next((name for name, known in FLOATS.items() if known == dtype), None)
         if name is None:
             raise UserError(f"dtype={dtype} cannot be written; choose float32, bfloat16 or float16")
@@ -118,10 +118,10 @@ class TensorFileWriter:
         self._stream: BinaryIO = file.open("wb")
         self._stream.write(len(text).to_bytes(_LENGTH, "little") + text)
 
-    def put(self, name: str, tensor: np.ndarray) -> None:
-        """Writes one tensor, converted to the file's dtype; ValueError for a shape that was not announced."""
-        if tensor.shape != (announced := self._shapes.pop(name)):
-            raise ValueError(f"tensor {name} has shape {tensor.shape}, announced was {announced}")
+    def write(self, name: str, tensor: np.ndarray) -> None:
+        """Writes one tensor, converted to the file's dtype. Raises ValueError if its shape differs from the declared one."""
+        if tensor.shape != (declared := self._shapes.pop(name)):
+            raise ValueError(f"tensor {name} has shape {tensor.shape}, but {declared} was declared")
         self._stream.seek(self._first + self._starts[name])
         self._stream.write(np.ascontiguousarray(tensor, self._dtype).reshape(-1).view(np.uint8).data)
 
@@ -131,4 +131,4 @@ class TensorFileWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stream.close()
         if kind is None and self._shapes:
-            raise ValueError(f"tensors announced but not written: {', '.join(self._shapes)}")
+            raise ValueError(f"tensors declared but not written: {', '.join(self._shapes)}")

@@ -1,4 +1,4 @@
-"""Tokenizers: training a byte-level BPE, loading any Hugging Face one, and the exact bytes of every token id."""
+"""Tokenizers: trains a byte-level BPE, loads and checks Hugging Face tokenizers, and maps token ids to exact bytes."""
 
 import functools
 import json
@@ -17,10 +17,11 @@ from rrl.models.config import DecoderConfig, EncoderConfig
 from rrl.text.chat import end_of_turn
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-"""Padding, start and end of a chat message, named as in Qwen2.5; the end of a message ends generation."""
+"""Special tokens, as in Qwen2.5: padding, start and end of a chat message. END ends generation."""
 
-PIECES = r" ?\p{L}+| ?\p{N}{1,2}| ?</(?=\p{L})| ?[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"
-"""What may never be merged across: words, digits in pairs ("19" "31"), "</" and single signs, white space."""
+PRETOKENIZER = r" ?\p{L}+| ?\p{N}{1,2}| ?</(?=\p{L})| ?[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"
+"""Regular expression of the pre-tokenizer: words, pairs of digits ("19" "31"), "</", single symbols, and white space. BPE never
+merges across its matches."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -28,19 +29,19 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML, without a system message of its own."""
+"""ChatML, without a default system message."""
 
 QWEN_END = ("<|endoftext|>", 151_643)
-"""The token and id by which the vocabulary of Qwen2, Qwen2.5 and Qwen3 is known, whatever folder it lies in."""
+"""A token and its id that identify the vocabulary of Qwen2, Qwen2.5 and Qwen3."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most `vocab_size` tokens, the 256 bytes and the 3 special tokens among them.
+    """Trains a byte-level BPE of at most `vocab_size` tokens, including the 256 bytes and the 3 special tokens.
 
-    The same texts in the same order give the same tokenizer. Tags such as <search> are ordinary text in it.
+    The same texts in the same order give the same tokenizer. Tags such as <search> are ordinary text.
 
     Raises:
-      UserError: a vocabulary too small for bytes and special tokens.
+      UserError: `vocab_size` is too small for bytes and special tokens.
     """
     smallest = 256 + 3
     if vocab_size < smallest:
@@ -50,7 +51,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PRETOKENIZER), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -75,10 +76,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a Hugging Face folder, offline.
+    """Loads the tokenizer of a Hugging Face folder, offline.
 
     Raises:
-      UserError: no such folder, no tokenizer files in it, or one without a fast (Rust) form.
+      UserError: the folder is missing, has no tokenizer files, or its tokenizer has no fast (Rust) version.
     """
     folder = shipped(folder)
     if not folder.is_dir():
@@ -97,23 +98,23 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
         raise UserError(f"tokenizer folder {folder}: transformers cannot load it: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
-            f"tokenizer folder {folder}: {type(tokenizer).__name__} has no fast form; add its tokenizer.json"
+            f"tokenizer folder {folder}: {type(tokenizer).__name__} has no fast version; add its tokenizer.json"
         )
-    _warn_of_lost_normalizer(folder, tokenizer)
+    _check_normalizer(folder, tokenizer)
     return tokenizer
 
 
-def _warn_of_lost_normalizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Logs once a folder whose tokenizer.json lacks the NFC normalizer of Qwen's own, as conversions from GGUF leave it.
+def _check_normalizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Warns once if a Qwen tokenizer's tokenizer.json lacks the NFC normalizer, which conversion from GGUF removes.
 
-    Seen in transformers 5.24: Qwen2Tokenizer, which Qwen2, Qwen2.5 and Qwen3 declare, has NFC; Llama's has no normalizer, and
-    neither have vocabularies that `train_tokenizer` made.
+    In transformers 5.24, Qwen2Tokenizer, the class of Qwen2, Qwen2.5 and Qwen3, has NFC. Llama's tokenizer and those of
+    `train_tokenizer` have no normalizer.
     """
-    token, own = QWEN_END
-    if tokenizer.get_vocab().get(token) == own and (folder / "tokenizer.json").is_file():
+    token, token_id = QWEN_END
+    if tokenizer.get_vocab().get(token) == token_id and (folder / "tokenizer.json").is_file():
         normalizes = tokenizer.backend_tokenizer.normalizer is not None
         if not (normalizes and _file_has_normalizer(folder / "tokenizer.json")):
-            _say_lost(str(folder), type(tokenizer).__name__ if normalizes else "")
+            _warn_normalizer(str(folder), type(tokenizer).__name__ if normalizes else "")
 
 
 def _file_has_normalizer(file: Path) -> bool:
@@ -121,18 +122,18 @@ def _file_has_normalizer(file: Path) -> bool:
 
 
 @functools.cache
-def _say_lost(folder: str, adding: str) -> None:
-    """The warning; `adding` is the class that normalizes although the file does not."""
-    here = (
-        f"transformers' {adding} applies it all the same, so that rrl does; programs that read the file alone do not"
-        if adding
-        else "so that accents written as two characters become other tokens than the model was trained on"
+def _warn_normalizer(folder: str, normalizing_class: str) -> None:
+    """Logs the warning once per folder; `normalizing_class` is the tokenizer class that normalizes although the file does not."""
+    consequence = (
+        f"transformers' {normalizing_class} adds it, and so does rrl; programs that read only the file do not"
+        if normalizing_class
+        else "so accents written as two characters become tokens that the model was not trained on"
     )
     logging.getLogger(__name__).warning(
-        "tokenizer folder %s: tokenizer.json has no normalizer, but Qwen's own has NFC (a conversion from GGUF loses it): %s. "
-        'Set "normalizer": {"type": "NFC"} in it.',
+        "tokenizer folder %s: tokenizer.json has no normalizer, but Qwen's has NFC (conversion from GGUF removes it): %s. "
+        'Set "normalizer": {"type": "NFC"} in tokenizer.json.',
         folder,
-        here,
+        consequence,
     )
 
 
@@ -143,22 +144,29 @@ def check_tokenizer(
     *,
     chat: bool = False,
 ) -> None:
-    """Refuses a tokenizer that is not its model's.
+    """Checks that a tokenizer fits its model.
 
-    Raises UserError naming `field` (policy, reader, ...) and the folder: more tokens than the model's vocabulary, an end
-    that is none of the model's, or (with `chat`) no chat template.
+    Args:
+      tokenizer: of the model.
+      config: of the model.
+      field: name of the config field for error messages (policy, reader, ...).
+      chat: whether a chat template is required.
+
+    Raises:
+      UserError: the tokenizer has more tokens than the model's vocabulary, its end token is not one of the model's, or the
+        required chat template is missing.
     """
     name = f"{field}={tokenizer.name_or_path!r}"
     size = max(tokenizer.get_vocab().values()) + 1
-    cure = "give a folder whose tokenizer and weights belong together"
+    fix = "give a folder whose tokenizer and weights belong together"
     if size > config.vocab_size:
         raise UserError(
-            f"{name}: the tokenizer has {size} tokens but the model's vocab_size is {config.vocab_size}; {cure}"
+            f"{name}: the tokenizer has {size} tokens but the model's vocab_size is {config.vocab_size}; {fix}"
         )
     eos = config.eos_token_id if isinstance(config, DecoderConfig) else None
     if eos is not None and tokenizer.eos_token_id not in (eos if isinstance(eos, tuple) else (eos,)):
         raise UserError(
-            f"{name}: the tokenizer's eos_token_id is {tokenizer.eos_token_id} but the model's is {eos}; {cure}, or set "
+            f"{name}: the tokenizer's eos_token_id is {tokenizer.eos_token_id} but the model's is {eos}; {fix}, or set "
             "eos_token in tokenizer_config.json"
         )
     if chat and not tokenizer.chat_template:
@@ -169,31 +177,33 @@ def check_tokenizer(
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, config: DecoderConfig) -> list[int]:
-    """The tokens that end what a model writes: the tokenizer's end; whatever else the model's config.json and
-    generation_config.json say ends a text (Llama 3 has three, Qwen2.5-Instruct two); and what the chat template puts behind a
-    turn.
+    """Ids of the tokens that end generation.
 
-    Logs once a template whose end of turn is none of the others, as base models with a chat template have it. Raises UserError
-    for a tokenizer without an end.
+    These are the tokenizer's eos_token, the end tokens in config.json and generation_config.json (Llama 3 has three,
+    Qwen2.5-Instruct two), and the token that ends a turn in the chat template. Warns once if the latter is not among the
+    others, as in base models with a chat template.
+
+    Raises:
+      UserError: the tokenizer has no eos_token.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos_token: set it in tokenizer_config.json")
-    ends = {int(tokenizer.eos_token_id)}
-    ends |= set(config.eos_token_id if isinstance(config.eos_token_id, tuple) else ())
+    ids = {int(tokenizer.eos_token_id)}
+    ids |= set(config.eos_token_id if isinstance(config.eos_token_id, tuple) else ())
     turn = end_of_turn(tokenizer)
-    if turn is not None and turn not in ends and turn < config.vocab_size:
-        _say_end_of_turn(
+    if turn is not None and turn not in ids and turn < config.vocab_size:
+        _warn_end_of_turn(
             tokenizer.name_or_path, str(tokenizer.convert_ids_to_tokens(turn)), str(tokenizer.eos_token)
         )
-        ends.add(turn)
-    return sorted(ends)
+        ids.add(turn)
+    return sorted(ids)
 
 
 @functools.cache
-def _say_end_of_turn(folder: str, turn: str, eos: str) -> None:
+def _warn_end_of_turn(folder: str, turn: str, eos: str) -> None:
     logging.getLogger(__name__).warning(
-        "tokenizer folder %s: its chat template ends a turn with %s, which neither tokenizer_config.json (eos_token %s) nor "
-        "config.json nor generation_config.json calls an end. Turns end there too.",
+        "tokenizer folder %s: its chat template ends a turn with %s, which is not an end token in tokenizer_config.json "
+        "(eos_token %s), config.json or generation_config.json. It is used as an end token too.",
         folder,
         turn,
         eos,
@@ -201,10 +211,10 @@ def _say_end_of_turn(folder: str, turn: str, eos: str) -> None:
 
 
 def _declared_class(folder: Path) -> Any:
-    """The class that loads a folder's tokenizer as its tokenizer.json says.
+    """The class that loads a folder's tokenizer as defined in its tokenizer.json.
 
-    Beside a config.json of model_type qwen2, AutoTokenizer takes Qwen's own class whatever the folder declares, and
-    that class splits text by Qwen's rules: another tokenizer than the one that was saved.
+    If config.json has model_type qwen2, AutoTokenizer uses Qwen's class whatever class the folder declares. That class
+    splits text by Qwen's rules, so the tokenizer would differ from the saved one.
     """
     try:
         declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get(
@@ -219,13 +229,13 @@ def _declared_class(folder: Path) -> Any:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """The exact bytes of each token id, b"" for special tokens and ids without a token.
+    """The exact bytes of each token id; b"" for special tokens and ids without a token.
 
-    Decoding one id at a time is lossy (half a character becomes U+FFFD, a leading space may vanish); this is not.
-    Understands byte-level tokenizers (GPT-2, Qwen2, Llama 3) and those of SentencePiece with byte fallback.
+    Decoding one id at a time would lose information: half a character becomes U+FFFD, and a leading space may vanish.
+    Supports byte-level tokenizers (GPT-2, Qwen2, Llama 3) and SentencePiece with byte fallback.
 
     Raises:
-      UserError: a tokenizer of another kind, for example WordPiece.
+      UserError: the tokenizer is of another kind, for example WordPiece.
     """
     pieces = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
@@ -241,9 +251,10 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     for piece, index in pieces.items():
         if index in special:
             continue
-        # Added to a byte-level vocabulary, a token is text; SentencePiece's decoder makes no difference (Gemma adds runs of ▁).
-        as_it_is = index in added and to_bytes is _byte_level
-        table[index] = piece.encode() if as_it_is else to_bytes(piece)
+        # Tokens added to a byte-level vocabulary are plain text. SentencePiece decodes added tokens like others (Gemma adds
+        # runs of ▁).
+        is_text = index in added and to_bytes is _byte_level
+        table[index] = piece.encode() if is_text else to_bytes(piece)
     return table
 
 
@@ -255,7 +266,7 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _types(node: object) -> Iterator[str]:
-    """The "type" of every decoder and pre-tokenizer in a tokenizer.json."""
+    """Yields the "type" of every decoder and pre-tokenizer in a tokenizer.json."""
     if isinstance(node, dict):
         for part in ("decoder", "pre_tokenizer", "decoders", "pretokenizers"):
             yield from _types(node.get(part))
@@ -267,7 +278,7 @@ def _types(node: object) -> Iterator[str]:
 
 
 def _character_to_byte() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 and up, in order."""
+    """GPT-2's alphabet: printable bytes map to themselves, the others to U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -277,7 +288,7 @@ _BYTES = _character_to_byte()
 
 
 def _byte_level(piece: str) -> bytes:
-    """A piece with a character beyond the alphabet is text, as for the decoder of `tokenizers`."""
+    """Bytes of a byte-level token. A token with a character outside the alphabet is plain text, as in `tokenizers`."""
     try:
         return bytes(_BYTES[character] for character in piece)
     except KeyError:

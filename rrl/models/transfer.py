@@ -1,8 +1,8 @@
-"""Parameters between a model and a Hugging Face folder, one layer in host memory at a time, by a table of names.
+"""Transfers parameters between a module and a Hugging Face folder, with one layer in host memory at a time.
 
-Their tensors go to the devices as they are stored, each device getting its own part, and are turned, converted and put
-into the stack of all layers there; and back the same way. Host memory holds the tensors of one layer or one of the
-others (the embedding is the larger in every model of the families).
+`load_module` puts each stored tensor on the devices, each of which gets its shard; there it is transposed, converted, and
+written into the stack of all layers. `export_tensors` goes the other way. Host memory holds the tensors of one layer, or one
+tensor outside the layers; the largest is the embedding.
 """
 
 import dataclasses
@@ -25,77 +25,78 @@ from rrl.models.tensor_files import FLOATS
 from rrl.models.weights import SafetensorsFolder, read_config
 from rrl.parallel.rules import RULES, shardings
 
-LISTED = 8
-"""Names in one error message, at most."""
+MAX_LISTED_NAMES = 8
+"""Most tensor names in an error message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """One row of a name table."""
+class TensorMap:
+    """Maps one parameter of a module to its tensors in a Hugging Face folder."""
 
-    ours: str
-    """Path of the parameter; those under "layers." are stacked."""
-    theirs: str
-    """Name of the tensor; {} is the layer."""
+    path: str
+    """Path of the parameter; those under "layers." are stacked over layers."""
+    hf_name: str
+    """Name of the Hugging Face tensor; {} stands for the layer."""
     inputs: int | None = None
-    """How many of our leading axes a matrix contracts over: theirs is [outputs, inputs]. None: the same, flattened."""
+    """For a matrix: number of leading input axes of the parameter; the tensor is [outputs, inputs]. For a bias: 0; the tensor is
+    flat. None: parameter and tensor have the same shape."""
 
     @property
     def stacked(self) -> bool:
-        """Whether ours has a leading axis of layers, of which theirs are one each."""
-        return self.ours.startswith("layers.")
+        """Whether the parameter has a leading layer axis; each layer is one tensor."""
+        return self.path.startswith("layers.")
 
-    def names(self, shape: tuple[int, ...]) -> list[str]:
-        """All names of theirs, from the shape of ours."""
-        return [self.theirs.format(layer) for layer in range(shape[0])] if self.stacked else [self.theirs]
+    def hf_names(self, shape: tuple[int, ...]) -> list[str]:
+        """Names of the tensors of a parameter with this shape."""
+        return [self.hf_name.format(layer) for layer in range(shape[0])] if self.stacked else [self.hf_name]
 
-    def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """From the shape of ours, without the layer axis."""
+    def hf_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor, from the parameter's shape without the layer axis."""
         if self.inputs is None:
             return shape
         return tuple(math.prod(part) for part in (shape[self.inputs :], shape[: self.inputs]) if part)
 
-    def their_spec(self, spec: Sequence[Any]) -> PartitionSpec:
-        """From the placement of ours, without the layer axis: of the axes that are one in theirs, the first counts."""
+    def hf_spec(self, spec: Sequence[Any]) -> PartitionSpec:
+        """Sharding of the tensor, from the parameter's without the layer axis; merged axes use the first one's sharding."""
         if self.inputs is None:
             return PartitionSpec(*spec)
         return PartitionSpec(*(part[0] for part in (spec[self.inputs :], spec[: self.inputs]) if part))
 
-    def to_ours(self, tensor: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Their tensor in our shape."""
+    def from_hf(self, tensor: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Converts a tensor to the parameter's shape."""
         return (tensor.T if self.inputs else tensor).reshape(shape)
 
-    def to_theirs(self, parameter: jax.Array) -> jax.Array:
-        """Our parameter (of one layer) in their shape."""
-        theirs = self.their_shape(parameter.shape)
-        return parameter.reshape(theirs[::-1]).T if self.inputs else parameter.reshape(theirs)
+    def to_hf(self, parameter: jax.Array) -> jax.Array:
+        """Converts a parameter, of one layer if stacked, to the tensor's shape."""
+        shape = self.hf_shape(parameter.shape)
+        return parameter.reshape(shape[::-1]).T if self.inputs else parameter.reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Target:
-    """A parameter that is to be filled."""
+    """A parameter to be loaded."""
 
-    entry: Entry
+    entry: TensorMap
     shape: tuple[int, ...]
     dtype: np.dtype
-    place: NamedSharding | None
+    sharding: NamedSharding | None
 
-    def settle(self, array: jax.Array) -> jax.Array:
-        """Within jit: the array where it belongs."""
-        return array if self.place is None else jax.lax.with_sharding_constraint(array, self.place)
+    def constrain(self, array: jax.Array) -> jax.Array:
+        """Within jit: constrains the array to the parameter's sharding."""
+        return array if self.sharding is None else jax.lax.with_sharding_constraint(array, self.sharding)
 
-    def ours(self, tensor: jax.Array) -> jax.Array:
-        """Within jit: their tensor, as it was stored, in our shape and dtype."""
+    def convert(self, tensor: jax.Array) -> jax.Array:
+        """Within jit: converts a stored tensor to the parameter's shape and dtype."""
         shape = self.shape[1:] if self.entry.stacked else self.shape
-        return self.entry.to_ours(tensor, shape).astype(self.dtype)
+        return self.entry.from_hf(tensor, shape).astype(self.dtype)
 
-    def fetch(self, weights: SafetensorsFolder, name: str) -> jax.Array:
-        """Their tensor as it is stored; each process reads what its own devices hold, once."""
-        if self.place is None:
+    def read(self, weights: SafetensorsFolder, name: str) -> jax.Array:
+        """Reads a stored tensor to the devices; each process reads each part that its devices need once."""
+        if self.sharding is None:
             return jax.device_put(weights.read(name))
-        spec = (*self.place.spec, *[None] * (len(self.shape) - len(self.place.spec)))
-        place = NamedSharding(
-            self.place.mesh, self.entry.their_spec(spec[1:] if self.entry.stacked else spec)
+        spec = (*self.sharding.spec, *[None] * (len(self.shape) - len(self.sharding.spec)))
+        sharding = NamedSharding(
+            self.sharding.mesh, self.entry.hf_spec(spec[1:] if self.entry.stacked else spec)
         )
         parts: dict[str, np.ndarray] = {}
 
@@ -105,31 +106,33 @@ class _Target:
                 parts[key] = weights.read(name, index)
             return parts[key]
 
-        return jax.make_array_from_callback(weights.shape(name), place, part)
+        return jax.make_array_from_callback(weights.shape(name), sharding, part)
 
 
-def load(
+def load_module(
     folder: str | Path,
     abstract: Any,
-    table: Sequence[Entry],
+    table: Sequence[TensorMap],
     ignored: re.Pattern[str],
     mesh: Mesh | None,
     prefix: str = "",
     optional: Sequence[str] = (),
 ) -> Any:
-    """Fills an abstract module from a folder; checks every name, dtype and shape before the first tensor is read.
+    """Loads the parameters of an abstract module from a folder.
+
+    Checks all names, dtypes and shapes before it reads the first tensor.
 
     Args:
-        folder: of config.json and safetensors weights.
+        folder: contains config.json and safetensors weights.
         abstract: a module of shapes, from `nnx.eval_shape`.
-        table: has an entry for each of its parameters.
-        ignored: names of tensors that may be there and are not read.
-        mesh: parameters are sharded over it by `rrl.parallel.rules`; None: all on the default device.
-        prefix: of their names, in some files.
-        optional: names of tensors whose parameters are 0 where the folder lacks them.
+        table: has an entry for each parameter of the module.
+        ignored: matches the names of tensors in the folder that are not read.
+        mesh: parameters are sharded over it by `rrl.parallel.rules`; None: all are on the default device.
+        prefix: of the tensors' names; some folders have it, others do not.
+        optional: names of tensors whose parameters become 0 if the folder lacks them.
 
     Raises:
-        UserError: naming the file, the tensor and what was expected and found.
+        UserError: names the file, the tensor, and what is expected and actual.
     """
     if quantized := read_config(folder).get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -139,137 +142,149 @@ def load(
         )
     graph, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))
-    places = {} if mesh is None else shardings(state, mesh, RULES)
-    entries = {tuple(entry.ours.split(".")): entry for entry in table}
+    placements = {} if mesh is None else shardings(state, mesh, RULES)
+    entries = {tuple(entry.path.split(".")): entry for entry in table}
     targets = {
-        path: _Target(entries[path], variable.shape, jnp.dtype(variable.dtype), places.get(path))
+        path: _Target(entries[path], variable.shape, jnp.dtype(variable.dtype), placements.get(path))
         for path, variable in flat.items()
     }
     weights = SafetensorsFolder(folder)
-    found = {name.removeprefix(prefix): name for name in weights.names()}
-    fresh = {path for path, target in targets.items() if target.entry.theirs in set(optional) - found.keys()}
-    _check(folder, weights, found, [target for path, target in targets.items() if path not in fresh], ignored)
+    real_names = {name.removeprefix(prefix): name for name in weights.names()}
+    missing = {
+        path for path, target in targets.items() if target.entry.hf_name in set(optional) - real_names.keys()
+    }
+    _check(
+        folder,
+        weights,
+        real_names,
+        [target for path, target in targets.items() if path not in missing],
+        ignored,
+    )
     stacked = tuple(target for target in targets.values() if target.entry.stacked)
     arrays: dict[_Target, jax.Array] = {}
     for path, target in targets.items():
-        if path in fresh:
-            (arrays[target],) = _empty((target,))
+        if path in missing:
+            (arrays[target],) = _zeros((target,))
         elif not target.entry.stacked:
-            tensor = target.fetch(weights, found[target.entry.theirs])
-            arrays[target] = jax.block_until_ready(_turn(target, tensor))
-    whole = _empty(stacked)
+            tensor = target.read(weights, real_names[target.entry.hf_name])
+            arrays[target] = jax.block_until_ready(_convert(target, tensor))
+    stacks = _zeros(stacked)
     for layer in range(stacked[0].shape[0]):
-        tensors = tuple(target.fetch(weights, found[target.entry.theirs.format(layer)]) for target in stacked)
-        whole = jax.block_until_ready(_write(stacked, whole, tensors, np.int32(layer)))
-    arrays |= zip(stacked, whole, strict=True)
+        tensors = tuple(
+            target.read(weights, real_names[target.entry.hf_name.format(layer)]) for target in stacked
+        )
+        stacks = jax.block_until_ready(_write_layer(stacked, stacks, tensors, np.int32(layer)))
+    arrays |= zip(stacked, stacks, strict=True)
     filled = {path: variable.replace(arrays[targets[path]]) for path, variable in flat.items()}
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def shapes(model: nnx.Module, table: Sequence[Entry]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a model is written as: layer by layer, between what comes before and after."""
+def tensor_shapes(model: nnx.Module, table: Sequence[TensorMap]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that `export_tensors` yields."""
     flat = _parameters(model)
     top: dict[str, tuple[int, ...]] = {}
     layers: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
     for at, entry in enumerate(table):
-        if entry.ours in flat:
-            shape = flat[entry.ours].shape
+        if entry.path in flat:
+            shape = flat[entry.path].shape
             if entry.stacked:
-                theirs = entry.their_shape(shape[1:])
-                layers |= {(i, at): (name, theirs) for i, name in enumerate(entry.names(shape))}
+                hf_shape = entry.hf_shape(shape[1:])
+                layers |= {(i, at): (name, hf_shape) for i, name in enumerate(entry.hf_names(shape))}
             else:
-                top[entry.theirs] = entry.their_shape(shape)
+                top[entry.hf_name] = entry.hf_shape(shape)
     return top | dict(layers[key] for key in sorted(layers))
 
 
-def export(model: nnx.Module, table: Sequence[Entry], dtype: DTypeLike) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors that a model is written as, in host memory one after the other.
+def export_tensors(
+    model: nnx.Module, table: Sequence[TensorMap], dtype: DTypeLike
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the names and values of a model's tensors, one after another in host memory.
 
-    Where the parameters are sharded over several processes, each of them must go through all.
+    If the parameters are sharded over several processes, each process must iterate over all tensors.
 
     Raises:
-        UserError: float16 cannot hold a value.
+        UserError: a value is too large for float16.
     """
-    flat, narrow = _parameters(model), jnp.dtype(dtype)
-    entries = [entry for entry in table if entry.ours in flat]
+    flat, dtype = _parameters(model), jnp.dtype(dtype)
+    entries = [entry for entry in table if entry.path in flat]
     stacked = tuple(entry for entry in entries if entry.stacked)
 
     def checked(name: str, tensor: jax.Array) -> tuple[str, np.ndarray]:
         value = np.asarray(tensor)
-        if narrow == np.float16 and not np.isfinite(value).all():
+        if dtype == np.float16 and not np.isfinite(value).all():
             raise UserError(
-                f"tensor {name} has values that float16 cannot hold; write bfloat16 or float32 instead"
+                f"tensor {name} has values too large for float16; write bfloat16 or float32 instead"
             )
         return name, value
 
-    def read(which: tuple[Entry, ...], layer: int | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        # A generator of its own: at its end it lets go of the tensors, before the next ones are made.
-        parameters = tuple(flat[entry.ours] for entry in which)
+    def read(which: tuple[TensorMap, ...], layer: int | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        # A separate generator releases its tensors at its end, before the next ones are made.
+        parameters = tuple(flat[entry.path] for entry in which)
         index = None if layer is None else np.int32(layer)
         for entry, tensor in zip(
-            which, _read(which, narrow, _everywhere(parameters[0]), parameters, index), strict=True
+            which, _read_tensors(which, dtype, _replicated(parameters[0]), parameters, index), strict=True
         ):
-            yield checked(entry.theirs if layer is None else entry.theirs.format(layer), tensor)
+            yield checked(entry.hf_name if layer is None else entry.hf_name.format(layer), tensor)
 
     for entry in entries:
         if not entry.stacked:
             yield from read((entry,))
-    for layer in range(flat[stacked[0].ours].shape[0]):
+    for layer in range(flat[stacked[0].path].shape[0]):
         yield from read(stacked, layer)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _turn(target: _Target, tensor: jax.Array) -> jax.Array:
-    return target.settle(target.ours(tensor))
+def _convert(target: _Target, tensor: jax.Array) -> jax.Array:
+    return target.constrain(target.convert(tensor))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _empty(targets: tuple[_Target, ...]) -> tuple[jax.Array, ...]:
-    return tuple(target.settle(jnp.zeros(target.shape, target.dtype)) for target in targets)
+def _zeros(targets: tuple[_Target, ...]) -> tuple[jax.Array, ...]:
+    return tuple(target.constrain(jnp.zeros(target.shape, target.dtype)) for target in targets)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _write(
+def _write_layer(
     targets: tuple[_Target, ...],
     stacks: tuple[jax.Array, ...],
     tensors: tuple[jax.Array, ...],
     layer: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """The stacks with one layer written."""
+    """Writes one layer into the stacks."""
 
-    def one(target: _Target, stack: jax.Array, tensor: jax.Array) -> jax.Array:
-        # As whole numbers: on CPU, XLA would otherwise convert all of a bfloat16 stack to float32 and back each time.
+    def write(target: _Target, stack: jax.Array, tensor: jax.Array) -> jax.Array:
+        # Updates the stack as integers: XLA on CPU would otherwise convert a whole bfloat16 stack to float32 and back.
         bits = f"uint{8 * target.dtype.itemsize}"
-        whole, part = (jax.lax.bitcast_convert_type(array, bits) for array in (stack, target.ours(tensor)))
+        whole, part = (jax.lax.bitcast_convert_type(array, bits) for array in (stack, target.convert(tensor)))
         whole = jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
-        return target.settle(jax.lax.bitcast_convert_type(whole, target.dtype))
+        return target.constrain(jax.lax.bitcast_convert_type(whole, target.dtype))
 
-    return tuple(map(one, targets, stacks, tensors))
+    return tuple(map(write, targets, stacks, tensors))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _read(
-    entries: tuple[Entry, ...],
+def _read_tensors(
+    entries: tuple[TensorMap, ...],
     dtype: np.dtype,
-    place: NamedSharding | None,
+    sharding: NamedSharding | None,
     parameters: tuple[jax.Array, ...],
     layer: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    """Their tensors of one layer, whole on every device; without a layer, of parameters that have none."""
+    """Tensors of parameters, or of one layer of stacked parameters, replicated on every device."""
 
-    def one(entry: Entry, parameter: jax.Array) -> jax.Array:
+    def read(entry: TensorMap, parameter: jax.Array) -> jax.Array:
         if layer is not None:
             parameter = jax.lax.dynamic_index_in_dim(parameter, layer, keepdims=False)
-        # A copy, since jit hands an unchanged input back, and that would keep its host copy for good.
-        tensor = jnp.copy(entry.to_theirs(parameter.astype(dtype)))
-        return tensor if place is None else jax.lax.with_sharding_constraint(tensor, place)
+        # A copy: jit would return an unchanged input itself, whose cached host value would stay in memory.
+        tensor = jnp.copy(entry.to_hf(parameter.astype(dtype)))
+        return tensor if sharding is None else jax.lax.with_sharding_constraint(tensor, sharding)
 
-    return tuple(map(one, entries, parameters))
+    return tuple(map(read, entries, parameters))
 
 
-def _everywhere(array: jax.Array) -> NamedSharding | None:
-    place = array.sharding
-    return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else None
+def _replicated(array: jax.Array) -> NamedSharding | None:
+    sharding = array.sharding
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
 
 def _parameters(model: nnx.Module) -> dict[str, jax.Array]:
@@ -280,32 +295,35 @@ def _parameters(model: nnx.Module) -> dict[str, jax.Array]:
 def _check(
     folder: str | Path,
     weights: SafetensorsFolder,
-    found: Mapping[str, str],
+    real_names: Mapping[str, str],
     targets: Sequence[_Target],
     ignored: re.Pattern[str],
 ) -> None:
     expected: dict[str, tuple[int, ...]] = {}
     for target in targets:
         shape = target.shape[1:] if target.entry.stacked else target.shape
-        expected |= dict.fromkeys(target.entry.names(target.shape), target.entry.their_shape(shape))
-    cure = "use the config.json that belongs to these weights"
-    missing = [f"{name} {shape}" for name, shape in expected.items() if name not in found]
+        expected |= dict.fromkeys(target.entry.hf_names(target.shape), target.entry.hf_shape(shape))
+    fix = "use the config.json that belongs to these weights"
+    missing = [f"{name} {shape}" for name, shape in expected.items() if name not in real_names]
     extra = [
         f"{real} {weights.shape(real)} in {weights.file(real).name}"
-        for name, real in found.items()
+        for name, real in real_names.items()
         if name not in expected and not ignored.fullmatch(name)
     ]
-    for what, names in (("lack tensors that", missing), ("hold tensors that do not belong to what", extra)):
+    for what, names in (
+        ("lack tensors that", missing),
+        ("contain tensors that do not belong to what", extra),
+    ):
         if names:
-            more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+            more = f" and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
             raise UserError(
-                f"{folder}: the weights {what} config.json describes: {', '.join(names[:LISTED])}{more}; {cure}"
+                f"{folder}: the weights {what} config.json describes: {', '.join(names[:MAX_LISTED_NAMES])}{more}; {fix}"
             )
     for name, shape in expected.items():
-        where = f"{weights.file(found[name])}: tensor {found[name]}"
-        if (actual := weights.shape(found[name])) != shape:
-            raise UserError(f"{where} has shape {actual}, but config.json asks for {shape}; {cure}")
-        if (dtype := weights.dtype(found[name])) not in FLOATS:
+        where = f"{weights.file(real_names[name])}: tensor {real_names[name]}"
+        if (actual := weights.shape(real_names[name])) != shape:
+            raise UserError(f"{where} has shape {actual}, but config.json requires {shape}; {fix}")
+        if (dtype := weights.dtype(real_names[name])) not in FLOATS:
             raise UserError(
                 f"{where} has dtype {dtype}, which is none of {', '.join(FLOATS)}: quantized weights are not supported; "
                 "give the folder of the float32, bfloat16 or float16 model"

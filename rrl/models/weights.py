@@ -1,4 +1,4 @@
-"""A Hugging Face folder as files: its config.json and its safetensors, in one file or several, without torch."""
+"""The files of a Hugging Face folder: config.json and safetensors weights in one file or several, without torch."""
 
 import contextlib
 import hashlib
@@ -16,18 +16,18 @@ from rrl.files import looked_in, shipped
 from rrl.models.tensor_files import StoredTensor, TensorFileWriter, read_header
 
 CONFIG_FILE = "config.json"
-GENERATION = "generation_config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 SHARD_SIZE = 5 * 10**9
-"""Most bytes of tensors in one file, unless one tensor alone has more."""
+"""Most bytes of tensors in one file, unless a single tensor is larger."""
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PARTIAL = ".{}.partial"
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
-    """The object in a JSON file; UserError if it is missing or broken."""
+    """Reads the object in a JSON file. Raises UserError if the file is missing or broken; `what` says what it is for."""
     if not file.is_file():
         raise UserError(f"{file.parent}: no {file.name}, {what}; give a Hugging Face model folder")
     try:
@@ -40,30 +40,30 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
 
 
 def require_folder(field: str, folder: str | Path) -> None:
-    """Raises UserError that names the field whose value is no model folder."""
+    """Raises UserError, which names the config field, if its value is not a model folder."""
     if not folder or not (shipped(folder) / CONFIG_FILE).is_file():
         raise UserError(
-            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG_FILE} {looked_in(folder)}); give one that is"
+            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG_FILE} {looked_in(folder)}); give a model folder"
         )
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a model folder."""
-    return read_json(shipped(folder) / CONFIG_FILE, "which says what the model is")
+    """Reads config.json of a model folder."""
+    return read_json(shipped(folder) / CONFIG_FILE, "which describes the model")
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
-    """generation_config.json of a model folder; empty where there is none."""
-    file = shipped(folder) / GENERATION
+    """Reads generation_config.json of a model folder; empty if the file is missing."""
+    file = shipped(folder) / GENERATION_FILE
     return read_json(file, "") if file.is_file() else {}
 
 
 class SafetensorsFolder:
-    """The tensors of a folder; only their places are read.
+    """The tensors of a folder. Opening it reads only the files' headers.
 
     Raises:
-        UserError: no weights; a shard that the index names is missing, or lacks a tensor that the index says it has; a
-            tensor is in two shards; a file is truncated or broken.
+        UserError: the folder has no weights; a shard in the index is missing or lacks a tensor listed there; a tensor is in
+            two shards; or a file is truncated or broken.
     """
 
     def __init__(self, folder: str | Path):
@@ -74,15 +74,15 @@ class SafetensorsFolder:
                 if name in self._tensors:
                     raise UserError(
                         f"{folder}: tensor {name} is in two files, {self.file(name).name} and {file.name}; "
-                        "remove the one that is left over, or download the folder again"
+                        "remove the outdated file, or download the folder again"
                     )
                 self._tensors[name] = stored
-        if (folder / SINGLE).is_file():
+        if (folder / WEIGHTS_FILE).is_file():
             return
         for name, shard in _weight_map(folder).items():
             if name not in self._tensors or self.file(name).name != shard:
                 raise UserError(
-                    f"{folder / shard}: tensor {name}, which {INDEX} says is in it, is not; download both again"
+                    f"{folder / shard}: tensor {name}, which {WEIGHTS_INDEX_FILE} lists for it, is missing; download both again"
                 )
 
     def names(self) -> Iterator[str]:
@@ -90,7 +90,7 @@ class SafetensorsFolder:
         return iter(self._tensors)
 
     def file(self, name: str) -> Path:
-        """Where a tensor is."""
+        """File of a tensor."""
         return self._tensors[name].file
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -98,11 +98,11 @@ class SafetensorsFolder:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
-        """Dtype of a tensor, as safetensors calls it."""
+        """Dtype of a tensor, by its safetensors name."""
         return self._tensors[name].dtype
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A part of a tensor, in its stored dtype."""
+        """Reads a tensor, or a part of it, in its stored dtype."""
         return np.array(self._tensors[name].view()[index])
 
 
@@ -114,17 +114,24 @@ def write_folder(
     tensors: Iterable[tuple[str, np.ndarray]],
     shard_size: int = SHARD_SIZE,
 ) -> None:
-    """Writes config.json and the weights, in one file or, above `shard_size` bytes, in several with their index.
+    """Writes config.json and the weights.
 
-    The tensors may come in any order; each is let go when it is written. What the folder held before stays until all of
-    them are on disk. Then the file that makes it a model (the only one, or the index) is the last to appear, and shards of
-    an older export are removed.
+    The folder's old content stays until all tensors are on disk. Then the file that completes the model, the weights file or
+    the index, appears last, and shards of an older export are removed.
+
+    Args:
+        folder: to write.
+        config: the content of config.json.
+        shapes: shape of each tensor, by name.
+        dtype: of all tensors in the files.
+        tensors: (name, value) in any order; each value is released after it is written.
+        shard_size: most bytes per file; larger models are written to several files with an index.
     """
-    folder = Path(folder)
+    folder = shipped(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards = _split(shapes, dtype, shard_size)
     names = _shard_names(len(shards))
-    homes = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    file_of = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     partial = {name: folder / _PARTIAL.format(name) for name in names}
     try:
         with contextlib.ExitStack() as stack:
@@ -135,22 +142,22 @@ def write_folder(
                 for name, shard in zip(names, shards, strict=True)
             }
             for name, tensor in tensors:
-                files[homes[name]].put(name, tensor)
-        _publish(folder, config, partial, homes, sum(file.size for file in files.values()))
+                files[file_of[name]].write(name, tensor)
+        _publish(folder, config, partial, file_of, sum(file.size for file in files.values()))
     finally:
-        for left in folder.glob(_PARTIAL.format("model*")):
-            left.unlink()
+        for leftover in folder.glob(_PARTIAL.format("model*")):
+            leftover.unlink()
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """A JSON file as Hugging Face writes them; it appears whole."""
+    """Writes a JSON file in Hugging Face's format, atomically."""
     partial = file.parent / _PARTIAL.format(file.name)
     partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, file)
 
 
 def folder_hash(folder: str | Path) -> str:
-    """SHA-256 over config.json and all weight files: the same numbers in the same shape give the same hash."""
+    """SHA-256 of config.json and all weight files."""
     folder = shipped(folder)
     digest = hashlib.sha256()
     for file in [folder / CONFIG_FILE, *_weight_files(folder)]:
@@ -163,7 +170,7 @@ def folder_hash(folder: str | Path) -> str:
 
 
 def _split(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int) -> list[list[str]]:
-    """Names of the tensors of each file, in order."""
+    """Distributes the tensors over files, in order; returns the tensor names of each file."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -178,7 +185,7 @@ def _split(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: i
 
 def _shard_names(count: int) -> list[str]:
     if count == 1:
-        return [SINGLE]
+        return [WEIGHTS_FILE]
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
@@ -186,49 +193,57 @@ def _publish(
     folder: Path,
     config: Mapping[str, Any],
     partial: Mapping[str, Path],
-    homes: Mapping[str, str],
+    file_of: Mapping[str, str],
     size: int,
 ) -> None:
-    """Whole files take their names; at no moment do an index and shards that are not its own stand together."""
-    sharded = SINGLE not in partial
-    (folder / INDEX).unlink(missing_ok=True)
+    """Renames the finished files. At no time does an index exist together with shards of another export."""
+    sharded = WEIGHTS_FILE not in partial
+    (folder / WEIGHTS_INDEX_FILE).unlink(missing_ok=True)
     if sharded:
-        (folder / SINGLE).unlink(missing_ok=True)
+        (folder / WEIGHTS_FILE).unlink(missing_ok=True)
     write_json(folder / CONFIG_FILE, config)
     for name, file in partial.items():
         os.replace(file, folder / name)
     if sharded:
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
-        write_json(folder / INDEX, index)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
+        write_json(folder / WEIGHTS_INDEX_FILE, index)
     for file in folder.iterdir():
         if _SHARD.fullmatch(file.name) and file.name not in partial:
             file.unlink()
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Which file each tensor is in, by the index."""
-    found = read_json(folder / INDEX, "which lists the weight files").get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+    """Tensor name -> file name, from the index."""
+    weight_map = read_json(folder / WEIGHTS_INDEX_FILE, "which lists the weight files").get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
         raise UserError(
-            f"{folder / INDEX}: no weight_map, which says in which file each tensor is; download it again"
+            f"{folder / WEIGHTS_INDEX_FILE}: no weight_map, which maps tensors to files; download it again"
         )
-    return found
+    return weight_map
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    if not (folder / INDEX).is_file():
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    if not (folder / WEIGHTS_INDEX_FILE).is_file():
         pickled = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
         raise UserError(
-            f"{folder}: no {SINGLE} and no {INDEX}"
-            + (f", only {pickled[0]}, which is not read; save it again with transformers" if pickled else "")
+            f"{folder}: no {WEIGHTS_FILE} and no {WEIGHTS_INDEX_FILE}"
+            + (
+                f", only {pickled[0]}, which is not supported; save it again with transformers"
+                if pickled
+                else ""
+            )
             + "; give a Hugging Face folder with safetensors weights"
         )
     shards = sorted(set(_weight_map(folder).values()))
     for name in shards:
         if not (folder / name).is_file():
             raise UserError(
-                f"{folder}: weight file {name}, which {INDEX} names, is missing; download it again"
+                f"{folder}: weight file {name}, which {WEIGHTS_INDEX_FILE} lists, is missing; download it again"
             )
     return [folder / name for name in shards]

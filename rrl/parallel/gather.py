@@ -1,4 +1,4 @@
-"""Python objects between the processes of one run."""
+"""Exchange of Python objects between the processes of a run."""
 
 import pickle
 from typing import Any, TypeVar
@@ -9,37 +9,36 @@ from jax.experimental import multihost_utils
 
 T = TypeVar("T")
 
-FAILED = b"\0"
-"""What no pickled value begins with."""
+PICKLE_FAILED = b"\0"
+"""Prefix of a message that reports a failure; no pickled value starts with it."""
 
 
 def gather_objects(value: T) -> list[T]:
-    """What each process gives, by its number; every process must call it.
+    """Returns the values of all processes, in the order of their index. Every process must call it.
 
-    Raises TypeError in all of them where one gives what does not pickle.
+    Raises:
+      TypeError: in all processes, if the value of one cannot be pickled.
     """
     if jax.process_count() == 1:
         return [value]
     parts = _gather(_pickled(value))
     for process, part in enumerate(parts):
-        if part.startswith(FAILED):
-            raise TypeError(
-                f"what process {process} gives to the others does not pickle: {part[1:].decode()}"
-            )
+        if part.startswith(PICKLE_FAILED):
+            raise TypeError(f"the value of process {process} cannot be pickled: {part[1:].decode()}")
     return [pickle.loads(part) for part in parts]
 
 
 def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
-    except Exception as error:  # the others wait for something
-        return FAILED + repr(error).encode()
+    except Exception as error:  # the other processes wait for a message
+        return PICKLE_FAILED + repr(error).encode()
 
 
 def _gather(data: bytes) -> list[bytes]:
-    words = np.frombuffer(data, np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(words)]))[:, 0]
+    message = np.frombuffer(data, np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([len(message)]))[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
-    padded[: len(words)] = words
+    padded[: len(message)] = message
     rows = multihost_utils.process_allgather(padded)
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]

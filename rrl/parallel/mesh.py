@@ -1,4 +1,4 @@
-"""The device mesh: data (batch), fsdp (batch and parameters), tensor (inside a layer)."""
+"""The device mesh, with axes data (splits the batch), fsdp (batch and parameters) and tensor (heads and layer widths)."""
 
 import contextlib
 import math
@@ -13,13 +13,13 @@ from rrl.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")
-"""The axes that rows of a batch are split over."""
+"""The axes over which the rows of a batch are split."""
 
 
 def make_mesh(
     data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh with axes data, fsdp and tensor, all Auto; one of the sizes may be -1: whatever is left.
+    """A mesh with axes data, fsdp and tensor, all of type Auto. One size may be -1: all remaining devices.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices.
@@ -34,43 +34,43 @@ def make_mesh(
 
 
 def data_shards(mesh: Mesh | AbstractMesh | None) -> int:
-    """Over how many devices the rows of a batch are split."""
+    """Number of devices over which the rows of a batch are split."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Within the block, programs are spread over a mesh of several devices; nothing for one device or none."""
+    """Context manager that sets a mesh of several devices; it does nothing for one device or None."""
     return contextlib.nullcontext() if mesh is None or mesh.size == 1 else jax.set_mesh(mesh)
 
 
 def put_rows(batch: Any, mesh: Mesh | None) -> Any:
-    """A pytree of NumPy arrays with a leading axis of rows on the devices, split where there are several.
+    """Puts a pytree of NumPy arrays with a leading axis of rows on the devices; a mesh of several devices splits the rows.
 
     Raises:
-        UserError: the rows do not divide among the devices.
+        UserError: the number of rows is not a multiple of the number of data shards.
     """
     if mesh is None or mesh.size == 1:
         return jax.tree.map(jnp.asarray, batch)
     rows, shards = len(jax.tree.leaves(batch)[0]), data_shards(mesh)
     if rows % shards:
         raise UserError(
-            f"a batch of {rows} rows does not divide among data x fsdp = {shards} shards of the mesh"
+            f"a batch of {rows} rows cannot be split over data x fsdp = {shards} shards of the mesh; use a multiple of {shards}"
         )
     return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(ROW_AXES)))
 
 
 def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:
-    """The sizes of the three axes for a number of devices; raises as `make_mesh` does."""
+    """The sizes of the three axes for a number of devices. Raises like `make_mesh`."""
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    given = ", ".join(f"{name}={size}" for name, size in sizes.items())
     free = [name for name, size in sizes.items() if size == -1]
     if any(size == 0 or size < -1 for size in sizes.values()) or len(free) > 1:
         raise UserError(
-            f"mesh {asked}: sizes must be at least 1, and at most one may be -1 (whatever is left)"
+            f"mesh {given}: sizes must be at least 1, and at most one may be -1 (all remaining devices)"
         )
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if free and devices % fixed == 0:
         sizes[free[0]] = devices // fixed
     if math.prod(sizes.values()) != devices:
-        raise UserError(f"mesh {asked} does not fit {devices} devices: the sizes must multiply to {devices}")
+        raise UserError(f"mesh {given} does not fit {devices} devices: the sizes must multiply to {devices}")
     return sizes["data"], sizes["fsdp"], sizes["tensor"]

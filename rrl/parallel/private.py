@@ -1,4 +1,4 @@
-"""Folders from which compiled code may be loaded: only this user and root can have put it there."""
+"""Checks that no other user could have written a file or folder, before compiled code is loaded from it."""
 
 import grp
 import os
@@ -8,30 +8,30 @@ from pathlib import Path
 
 
 def private_folder(folder: Path) -> Path:
-    """The path of a folder, links followed, that no other user may write to; made with mode 0700 if it is missing.
+    """Returns the resolved path of a folder that no other user can write to; creates it with mode 0700 if it is missing.
 
     Raises:
-        PermissionError: `refuse_shared` refuses it, or it may not be made.
-        OSError: it can't be made or read.
+        PermissionError: `refuse_shared` refuses it, or creating it is not permitted.
+        OSError: it cannot be created or read.
     """
     missing = [part for part in (folder, *folder.parents) if not part.exists()]
     for part in reversed(missing):
         part.mkdir(mode=0o700, exist_ok=True)
-    found = folder.resolve(strict=True)
-    refuse_shared(found)
-    return found
+    resolved = folder.resolve(strict=True)
+    refuse_shared(resolved)
+    return resolved
 
 
 def refuse_shared(path: Path) -> None:
-    """Refuses a file or folder that another user than root might write to or replace by one of their own.
+    """Refuses a file or folder that another user, except root, could write or replace.
 
-    It and all folders above it must belong to this user or root, who alone may write there. Above it, a folder with the sticky
-    bit, such as /tmp, may be open to all: what belongs to this user can't be renamed or removed there. So nothing that passes can
-    be exchanged before it is loaded, unless `path` has links, which are refused: give it `resolve`d.
+    The path and all its parents must belong to this user or root, and only they may have write permission. Parents with the
+    sticky bit, such as /tmp, may be writable for all, because other users cannot rename or remove this user's files there.
+    A path that passes cannot be exchanged before it is loaded. Links are refused: pass a resolved path.
 
     Raises:
-        PermissionError: names what others may write to.
-        FileNotFoundError: there is no such path.
+        PermissionError: names the path that others may write to.
+        FileNotFoundError: the path does not exist.
     """
     for part in (path, *path.parents):
         state = part.lstat()
@@ -47,7 +47,7 @@ def refuse_shared(path: Path) -> None:
 
 
 def _has_no_other_member(group: int) -> bool:
-    """Whether it is the group that many systems make for each user alone, with a umask that lets it write (002)."""
+    """Whether it is the user's private group, which many systems create for each user together with umask 002."""
     try:
         named, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:

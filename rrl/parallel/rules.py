@@ -1,4 +1,4 @@
-"""Which parameter is split over which mesh axes: one table for every model and its optimiser state."""
+"""Sharding rules: which parameter is split over which mesh axes. One table serves all models and their optimiser states."""
 
 import math
 import re
@@ -16,19 +16,19 @@ P = PartitionSpec
 Rules = Sequence[tuple[str, PartitionSpec]]
 
 RULES: Rules = (
-    # Embeddings [V, D] and head [D, V]: vocabulary over tensor, so that logits come out split.
+    # Embeddings [V, D] and head [D, V]: the vocabulary is split over tensor, and so are the logits.
     (r"embedding", P("tensor", "fsdp")),
     (r"(position|type)_embedding", P(None, "fsdp")),
     (r"head", P("fsdp", "tensor")),
-    # Attention [L, D, N, H] and back [L, N, H, D]: whole heads over tensor.
+    # Attention [L, D, N, H] and its output [L, N, H, D]: whole heads are split over tensor.
     (r"layers/[qkv]", P(None, "fsdp", "tensor", None)),
     (r"layers/[qkv]_bias", P(None, "tensor", None)),
     (r"layers/o", P(None, "tensor", None, "fsdp")),
-    # MLP [L, D, F] and back [L, F, D].
+    # MLP [L, D, F] and its output [L, F, D].
     (r"layers/(gate|up)", P(None, "fsdp", "tensor")),
     (r"layers/up_bias", P(None, "tensor")),
     (r"layers/down", P(None, "tensor", "fsdp")),
-    # Adapters [L, inputs, rank] and [L, rank, outputs]: split as their kernel is, the rank whole.
+    # Adapters [L, inputs, rank] and [L, rank, outputs]: split like their kernel; the rank is not split.
     (r"layers/(q|k|v|gate|up)_lora_a", P(None, "fsdp", None)),
     (r"layers/[qkv]_lora_b", P(None, None, "tensor", None)),
     (r"layers/(gate|up)_lora_b", P(None, None, "tensor")),
@@ -37,31 +37,31 @@ RULES: Rules = (
     (r"layers/(o|down)_lora_b", P(None, None, "fsdp")),
     (r"head_lora_a", P("fsdp", None)),
     (r"head_lora_b", P(None, "tensor")),
-    # Norms, output biases and the value head are small, and every device needs them whole.
+    # Norms, output biases and the value head are small and are replicated.
     (r"score", P()),
     (r"(layers/)?([a-z]+_)?norm(_bias)?", P()),
     (r"layers/(o|down)_bias", P()),
 )
-"""(regular expression over the whole name "layers/q", spec); the first match wins."""
+"""(regular expression that matches a whole parameter name such as "layers/q", spec); the first match wins."""
 
 
 def shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> dict[tuple[str, ...], NamedSharding]:
-    """Placement of each parameter of an NNX state, by path.
+    """Sharding of each parameter of an NNX state, by path.
 
-    A dimension that its axes do not divide (kv heads fewer than the tensor axis, an odd vocabulary) is replicated.
+    A dimension that is not a multiple of its axes' size is replicated, such as few kv heads or an odd vocabulary.
 
     Raises:
-        UserError: no rule covers a parameter, or a spec has more dimensions than it, or names an axis twice.
+        UserError: no rule matches a parameter, or a spec has more dimensions than the parameter or names an axis twice.
     """
-    placed = {}
+    shardings_by_path = {}
     for path, variable in nnx.to_flat_state(state):
         name = "/".join(map(str, path))
-        placed[path] = NamedSharding(mesh, fit(name, spec_of(name, rules), variable.shape, mesh))
-    return placed
+        shardings_by_path[path] = NamedSharding(mesh, fit(name, spec_of(name, rules), variable.shape, mesh))
+    return shardings_by_path
 
 
 def shard(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
-    """The same state with its arrays placed on the mesh."""
+    """Puts the arrays of a state on the mesh."""
     placed = shardings(state, mesh, rules)
     flat = {
         path: variable.replace(jax.device_put(variable[...], placed[path]))
@@ -71,8 +71,11 @@ def shard(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
 
 def optimizer_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
-    """Placement of an optimiser's state, leaf by leaf: a leaf that stands under a parameter's name (`.../mu/layers/q`) lies
-    as that parameter does, every other one (a count) is whole on each device."""
+    """Sharding of each leaf of an optimiser's state.
+
+    A leaf whose path ends in a parameter's name (`.../mu/layers/q`) is sharded like that parameter. All others, such as
+    counts, are replicated.
+    """
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
@@ -87,10 +90,14 @@ def optimizer_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
 
 def constrain(x: Array, *axes: Any) -> Array:
-    """The same array, told to the partitioner as split over these mesh axes, where a mesh of several devices is set.
+    """Constrains the sharding of an activation if a mesh of several devices is set; otherwise returns it unchanged.
 
-    `axes` are the entries of a PartitionSpec; those that do not divide their dimension are dropped. Without it the
-    partitioner follows the embedding and splits the width of activations over "fsdp", where rows belong.
+    Without the constraint the partitioner would follow the embedding and split the width of activations over "fsdp", which
+    must split rows.
+
+    Args:
+        x: the activation.
+        axes: entries of a PartitionSpec; an axis that does not divide its dimension is dropped.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -99,7 +106,7 @@ def constrain(x: Array, *axes: Any) -> Array:
 
 
 def constrain_state(state: Any, rules: Rules = RULES) -> Any:
-    """`constrain` for a model's state (or its gradients): each leaf as the table places its parameter."""
+    """Constrains each leaf of a model's state, or of its gradients, to the sharding of its parameter."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return state
@@ -111,7 +118,7 @@ def constrain_state(state: Any, rules: Rules = RULES) -> Any:
 
 
 def spec_of(name: str, rules: Rules = RULES) -> PartitionSpec:
-    """The first rule that matches the whole name."""
+    """The spec of the first rule that matches the whole name."""
     for pattern, spec in rules:
         if re.fullmatch(pattern, name):
             return spec
@@ -121,7 +128,7 @@ def spec_of(name: str, rules: Rules = RULES) -> PartitionSpec:
 
 
 def fit(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The spec for a parameter of this shape: axes that do not divide their dimension are dropped."""
+    """Adapts a spec to a shape: drops the axes that do not divide their dimension."""
     if len(spec) > len(shape):
         raise UserError(
             f"parameter {name!r} has shape {shape}, but its sharding rule {spec} has {len(spec)} dimensions"
@@ -133,7 +140,7 @@ def fit(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | Abs
         for axis in axes:
             if axis not in mesh.shape:
                 raise UserError(
-                    f"parameter {name!r}: its rule names axis {axis!r}; the mesh has {mesh.axis_names}"
+                    f"parameter {name!r}: its rule names axis {axis!r}, but the mesh has {mesh.axis_names}"
                 )
             if axis in used:
                 raise UserError(f"parameter {name!r}: its rule {spec} names axis {axis!r} twice")

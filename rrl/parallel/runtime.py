@@ -1,4 +1,4 @@
-"""What must be set up on a host before JAX starts: its thread pool, and where compiled programs are kept."""
+"""Host setup before JAX starts: the thread pool's size, huge pages, and the cache of compiled programs."""
 
 import logging
 import os
@@ -11,18 +11,18 @@ from rrl.parallel.private import private_folder
 
 log = logging.getLogger(__name__)
 THREADS_PER_DEVICE = 4
-"""Least width of XLA's pool on CPU, for each (virtual) device; many more threads than cores cost a third of the speed."""
+"""Minimal number of threads in XLA's CPU pool per (virtual) device. Many more threads than cores cost a third of the speed."""
 
 
 def prepare_host(callbacks: bool = True) -> None:
-    """Call before jax is first imported, in every launcher, notebook and test run.
+    """Sets the size of XLA's CPU thread pool. Call it before jax is first imported, in every launcher, notebook and test run.
 
-    On CPU, XLA runs host callbacks on its own thread pool, which is as wide as the machine has cores. With two cores, a
-    callback whose operands reach about 128 KiB waits for a copy that has no thread left to run on: the program stands
-    still for ever. XLA reads the width from the variable NPROC when it starts.
+    On CPU, XLA runs host callbacks in its own thread pool, which has one thread per core. With two cores, a callback whose
+    operands reach about 128 KiB waits for a copy that has no free thread, and the program hangs. XLA reads the pool's size
+    from the variable NPROC when it starts.
 
     Args:
-        callbacks: False: the program has none, so that the pool may be as wide as the machine, which is fastest.
+        callbacks: whether the program has host callbacks. False leaves one thread per core, which is fastest.
     """
     given = os.environ.get("NPROC", "")
     if not callbacks:
@@ -41,22 +41,22 @@ def prepare_host(callbacks: bool = True) -> None:
 
 
 def available_cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _threads() -> int:
-    """More than the machine has cores, each of which may be held by a callback that waits for a copy, and no fewer than the
-    virtual devices of XLA_FLAGS need."""
+    """Number of threads in XLA's pool: more than the cores, since callbacks that wait for a copy may block one thread per core;
+    and at least `THREADS_PER_DEVICE` for each virtual device in XLA_FLAGS."""
     devices = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return max((os.cpu_count() or 1) + 2, THREADS_PER_DEVICE * (int(devices[1]) if devices else 1))
 
 
 def use_huge_pages() -> None:
-    """Starts this program again with glibc's huge pages, where Linux gives them on request and nothing else was asked.
+    """Restarts this process with huge pages for malloc, if Linux offers them on request and GLIBC_TUNABLES is not set.
 
-    XLA's large buffers come and go with each program on CPU; with pages of 4 KiB a fifth of the time of an update goes
-    into mapping them. The C library reads the setting before Python starts, hence once again.
+    XLA on CPU allocates its large buffers anew for each program. With pages of 4 KiB, mapping them takes a fifth of an
+    update's time. The C library reads the setting before Python starts, which is why the process must restart.
     """
     try:
         on_request = "[madvise]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
@@ -68,18 +68,21 @@ def use_huge_pages() -> None:
 
 
 def cache_folder() -> Path:
-    """Where what is compiled stays: `rrl` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache)."""
+    """Folder for compiled code: `rrl` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rrl"
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
-    """Keeps compiled programs on disk, so that a second start is fast; returns the folder.
+    """Stores compiled programs on disk, so that later starts are fast.
 
-    JAX runs what it finds there. Where others may write to it (`rrl.parallel.private`), or it can't be made, nothing is stored, a
-    warning says why, and None is returned.
+    JAX executes the programs that it finds there. So if other users may write to the folder (`rrl.parallel.private`), or it
+    cannot be created, the cache stays off and a warning gives the reason.
 
     Args:
-        folder: None: `jax` in `cache_folder`.
+        folder: of the cache; None: `jax` in `cache_folder`.
+
+    Returns:
+        The folder, or None if the cache is off.
     """
     import jax
 
@@ -88,8 +91,8 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
         folder = private_folder(folder)
     except OSError as error:
         log.warning(
-            "Compiled programs are not kept in %s, so that each start compiles them anew: %s. Remove what others may have "
-            "written, or set XDG_CACHE_HOME to a folder of your own.",
+            "Compiled programs are not cached in %s, so every start compiles them again: %s. Restrict write permission to your "
+            "user and delete the folder's contents, or set XDG_CACHE_HOME to a private folder.",
             folder,
             error,
         )

@@ -1,4 +1,4 @@
-"""Several microbatches at once on one CPU, which one by itself leaves idle half of the time."""
+"""Threads that compute several microbatches at the same time on one CPU device; one microbatch does not keep two cores busy."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +12,15 @@ from rrl.parallel.runtime import available_cores
 T = TypeVar("T")
 
 
-def parallel_microbatches_on(mesh: Mesh | None, streams: int) -> int:
-    """How many there are, of the `streams` of an `ObjectiveConfig`: only one CPU has more than one."""
+def parallel_microbatches_on(mesh: Mesh | None, requested: int) -> int:
+    """`requested` (`ObjectiveConfig.parallel_microbatches`) on a single CPU device; 1 on all other devices and meshes."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    return streams if (mesh is None or mesh.size == 1) and device.platform == "cpu" else 1
+    return requested if (mesh is None or mesh.size == 1) and device.platform == "cpu" else 1
 
 
-def map_in_threads(streams: int, function: Callable[..., T], *items: Iterable) -> list[T]:
-    """`map` over so many threads; where there is one stream, or one core, here and one after another."""
-    if streams == 1 or available_cores() == 1:
+def map_in_threads(threads: int, function: Callable[..., T], *items: Iterable) -> list[T]:
+    """`list(map(function, *items))` with `threads` threads; without threads if `threads` is 1 or there is one core."""
+    if threads == 1 or available_cores() == 1:
         return list(map(function, *items))
-    with ThreadPoolExecutor(streams, "rrl-stream") as pool:
+    with ThreadPoolExecutor(threads, "rrl-microbatch") as pool:
         return list(pool.map(function, *items))

@@ -1,1 +1,1 @@
-"""Memory, traffic and time of a run on devices that need not be present."""
+"""Predicts memory, communication and time of a run on accelerators that need not be available."""

@@ -1,7 +1,8 @@
-"""Will it fit? Memory, traffic and least time of a run on chips that nobody here owns.
+"""Predicts whether a run fits: memory, communication and minimum time on accelerators that need not be
+available. Read `plan_capacity` first.
 
-The run's own programs are compiled for the topology (`rrl.plan.programs`); where that cannot be done, for GPUs, sizes are
-counted instead, and the report says so.
+The run's own programs are compiled for the topology (`rrl.plan.programs`). For GPUs that is not
+possible; sizes are then counted (`rrl.plan.estimate`), and the report marks them as estimates.
 """
 
 import dataclasses
@@ -51,32 +52,36 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""The config.json fields of the models in the papers' runs, for who plans before downloading."""
+"""Model name -> fields of its config.json, for the models of the papers' runs. A run can thus be planned
+before the model is downloaded."""
 
 STATE = ("parameters", "reference", "optimiser state", "critic", "critic's optimiser", "gradients")
+"""Parts of memory that are model and optimiser state."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CapacityPlan:
-    """What `plan` found."""
+    """Result of `plan_capacity`."""
 
     settings: TrainSettings
     topology: Topology
     mesh: Mesh | AbstractMesh
     config: DecoderConfig
     config_source: str
-    """Where the policy's shape is from."""
+    """Where the shape of the policy comes from."""
     parameters: float
+    """Number of parameters of the policy."""
     trained: float
-    """Of the parameters, those that the optimiser changes."""
+    """Number of parameters that the optimiser changes."""
     compute_dtype: str
     remat: Remat
     attention: AttentionBackend
     memory: dict[str, dict[str, float]]
-    """Bytes of one device by phase (rollout, update, optimiser step, and the critic's two) and part."""
+    """Phase (rollout, update, optimiser step, and the critic's two) -> part -> bytes on one device."""
     programs: list[CompiledProgram]
-    """What was compiled; empty where sizes are counted."""
+    """The compiled programs; empty if sizes are estimates."""
     costs: dict[str, StepCost]
+    """Part of a training step -> cost."""
     workload: Workload
 
     @property
@@ -86,7 +91,7 @@ class CapacityPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase has room on each device."""
+        """Whether every phase fits into the memory of each device."""
         return sum(self.memory[self.largest_phase].values()) <= self.topology.chip.memory
 
 
@@ -98,16 +103,20 @@ def plan_capacity(
     policy_tokens: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CapacityPlan:
-    """Plans a config (of the form of configs/rsearch_grpo.py) on a topology such as v5e:4x4.
+    """Plan a run on a topology.
 
-    The mesh is the config's, over all chips; where that is a single device, `default_mesh`.
+    The mesh is the config's. If that is a single device, it is `default_mesh` over all chips.
 
     Args:
-        tokens: of the mean trajectory, for the time of a step; 0: half the context.
-        policy_tokens: of them those that the policy writes; 0: a quarter.
+      config: of the form of configs/rsearch_grpo.py.
+      topology: name of a topology, such as v5e:4x4.
+      tokens: tokens of the mean trajectory, for the time of a step; 0: half the context.
+      policy_tokens: tokens of it that the policy samples; 0: a quarter.
+      progress: receives one line per compiled program.
 
     Raises:
-        UserError: no such topology, libtpu is missing, sizes that do not multiply to the chips, no shape for the policy.
+      UserError: an unknown topology, libtpu is missing, mesh sizes whose product is not the number of
+        chips, or no shape for the policy.
     """
     settings = TrainSettings.parse(config)
     shape, source = policy_shape(settings.policy)
@@ -164,32 +173,35 @@ def plan_capacity(
                 f"{last.name}: {last.compile_seconds:.0f} s; the program and its arguments take "
                 f"{(last.argument_bytes + last.temporary_bytes) / GIB:.2f} GiB of each device"
             )
-        rest = {program.name: program.temporary_bytes for program in compiled}
+        temporary = {program.name: program.temporary_bytes for program in compiled}
     else:
-        rest = estimate_temporaries(
+        temporary = estimate_temporaries(
             settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained
         )
         if critic is not None and settings.train.critic is not None:
             counts = [_count(part) for part in (critic.params, critic.fixed)]
             body = settings.train.critic.body(shape)
-            own = estimate_temporaries(
+            critic_bytes = estimate_temporaries(
                 settings, body, devices, remat=remat, parameters=sum(counts), trained=counts[0]
             )
-            rest |= {"critic update": own["update"], "critic step": own["optimiser step"]}
+            temporary |= {
+                "critic update": critic_bytes["update"],
+                "critic step": critic_bytes["optimiser step"],
+            }
     itemsize = jnp.dtype(dtype).itemsize
     cache = cache_device_bytes(shape, settings.rollout.slots, settings.rollout.context, itemsize, devices)
     if compiled and not compiled[0].refusal:
-        rest["rollout"] -= cache
+        temporary["rollout"] -= cache
     gradients = {"gradients": device_bytes(model.params)}
     memory = {
-        "rollout": state | {"KV cache": cache, "activations": max(rest["rollout"], 0.0)},
-        "update": state | gradients | {"activations": rest["update"]},
-        "optimiser step": state | gradients | {"activations": rest["optimiser step"]},
+        "rollout": state | {"KV cache": cache, "activations": max(temporary["rollout"], 0.0)},
+        "update": state | gradients | {"activations": temporary["update"]},
+        "optimiser step": state | gradients | {"activations": temporary["optimiser step"]},
     }
     if critic is not None:
         gradients = {"gradients": device_bytes(critic.params)}
         memory |= {
-            phase: state | gradients | {"activations": rest[phase]}
+            phase: state | gradients | {"activations": temporary[phase]}
             for phase in ("critic update", "critic step")
         }
     workload = Workload.of(settings, tokens, policy_tokens)
@@ -213,28 +225,38 @@ def plan_capacity(
 
 
 def policy_shape(folder: str) -> tuple[DecoderConfig, str]:
-    """The shape of a policy's folder, or of a published model that the folder is named after."""
+    """Return the shape of a policy and its source: the config.json of its folder, or the published model
+    of that name."""
     if (shipped(folder) / "config.json").is_file():
         return read_decoder_config(folder), f"{folder}/config.json"
     for name, fields in PUBLISHED.items():
         if pathlib.Path(folder).name.startswith(name):
-            return DecoderConfig.from_hf(fields), f"the published shape of {name}; no folder {folder} here"
+            return DecoderConfig.from_hf(
+                fields
+            ), f"the published shape of {name}; the folder {folder} does not exist"
     raise UserError(
-        f"policy={folder!r} is no Hugging Face folder (no config.json there), nor named after a model whose shape is known "
-        f"({', '.join(PUBLISHED)}); give one that is"
+        f"policy={folder!r} is not a Hugging Face folder (no config.json), and its name is not that of a "
+        f"model with a known shape ({', '.join(PUBLISHED)}); give another policy"
     )
 
 
 def default_mesh(config: DecoderConfig, chips: int, rows: int) -> dict[str, int]:
-    """tensor: the most chips that share the kv heads evenly, so that no cache is held twice; fsdp: all others, as far as the
-    rows of the rollout go round; data: the rest."""
+    """Return the sizes of a mesh.
+
+    tensor: the largest number of chips that divides the kv heads evenly, so that no part of the KV
+    cache is duplicated. fsdp: as many of the other chips as divide the rows of the rollout. data: the
+    rest.
+    """
     tensor = math.gcd(config.kv_heads, chips)
     fsdp = math.gcd(chips // tensor, rows)
     return {"data": chips // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
 
 
 def first_change(plan: CapacityPlan) -> str:
-    """The setting to change first where it does not fit: the one behind the largest part that can give way; "" where it fits."""
+    """Return the setting to change first if the run does not fit; "" if it fits.
+
+    It is the setting behind the largest part of memory that can be reduced.
+    """
     if plan.fits:
         return ""
     phase, room = plan.largest_phase, plan.topology.chip.memory
@@ -246,15 +268,15 @@ def first_change(plan: CapacityPlan) -> str:
     if state > room or state > 2 * (sum(parts.values()) - state):
         if mesh["data"] > 1:
             return (
-                f"{_mesh_flags(1, mesh['data'] * mesh['fsdp'], mesh['tensor'])}: parameters and their state are held "
+                f"{_mesh_flags(1, mesh['data'] * mesh['fsdp'], mesh['tensor'])}: parameters and their state are stored "
                 f"{mesh['data']} times"
             )
         need = math.ceil(plan.topology.size * sum(parts.values()) / room)
-        lora = "" if plan.settings.lora.rank else "--config.lora.rank=32 (adapters alone are trained), or "
-        return f"{lora}more chips (about {need}): parameters and their state alone take {state / GIB:.1f} GiB of each"
+        lora = "" if plan.settings.lora.rank else "--config.lora.rank=32 (trains adapters only), or "
+        return f"{lora}more chips (about {need}): parameters and their state alone need {state / GIB:.1f} GiB of each"
     if phase == "rollout" and parts["KV cache"] >= parts["activations"]:
         spare = plan.settings.rollout.oversubscribed_slots
-        why = "the KV cache is the largest part, and goes with the rows"
+        why = "the KV cache is the largest part, and proportional to the rows"
         fewer = int((rows + spare) * (1 - excess / parts["KV cache"])) // shards * shards
         if spare and fewer >= rows:
             return f"--config.rollout.oversubscribed_slots={fewer - rows} (now {spare}): {why}"
@@ -263,32 +285,32 @@ def first_change(plan: CapacityPlan) -> str:
                 spare > 0
             )
             return f"{flags} (now {rows}{f' and {spare}' if spare else ''}): {why}"
-        return f"--config.rollout.context (now {plan.settings.rollout.context}): one row a shard is too much already"
+        return f"--config.rollout.context (now {plan.settings.rollout.context}): even one row per shard does not fit"
     if phase == "rollout":
         fewer = max(plan.settings.rollout.prefill_tokens // 2, 1)
-        return f"--config.rollout.prefill_tokens={fewer}: what prefilling holds is the largest part, and goes with it"
+        return f"--config.rollout.prefill_tokens={fewer}: the prefill's activations are the largest part, and proportional to it"
     length = objective.row_lengths[-1]
     each = objective.rows_per_microbatch(length, shards) // shards
     updates = phase.endswith("update")
     if updates and plan.remat != "full":
         return (
-            f"--config.compute.remat=full (now {plan.remat}): what the backward pass keeps of each layer is the largest "
-            "part"
+            f"--config.compute.remat=full (now {plan.remat}): the activations that the backward pass keeps are the "
+            "largest part"
         )
     if updates and each > 1:
         fewer = max(1, math.floor(each * (1 - excess / parts["activations"])))
         return (
             f"--config.objective.microbatch_tokens={fewer * shards * length} (now {objective.microbatch_tokens}): "
-            f"{each} rows of {length} tokens a shard are in the backward pass at once"
+            f"each shard computes {each} rows of {length} tokens at once"
         )
     if plan.config.heads % (2 * mesh["tensor"]) == 0 and mesh["fsdp"] % 2 == 0:
         return (
-            f"{_mesh_flags(mesh['data'], mesh['fsdp'] // 2, 2 * mesh['tensor'])}: one row of {length} tokens a shard is "
-            "too much; the tensor axis divides it"
+            f"{_mesh_flags(mesh['data'], mesh['fsdp'] // 2, 2 * mesh['tensor'])}: even one row of {length} tokens per "
+            "shard does not fit; the tensor axis splits it"
         )
     return (
-        f"--config.rollout.context and objective.row_lengths (now {plan.settings.rollout.context} and {length}): one row a shard "
-        "is too much already"
+        f"--config.rollout.context and objective.row_lengths (now {plan.settings.rollout.context} and {length}): even one row "
+        "per shard does not fit"
     )
 
 

@@ -1,4 +1,5 @@
-"""Sizes and speeds by counting: operations of a training step, its roofline, and memory where nothing can be compiled."""
+"""Estimates by counting: FLOPs of a training step, its roofline time, and memory if nothing can be
+compiled."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,32 +19,32 @@ BF16, F32 = 2, 4
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What the mean trajectory is assumed to be; a run reports what it is (`tokens/...` in its metrics)."""
+    """The assumed mean trajectory. A run reports the real one as `tokens/...` in its metrics."""
 
     tokens: int
-    """All tokens of it."""
+    """All its tokens."""
     policy_tokens: int
-    """Those that the policy samples, one at a time."""
+    """Tokens that the policy samples, one per decode step."""
 
     @classmethod
     def of(cls, settings: TrainSettings, tokens: int = 0, policy_tokens: int = 0) -> "Workload":
-        """0: half the context, and a quarter of the trajectory."""
+        """Return a workload; 0 stands for the defaults: half the context, and a quarter of the trajectory."""
         tokens = tokens or settings.rollout.context // 2
         return cls(tokens, policy_tokens or tokens // 4)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """One part of a training step, over all chips."""
+    """The cost of one part of a training step, summed over all chips."""
 
     flops: float
     memory_bytes: float
-    """Read from the chips' memories, at least."""
+    """Minimum number of bytes read from the chips' memories."""
     collective_bytes: float = 0.0
-    """Bytes a chip receives in collectives."""
+    """Bytes that each chip receives in collectives."""
 
     def seconds(self, chip: Chip, chips: int) -> float:
-        """The least time it takes: arithmetic, memory and links at their published speeds, the slowest of the three."""
+        """Return the roofline time: the slowest of arithmetic, memory and links at their published speeds."""
         return max(
             self.flops / (chip.flops * chips),
             self.memory_bytes / (chip.bandwidth * chips),
@@ -52,8 +53,14 @@ class StepCost:
 
 
 def forward_flops(config: DecoderConfig, tokens: float, keys: float, scored: float) -> float:
-    """Multiplications and additions of a forward pass in which each of `tokens` sees `keys` on average, `scored` of
-    them through the head."""
+    """Return the FLOPs of a forward pass.
+
+    Args:
+      config: shape of the decoder.
+      tokens: number of tokens.
+      keys: mean number of keys that a token attends to.
+      scored: number of tokens whose logits are computed.
+    """
     attention = 4 * config.layers * config.heads * config.head_dim * keys
     return (
         tokens * (2 * matrix_parameters(config) + attention) + scored * 2 * config.hidden * config.vocab_size
@@ -70,49 +77,65 @@ def step_costs(
     trained: float,
     traffic: Mapping[str, Mapping[str, Traffic]],
 ) -> dict[str, StepCost]:
-    """The parts of a training step. Loops are counted as often as they turn, unlike in XLA's own analysis."""
+    """Return the cost of each part of a training step: rollout, update, optimiser step, and those of the
+    critic.
+
+    Loops count with their number of iterations, unlike in XLA's own cost analysis.
+
+    Args:
+      settings: the run.
+      config: shape of the policy.
+      mesh: devices, which may be abstract.
+      workload: the mean trajectory.
+      remat: rematerialisation of the backward pass.
+      trained: number of trained parameters.
+      traffic: program part -> kind of collective -> traffic; empty if nothing was compiled.
+    """
     episodes = settings.train.questions * settings.train.samples
     tokens, written = float(episodes * workload.tokens), float(episodes * workload.policy_tokens)
     mean_keys = workload.tokens / 2
-    fed = tokens - written
+    prefilled = tokens - written
     rows = settings.rollout.rows
     steps = written / min(rows, episodes)
-    held = cache_bytes(config, rows, workload.tokens / 2, BF16)
+    cache = cache_bytes(config, rows, workload.tokens / 2, BF16)
     weights = BF16 * (matrix_parameters(config) + config.hidden * config.vocab_size)
     shards = data_shards(mesh)
-    prefills = fed / (settings.rollout.prefill_tokens * shards)
+    prefills = prefilled / (settings.rollout.prefill_tokens * shards)
     rate = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
     length = settings.train.objective.row_lengths[-1]
     objective = settings.train.objective
     batches = max(1.0, tokens / (objective.rows_per_microbatch(length, shards) * length))
     forward = forward_flops(config, tokens, mean_keys, written)
-    # Forward, twice that back (once where weights are frozen), with remat forward again; and the reference, of which a reward
-    # that pays for the KL asks once for all epochs.
-    back = {"none": 3, "dots": 3, "full": 4}[remat]
-    asked = 1 if objective.kl_in_reward else objective.epochs
-    passes = objective.epochs * (back - (settings.lora.rank > 0)) + asked
+    # In units of a forward pass: forward 1, backward 2 (1 with frozen weights), recomputation 1 with full remat. The
+    # reference adds 1 per epoch, or 1 in total if the KL is part of the reward.
+    forward_backward = {"none": 3, "dots": 3, "full": 4}[remat]
+    reference = 1 if objective.kl_in_reward else objective.epochs
+    passes = objective.epochs * (forward_backward - (settings.lora.rank > 0)) + reference
     parts = {
         "rollout": StepCost(
             forward,
-            steps * (weights + held) + prefills * weights,
+            steps * (weights + cache) + prefills * weights,
             rate.get("decode", 0.0) * steps + rate.get("prefill", 0.0) * prefills,
         ),
         "update": StepCost(
             passes * forward,
             batches * passes * F32 / BF16 * weights,
-            # The reference's own pass gathers the parameters once of the three times that an update moves them.
+            # An update moves the parameters three times; a separate pass of the reference gathers them once.
             rate.get("update", 0.0) * batches * (objective.epochs + objective.kl_in_reward / 3),
         ),
         "optimiser step": StepCost(
             objective.optimizer_steps * 12.0 * trained,
-            objective.optimizer_steps * 7 * F32 * trained,  # reads p, g, m, v; writes p, m, v
+            objective.optimizer_steps
+            * 7
+            * F32
+            * trained,  # reads parameters, gradient, m, v; writes parameters, m, v
             rate.get("optimiser step", 0.0) * objective.optimizer_steps,
         ),
     }
     if (critic := settings.train.critic) is not None:
         body = critic.body(config)
         headless = forward_flops(body, tokens, mean_keys, 0.0)
-        times = critic.epochs * back + 1  # and once for the values before the update
+        times = critic.epochs * forward_backward + 1  # plus 1 for the values before the update
         size = matrix_parameters(body) + config.hidden * config.vocab_size
         parts["critic update"] = StepCost(
             times * headless,
@@ -128,14 +151,15 @@ def step_costs(
 
 
 def cache_bytes(config: DecoderConfig, rows: float, slots: float, itemsize: int) -> float:
-    """Keys and values of all layers."""
+    """Return the bytes of the KV cache of all layers, for `rows` sequences of `slots` positions."""
     return 2.0 * config.layers * rows * slots * config.kv_heads * config.head_dim * itemsize
 
 
 def cache_device_bytes(
     config: DecoderConfig, rows: int, context: int, itemsize: int, mesh: Mesh | AbstractMesh
 ) -> float:
-    """The KV cache's share of a device: rows over (data, fsdp), kv heads over tensor where they divide."""
+    """Return the bytes of the KV cache on one device: rows are split over (data, fsdp), kv heads over
+    tensor if they divide evenly."""
     slots = -(-context // BLOCK) * BLOCK
     heads = mesh.shape["tensor"] if config.kv_heads % mesh.shape["tensor"] == 0 else 1
     return cache_bytes(config, rows, slots, itemsize) / data_shards(mesh) / heads
@@ -150,10 +174,20 @@ def estimate_temporaries(
     parameters: float,
     trained: float,
 ) -> dict[str, float]:
-    """What each program needs beside its arguments on one device, by count; where a compiler can say it, it is not used.
+    """Return the bytes that each program needs beside its arguments on one device. Used only if nothing
+    can be compiled.
 
-    Rollout: a bfloat16 copy of the parameters, logits, the prefilled texts. Update: the new gradient, a bfloat16 copy, what
-    the backward pass keeps of each layer, one layer's working set, the scores of one block of queries, a chunk of logits.
+    Rollout: a copy of the parameters in bfloat16, logits, the activations of the prefill. Update: the
+    new gradient, a copy of the parameters in bfloat16, what the backward pass keeps of each layer, the
+    working set of one layer, the attention scores of one block of queries, one chunk of logits.
+
+    Args:
+      settings: the run.
+      config: shape of the model.
+      mesh: devices, which may be abstract.
+      remat: rematerialisation of the backward pass.
+      parameters: number of parameters.
+      trained: number of trained parameters.
     """
     shards, tensor = data_shards(mesh), mesh.shape["tensor"]
     split = shards // mesh.shape["data"] * tensor
@@ -161,12 +195,12 @@ def estimate_temporaries(
     vocabulary = config.vocab_size / (tensor if config.vocab_size % tensor == 0 else 1)
     width = (config.hidden * 6 + (config.mlp * 6 + config.heads * config.head_dim * 4) / tensor) * F32
     rows = settings.rollout.rows / shards
-    fed = settings.rollout.prefill_tokens
+    prefill_tokens = settings.rollout.prefill_tokens
     layer = 2 * matrix_parameters(config) / config.layers / tensor * BF16
-    in_rollout = BF16 * chip_parameters + 6 * rows * vocabulary * F32 + fed * width + layer
+    in_rollout = BF16 * chip_parameters + 6 * rows * vocabulary * F32 + prefill_tokens * width + layer
     length = settings.train.objective.row_lengths[-1]
     tokens = settings.train.objective.rows_per_microbatch(length, shards) / shards * length
-    kept = {
+    residuals = {
         "full": config.hidden,
         "dots": config.hidden * 3 + (config.heads * config.head_dim * 2 + config.mlp * 2) / tensor,
         "none": config.hidden * 8 + (config.heads * config.head_dim * 6 + config.mlp * 5) / tensor,
@@ -176,7 +210,7 @@ def estimate_temporaries(
     in_update = (
         BF16 * chip_parameters
         + F32 * trained / split
-        + config.layers * tokens * kept * BF16
+        + config.layers * tokens * residuals * BF16
         + tokens * width
         + scores
         + logits

@@ -1,4 +1,4 @@
-"""What devices send each other, read from a compiled program's text."""
+"""Reads the communication between devices from the text of a compiled program."""
 
 import collections
 import dataclasses
@@ -18,18 +18,23 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind, on one device."""
+    """The collectives of one kind, on one device."""
 
     count: float
-    """Executions, those in a loop of known length as often as it turns."""
+    """Number of executions; a collective inside a loop of known length counts once per iteration."""
     bytes: float
-    """Size of their results, over all executions."""
+    """Size of the results, summed over all executions."""
 
 
 def collectives(text: str, scope: str = "") -> dict[str, Traffic]:
-    """The collectives of a program's optimised HLO, by kind; of a `jax.named_scope` alone where one is given.
+    """Return the collectives of a program by kind.
 
-    A loop of fixed length (layers, chunks) counts with its length; one whose length depends on data (decoding) once.
+    A loop of fixed length (layers, chunks) counts with its length. A loop whose length depends on data
+    (decoding) counts once.
+
+    Args:
+      text: optimised HLO.
+      scope: a `jax.named_scope`; if given, only collectives inside it count.
     """
     bodies: dict[str, list[str]] = {}
     entry, name = "", ""
@@ -46,22 +51,21 @@ def collectives(text: str, scope: str = "") -> dict[str, Traffic]:
         times[name] += factor
         for line in bodies.get(name, ()):
             loop = _WHILE.search(line)
-            turns = _turns(line, bodies.get(loop[1], [])) if loop else 1
+            iterations = _iterations(line, bodies.get(loop[1], [])) if loop else 1
             called = _CALLED.findall(line) + [
                 part.strip().lstrip("%") for group in _LISTED.findall(line) for part in group.split(",")
             ]
             for inner in called:
-                visit(inner, factor * turns)
+                visit(inner, factor * iterations)
 
     visit(entry, 1)
-    found: dict[
-        str, tuple[str, int, int]
-    ] = {}  # a TPU program holds one collective in several pieces, all on one channel
+    # A TPU program may hold one collective in several parts, all with the same channel.
+    found: dict[str, tuple[str, int, int]] = {}
     for name, factor in times.items():
         for place, line in enumerate(bodies.get(name, ())):
             if (match := _COLLECTIVE.search(line)) and scope in line:
                 shapes = [_size(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1])]
-                # The start of an asynchronous one holds its operand too: the result is the larger (reduce-scatter: smaller).
+                # An asynchronous start also lists its operand: the result is the larger (reduce-scatter: smaller).
                 pick = min if match[2] == "reduce-scatter" else max
                 size = pick(shapes) if match[3] else sum(shapes)
                 channel = _CHANNEL.search(line)
@@ -76,8 +80,9 @@ def collectives(text: str, scope: str = "") -> dict[str, Traffic]:
     }
 
 
-def _turns(line: str, condition: list[str]) -> int:
-    """How often a while loop turns: told by XLA, or the one constant that its condition compares with."""
+def _iterations(line: str, condition: list[str]) -> int:
+    """Return the number of iterations of a while loop: as annotated by XLA, or the only constant in its
+    condition."""
     if known := _TRIPS.search(line):
         return int(known[1])
     limits = [int(n) for text in condition for n in re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)]

@@ -1,8 +1,9 @@
-"""The programs of a run, compiled from shapes alone for devices that need not be there.
+"""Compiles the programs of a run from shapes alone, for devices that need not be available.
 
-These are the programs that a run executes: the rollout's episode loop with its host callback, the accumulation of one
-microbatch's gradient (policy and reference log-probabilities, loss, backward pass) and the optimiser's step; with PPO, the
-same two of the critic. What only goes forward (the critic's values, the KL in the reward) needs less than these.
+They are the programs that a run executes: the rollout's episode loop with its host callback; the
+gradient accumulation of one microbatch (log-probabilities of policy and reference, loss, backward
+pass); the optimiser step; and with PPO the latter two for the critic. Forward-only programs (the
+critic's values, the KL in the reward) need less memory and are not compiled.
 """
 
 import dataclasses
@@ -42,26 +43,27 @@ DecoderT = TypeVar("DecoderT", bound=Decoder)
 
 @dataclasses.dataclass(frozen=True)
 class CriticShapes:
-    """PPO's critic as shapes on a mesh, all of it in the dtype of the master weights."""
+    """PPO's critic as shapes on a mesh, in the dtype of the master weights."""
 
     graph: nnx.GraphDef
     params: PyTree
-    """What is trained."""
+    """The trained parameters."""
     fixed: PyTree
+    """The frozen parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShapes:
-    """A model to be trained, as shapes on a mesh: ShapeDtypeStructs with their placement."""
+    """A policy to be trained, as shapes on a mesh: ShapeDtypeStructs with their sharding."""
 
     config: DecoderConfig
     graph: nnx.GraphDef
     params: PyTree
-    """What is trained, in the dtype of the master weights."""
+    """The trained parameters, in the dtype of the master weights."""
     reference: PyTree
-    """What is trained as it was at the start, in the dtype of the computation."""
+    """The reference's copy of the trained parameters, in the dtype of the computation."""
     fixed: PyTree
-    """The others, in the dtype of the computation; both models share them."""
+    """The frozen parameters, in the dtype of the computation; policy and reference share them."""
     critic: CriticShapes | None = None
 
     @classmethod
@@ -76,9 +78,9 @@ class ModelShapes:
         remat: Remat,
         attention: AttentionBackend,
     ) -> "ModelShapes":
-        """Nothing is allocated."""
+        """Return the shapes for a run. Nothing is allocated."""
 
-        def body(kind: type[DecoderT], config: DecoderConfig = config) -> DecoderT:
+        def build(kind: type[DecoderT], config: DecoderConfig = config) -> DecoderT:
             return kind(
                 config,
                 rngs=nnx.Rngs(0),
@@ -89,7 +91,7 @@ class ModelShapes:
             )
 
         def make() -> Decoder:
-            decoder = body(Decoder)
+            decoder = build(Decoder)
             add_lora(decoder, settings.lora, rngs=nnx.Rngs(0))
             return decoder
 
@@ -98,9 +100,9 @@ class ModelShapes:
             lambda *states: tuple(cast_params(state, dtype) for state in states), params, fixed
         )
         critic = None
-        if (asked := settings.train.critic) is not None:
-            value_model = nnx.eval_shape(lambda: body(ValueModel, asked.body(config)))
-            head, *states = split_trained(value_model, asked.optim.frozen)
+        if (critic_config := settings.train.critic) is not None:
+            value_model = nnx.eval_shape(lambda: build(ValueModel, critic_config.body(config)))
+            head, *states = split_trained(value_model, critic_config.optim.frozen)
             critic = CriticShapes(head, *(_placed(state, mesh) for state in states))
         params, reference, fixed = (_placed(state, mesh) for state in (params, reference, fixed))
         return cls(config, graph, params, reference, fixed, critic)
@@ -108,24 +110,26 @@ class ModelShapes:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """What the compiler says of one program; bytes of one device."""
+    """What the compiler reports about one program; bytes are per device."""
 
     name: str
     compile_seconds: float = 0.0
-    """Time to compile it."""
+    """Time of the compilation."""
     argument_bytes: float = 0.0
     temporary_bytes: float = 0.0
-    """All else that lives at the fullest moment, code included."""
+    """Peak memory beside the arguments, including the code."""
     flops: float = 0.0
-    """As XLA counts them: the body of a loop once."""
+    """As counted by XLA: the body of a loop counts once."""
     traffic: Mapping[str, Mapping[str, Traffic]] = dataclasses.field(default_factory=dict)
-    """Collectives by what they belong to: the program, or in the rollout one decoded token and one prefill of all rows."""
+    """Part -> kind of collective -> traffic. The part is the program itself; for the rollout, one decode
+    step and one prefill of all rows."""
     refusal: str = ""
-    """What the compiler said where the program alone does not fit; then it tells no sizes but `temporary_bytes`."""
+    """The compiler's message if the program alone does not fit, else "". After a refusal `argument_bytes`
+    and `temporary_bytes` are the only known sizes."""
 
 
 def rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
-    """The episode loop with its callback, without a query encoder."""
+    """Compile the episode loop with its host callback, without a query encoder."""
     environment = settings.recipe.environment
     automaton = compile_stops(environment.stops, [b""])
     programs = RolloutPrograms(
@@ -151,8 +155,8 @@ def rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> Compiled
 
 
 def accumulate(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
-    """Log-probabilities under the policy, and under the reference where the reward has not asked for them, loss and gradient of
-    the largest microbatch."""
+    """Compile the gradient of the largest microbatch: log-probabilities under the policy (and under the
+    reference, unless the KL is part of the reward), loss, backward pass."""
     accumulator = _updater(settings, model).accumulator
     batch = _microbatch(settings.train.objective, settings.train.objective.extras, mesh)
     frozen = (model.reference, model.fixed)
@@ -160,14 +164,14 @@ def accumulate(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> Compi
 
 
 def apply(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
-    """The optimiser's step."""
+    """Compile the optimiser step."""
     return _apply(
         "optimiser step", _updater(settings, model).accumulator, settings.train.optim, model.params, mesh
     )
 
 
 def critic_accumulate(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
-    """Values, loss and gradient of the largest microbatch."""
+    """Compile values, loss and gradient of the largest microbatch for the critic."""
     critic, critic_shapes, _ = _critic(settings, model)
     batch = _microbatch(settings.train.objective, ("value", "return"), mesh)
     return _accumulate(
@@ -176,13 +180,13 @@ def critic_accumulate(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -
 
 
 def critic_apply(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
-    """The step of the critic's optimiser."""
+    """Compile the step of the critic's optimiser."""
     critic, critic_shapes, optim = _critic(settings, model)
     return _apply("critic step", critic.accumulator, optim, critic_shapes.params, mesh)
 
 
 def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """An optimiser's state as shapes on the mesh."""
+    """Return the state of an optimiser as shapes on the mesh."""
     state = jax.eval_shape(make_optimizer(optim).init, params)
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -192,7 +196,7 @@ def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMes
 
 
 def device_bytes(tree: PyTree) -> float:
-    """Bytes that shapes on a mesh take on each device."""
+    """Return the bytes that shapes on a mesh take on each device."""
     return float(
         sum(
             np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=float) * leaf.dtype.itemsize
@@ -207,7 +211,7 @@ def _updater(settings: TrainSettings, model: ModelShapes) -> Updater:
 
 def _critic(settings: TrainSettings, model: ModelShapes) -> tuple[Critic, CriticShapes, OptimConfig]:
     config, critic_shapes = settings.train.critic, model.critic
-    assert config is not None and critic_shapes is not None  # what is called has a critic
+    assert config is not None and critic_shapes is not None  # called only for runs with a critic
     made = Critic(
         critic_shapes.graph,
         critic_shapes.fixed,
@@ -219,17 +223,19 @@ def _critic(settings: TrainSettings, model: ModelShapes) -> tuple[Critic, Critic
 
 
 def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -> Batch:
-    """The largest one, as shapes on the mesh."""
+    """Return the largest microbatch as shapes on the mesh."""
     length = objective.row_lengths[-1]
     rows = objective.rows_per_microbatch(length, data_shards(mesh))
     split = NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
-    def side(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    def array(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, length), dtype, sharding=split)
 
-    beside = {name: side(jnp.float32) for name in extras}
-    branches = side(jnp.int32) if objective.share_prefixes else None
-    return Batch(side(jnp.int32), side(jnp.int32), side(jnp.int32), side(jnp.bool_), beside, branches)
+    extra_arrays = {name: array(jnp.float32) for name in extras}
+    branches = array(jnp.int32) if objective.share_prefixes else None
+    return Batch(
+        array(jnp.int32), array(jnp.int32), array(jnp.int32), array(jnp.bool_), extra_arrays, branches
+    )
 
 
 def _accumulate(
@@ -263,22 +269,23 @@ def _compile(
         return CompiledProgram(
             name, time.perf_counter() - began, arguments, max(total - arguments, 0.0), refusal=message
         )
-    # A TPU's peak is what the compiler holds against the chip's memory: arguments count, the program itself does not.
+    # The TPU compiler compares its peak with the chip's memory. The peak includes arguments, but not the code.
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    temporary = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     if mesh.devices.flat[0].platform == "tpu":
-        own = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+        temporary = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     return CompiledProgram(
         name,
         time.perf_counter() - began,
         memory.argument_size_in_bytes,
-        own + memory.generated_code_size_in_bytes,
+        temporary + memory.generated_code_size_in_bytes,
         float((compiled.cost_analysis() or {}).get("flops", 0.0)),
         {part: collectives(text, scope) for part, scope in (scopes or {name: ""}).items()},
     )
 
 
 def _placed(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Return shapes with their sharding on the mesh."""
     places = shardings(state, mesh)
     flat = {
         path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]))
@@ -288,14 +295,16 @@ def _placed(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
 
 
 def _whole(shape: tuple[int, ...], dtype: DTypeLike, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Return a replicated shape."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _no_host(*report: Any) -> np.ndarray:
-    raise RuntimeError("a planned rollout has no host")
+    raise RuntimeError("a rollout that is only compiled has no host")
 
 
 Compiler = Callable[[TrainSettings, ModelShapes, Mesh], CompiledProgram]
 COMPILERS: tuple[Compiler, ...] = (rollout, accumulate, apply)
+"""Compile the programs of every run."""
 CRITIC_COMPILERS: tuple[Compiler, ...] = (critic_accumulate, critic_apply)
-"""Those of PPO's critic."""
+"""Compile the programs of PPO's critic."""

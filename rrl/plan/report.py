@@ -1,14 +1,15 @@
-"""A plan as text."""
+"""Formats a capacity plan as text. Read `report` first."""
 
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB
 from rrl.plan.capacity import CapacityPlan, first_change
 
-CAVEAT = "XLA counts the body of a loop (layers, chunks, tokens) once; the times below count every turn"
+CAVEAT = "XLA counts the body of a loop (layers, chunks, tokens) once; the times below count every iteration"
+"""Note below XLA's FLOPs."""
 
 
 def report(plan: CapacityPlan) -> str:
-    """What `launch/plan.py` prints."""
+    """Return the text that `launch/plan.py` prints."""
     blocks = (_head(plan), _memory(plan), _programs(plan), _time(plan), _verdict(plan))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -18,7 +19,9 @@ def _head(plan: CapacityPlan) -> list[str]:
     objective = plan.settings.train.objective
     length = objective.row_lengths[-1]
     rows = objective.rows_per_microbatch(length, data_shards(plan.mesh))
-    adapters = f", {plan.trained / 1e9:.3g} B of them trained" if plan.trained < plan.parameters else ""
+    adapters = f", of which {plan.trained / 1e9:.3g} B are trained" if plan.trained < plan.parameters else ""
+    extra = rollout.oversubscribed_slots
+    oversubscribed = f" and {extra} oversubscribed slots" if extra else ""
     lines = [
         f"{plan.settings.name} on {plan.topology.name}: {plan.topology.size} x {chip.label}, "
         f"{chip.memory / GIB:.2f} GiB of memory each",
@@ -27,22 +30,20 @@ def _head(plan: CapacityPlan) -> list[str]:
         f"numbers   {plan.compute_dtype} computation and reference, "
         f"{plan.settings.compute.param_dtype} trained parameters",
         f"kernels   remat={plan.remat}, attention={plan.attention}",
-        f"rollout   {rollout.rows} rows"
-        f"{f' and {rollout.oversubscribed_slots} oversubscribed slots' if rollout.oversubscribed_slots else ''} "
-        f"of {rollout.context} tokens",
+        f"rollout   {rollout.rows} rows{oversubscribed} of {rollout.context} tokens",
         f"update    microbatches of {rows} rows of {length} tokens",
     ]
     if rows * length > objective.microbatch_tokens:
         lines.append(
-            f"          (objective.microbatch_tokens={objective.microbatch_tokens} is less than a row for each of the "
+            f"          (objective.microbatch_tokens={objective.microbatch_tokens} is less than one row for each of the "
             f"{data_shards(plan.mesh)} data shards)"
         )
-    return [*lines, "left out  reader and query encoder"]
+    return [*lines, "excluded  reader and query encoder"]
 
 
 def _memory(plan: CapacityPlan) -> list[str]:
     unit, size = _unit(plan)
-    how = "as compiled" if plan.programs else "AN ESTIMATE by count, nothing was compiled"
+    how = "as compiled" if plan.programs else "AN ESTIMATE: counted, not compiled"
     phases = list(plan.memory)
     parts = list(dict.fromkeys(part for phase in phases for part in plan.memory[phase]))
     lines = [f"memory of each device, {unit} ({how}){'':4}" + "".join(f"{phase:>16}" for phase in phases)]
@@ -64,12 +65,12 @@ def _programs(plan: CapacityPlan) -> list[str]:
             )
             continue
         lines.append(
-            f"{program.name}: compiled in {program.compile_seconds:.0f} s, {program.flops:.3g} FLOPs of a device as XLA counts "
-            "them"
+            f"{program.name}: compiled in {program.compile_seconds:.0f} s, {program.flops:.3g} FLOPs per device as counted "
+            "by XLA"
         )
         for part, kinds in program.traffic.items():
             sent = "; ".join(f"{t.count:.0f} {kind} {_bytes(t.bytes)}" for kind, t in kinds.items()) or "none"
-            lines.append(f"  collectives of one {part}, a device: {sent}")
+            lines.append(f"  collectives of one {part}, per device: {sent}")
     return [*lines, f"  ({CAVEAT})"] if lines else []
 
 
@@ -77,17 +78,17 @@ def _time(plan: CapacityPlan) -> list[str]:
     chip, chips, work = plan.topology.chip, plan.topology.size, plan.workload
     train = plan.settings.train
     lines = [
-        f"a step: {train.questions} questions x {train.samples} episodes of {work.tokens} tokens, {work.policy_tokens} of them "
-        "the policy's (assumed; --tokens, --policy_tokens)"
+        f"a step: {train.questions} questions x {train.samples} episodes of {work.tokens} tokens, of which the policy samples "
+        f"{work.policy_tokens} (assumed; --tokens, --policy_tokens)"
     ]
     if not chip.flops:
         flops = sum(cost.flops for cost in plan.costs.values())
-        return [*lines, f"  {flops:.3g} FLOPs; no roofline: no speeds are published for {chip.label}"]
+        return [*lines, f"  {flops:.3g} FLOPs; no roofline, since no speeds are published for {chip.label}"]
     total = 0.0
     for name, cost in plan.costs.items():
         seconds = cost.seconds(chip, chips)
         total += seconds
-        # What is sent is read from compiled programs.
+        # Traffic is known only from compiled programs.
         links = (
             f"{cost.collective_bytes / chip.interconnect:.1f} s"
             if plan.programs or chips == 1
@@ -97,7 +98,7 @@ def _time(plan: CapacityPlan) -> list[str]:
             f"  {name:<16}{seconds:>8.1f} s at least: {cost.flops:.3g} FLOPs {cost.flops / chip.flops / chips:.1f} s, memory "
             f"{cost.memory_bytes / chip.bandwidth / chips:.1f} s, links {links}"
         )
-    return [*lines, f"  {'in all':<16}{total:>8.1f} s at least, at the chip's published speeds"]
+    return [*lines, f"  {'total':<16}{total:>8.1f} s at least, at the chip's published speeds"]
 
 
 def _verdict(plan: CapacityPlan) -> list[str]:
@@ -117,12 +118,12 @@ def _verdict(plan: CapacityPlan) -> list[str]:
     others = "".join(f"; {phase}: {total:.2f}" for phase, total in totals.items() if total > room)
     return [
         f"IT DOES NOT FIT{guess}: the {plan.largest_phase} needs {need:.2f} of {room:.2f} {unit} on each device{others}",
-        f"turn first: {first_change(plan)}",
+        f"change first: {first_change(plan)}",
     ]
 
 
 def _unit(plan: CapacityPlan) -> tuple[str, float]:
-    """What a plan's memory is told in."""
+    """Return the unit in which the plan's memory is reported, and its bytes."""
     return ("GiB", GIB) if sum(plan.memory[plan.largest_phase].values()) >= GIB / 4 else ("MiB", 2.0**20)
 
 

@@ -1,4 +1,7 @@
-"""What a recipe is: everything in which one paper differs from another."""
+"""The `Recipe` protocol: everything in which one paper differs from another.
+
+Read `Recipe` first. Its optional features are the protocols `HasCurves`, `HasCurriculum` and `RequiresGroups`.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,31 +24,32 @@ from rrl.text.encoding import special_name
 from rrl.text.spans import Tag, markers
 
 RetrieveFn = Callable[[str], Sequence[Passage]]
+"""Returns the passages of a query."""
 DemonstrationSegments = list[str | Append | Restart]
-"""A demonstration: the expert's own words, and what the environment gives, in turn. A restart opens another context, which the
-expert's next words follow."""
+"""A demonstration, in order: a string is what the expert writes, an `Append` or `Restart` is what the environment answers. A
+`Restart` opens a new context; the next string of the expert continues it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoringContext:
-    """What scoring may draw on beside the trajectories: models that can be asked, and where the run stands."""
+    """What scoring may use besides the trajectories: frozen models, and the position in the run."""
 
     reader: AnswerFn | None = None
-    """A model of another family that answers from evidence (R-Search)."""
+    """A model of another family that answers from evidence (R-Search) or from documents (R2AG)."""
     judge: Judge | None = None
     """Scores reasoning, documents and answers (TIRESRAG-R1, R3-RAG)."""
     step: int = 0
     """Updates made before the trajectories were sampled."""
     steps: int = 0
-    """Updates of the whole run; 0 where there is none (an agent that answers)."""
+    """Updates of the whole run; 0 outside training."""
 
     def at_step(self, step: int, steps: int) -> "ScoringContext":
-        """The same models, elsewhere in a run."""
+        """Return the same models at another position in the run."""
         return dataclasses.replace(self, step=step, steps=steps)
 
 
 NO_MODELS = ScoringContext()
-"""Nothing to draw on."""
+"""Neither a reader nor a judge."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +57,13 @@ class Curves:
     """What the training curves of a recipe show."""
 
     rewards: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The components of its reward beside "total", each in words. Any other that it pays is shown by its name."""
+    """Reward component -> label; "total" needs none. A component without a label is shown under its name."""
     metrics: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"em": "exact match", "f1": "F1"})
-    """The metrics of its trajectories that have a panel, each with the title of that."""
+    """Trajectory metric -> title of its panel. Other metrics have no panel."""
 
 
 class Recipe(Protocol):
-    """One paper: its prompt, its environment, its rewards, its advantages."""
+    """One paper: its prompt, environment, rewards and advantages."""
 
     @property
     def environment(self) -> Environment:
@@ -67,84 +71,89 @@ class Recipe(Protocol):
 
     @property
     def tags(self) -> dict[Tag, str]:
-        """Tags that the policy writes, by what they hold (search, evidence, answer): for readers of trajectories."""
+        """The tags that the policy writes -> what they hold (search, evidence, answer). Used to show trajectories."""
 
     @property
     def needs_judge(self) -> bool:
-        """Whether its rewards ask a judge; without one a run is refused."""
+        """Whether its rewards need a judge. A run without one is then refused."""
 
     def prompt(self, question: Question) -> str | Prompt:
-        """What opens an episode; a text is the user's turn."""
+        """Return the prompt of an episode; a string is the user's turn."""
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """Fills `rewards` (by component, and "total"), `metrics`, `answer` and `evidence` of each trajectory."""
+        """Set `rewards` (one entry per component, and "total"), `metrics`, `answer` and `evidence` of each trajectory."""
 
     def excluded(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
-        """Which of these, whole groups, no update shall learn from, by `rewards`."""
+        """Return which trajectories no update may learn from, based on `rewards`. `trajectories` are whole groups."""
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
-        """One advantage a trajectory, from `rewards`; these are all that a step learns from, at least one."""
+        """Return one advantage per trajectory, based on `rewards`. `trajectories` are all that a step learns from (N >= 1)."""
 
     def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """The scripted expert in the built-in world: its own words, and what it is given, in turn: the environment's answers,
-        or words of its own that it shall see and not learn to write."""
+        """Return a demonstration by the scripted expert of the built-in world.
+
+        The cold start learns the strings only. An `Append` may also hold text in the policy's role that the expert reads
+        without learning to write it, such as an early wrong answer.
+        """
 
 
 @runtime_checkable
 class HasCurves(Protocol):
-    """A recipe that declares what its curves show, where others have the default of `Curves`."""
+    """A recipe that declares its training curves; other recipes have the default of `Curves`."""
 
     @property
     def curves(self) -> Curves:
-        """Its reward's components and its metrics, in words."""
+        """Labels of its reward components and metrics."""
 
 
 @runtime_checkable
 class HasCurriculum(Protocol):
-    """A recipe that asks what came of its earlier rollouts (R2AG), where others ask each question as it is."""
+    """A recipe whose next questions depend on its earlier rollouts (R2AG); other recipes ask shuffled questions."""
 
     def curriculum(self, questions: Sequence[Question], seed: int) -> Curriculum:
-        """What a run over these questions asks."""
+        """Return the curriculum of a run over these questions."""
 
 
 @runtime_checkable
 class RequiresGroups(Protocol):
-    """A recipe whose settings need groups of more than one sample, where others can do with one."""
+    """A recipe that may need more than one sample per question; other recipes can learn from one."""
 
     def check_samples(self, samples: int) -> None:
-        """Raises UserError where it would learn nothing from groups of so many."""
+        """Raise UserError if groups of `samples` trajectories would teach nothing."""
 
 
 def curriculum_of(recipe: Recipe, questions: Sequence[Question], size: int, seed: int) -> Curriculum:
-    """What a run of a recipe asks, `size` questions a step: its own curriculum, or the questions in random order."""
+    """Return the curriculum of a run: the recipe's own, or shuffled questions, `size` per step."""
     if isinstance(recipe, HasCurriculum):
         return recipe.curriculum(questions, seed)
     return ShuffledQuestions(questions, size, seed)
 
 
 def curves_of(recipe: Recipe) -> Curves:
-    """What the training curves of a recipe show."""
+    """Return what the training curves of a recipe show."""
     return recipe.curves if isinstance(recipe, HasCurves) else Curves()
 
 
 def uses_chat(recipe: Recipe) -> bool:
-    """Whether its prompts need a tokenizer with a chat template."""
-    opening = recipe.prompt(Question("", "", ("",)))
-    return isinstance(opening, str) or opening.chat
+    """Return whether its prompts need a tokenizer with a chat template."""
+    prompt = recipe.prompt(Question("", "", ("",)))
+    return isinstance(prompt, str) or prompt.chat
 
 
 def check_tags(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError for a tag of the recipe or of its environment that has a special token of the tokenizer in it: no text
-    shows those, so that nobody would see the tag written."""
-    opening, environment = recipe.prompt(Question("", "", ("",))), recipe.environment
-    text = opening if isinstance(opening, str) else f"{opening.system}{opening.user_message}{opening.prefill}"
+    """Raise UserError if a tag of the recipe or its environment contains a special token of the tokenizer.
+
+    Decoded text leaves special tokens out, so such a tag would never be recognised.
+    """
+    prompt, environment = recipe.prompt(Question("", "", ("",))), recipe.environment
+    text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
     tags = [*recipe.tags, *(["think"] if "<think>" in text else [])]
     if isinstance(environment, Stream):
         tags += [environment.search, environment.observation, environment.answer]
     for marker in (marker for tag in tags for marker in markers(tag)):
         if hidden := special_name(tokenizer, marker):
             raise UserError(
-                f"the tag {marker!r} of the recipe would never be seen: {hidden!r} is a special token of the tokenizer "
-                f'{tokenizer.name_or_path!r}, which no text shows. Make it an ordinary one ("special": false in tokenizer.json '
-                "and tokenizer_config.json), or choose another tag"
+                f"the tag {marker!r} of the recipe would never be recognised: {hidden!r} is a special token of the tokenizer "
+                f"{tokenizer.name_or_path!r}, and decoded text leaves special tokens out. Make it an ordinary token "
+                '("special": false in tokenizer.json and tokenizer_config.json), or choose another tag'
             )

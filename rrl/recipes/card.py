@@ -1,4 +1,4 @@
-"""The recipe a policy was trained with, kept beside its weights, so that it can be used without its config."""
+"""The recipe card: a file in a policy's folder that holds its recipe, so that the policy can be used without its config."""
 
 import dataclasses
 import json
@@ -17,24 +17,24 @@ from rrl.recipes.catalogue import RECIPES, make_recipe, recipe_name
 FILE = "rrl_recipe.json"
 
 _COLD_START = re.compile(rf"(?P<workdir>runs/(?P<recipe>{'|'.join(RECIPES)})_cold_start)/model")
-"""Where the configs of the built-in world look for their start."""
+"""Where the configs of the built-in world expect the cold-started policy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecipeCard:
-    """What `rrl_recipe.json` in a policy's folder holds."""
+    """The content of `rrl_recipe.json` in a policy's folder."""
 
     recipe: str
-    """Name in the catalogue, or MODULE:CLASS. It is imported only where the same name is asked for: a folder may come from
-    anywhere."""
+    """Name in the catalogue, or MODULE:CLASS. A MODULE:CLASS is imported only if the user gives the same name, because the
+    folder may come from an untrusted source."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The recipe's fields that differ from its defaults."""
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Likewise of its environment."""
+    """The environment's fields that differ from its defaults."""
     context: int = 0
-    """Most tokens of a trajectory in training; 0: not known."""
+    """Most tokens of a trajectory in training; 0: unknown."""
     top_k: int = 3
-    """Passages a search returned."""
+    """Passages per search in training."""
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -45,21 +45,31 @@ class RecipeCard:
             ("top_k", int),
         ):
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name}={getattr(self, name)!r} is no {kind.__name__}")
+                raise TypeError(f"{name}={getattr(self, name)!r} must be a {kind.__name__}")
 
     def make(self) -> Recipe:
-        """The recipe itself."""
+        """Return the recipe."""
         return make_recipe(self.recipe, self.fields, self.environment)
 
 
 def make_card(recipe: Any, context: int, top_k: int) -> RecipeCard:
-    """The card of a recipe."""
-    return RecipeCard(recipe_name(recipe), _changed(recipe), _changed(recipe.environment), context, top_k)
+    """Return the card of a recipe."""
+    return RecipeCard(
+        recipe_name(recipe),
+        _non_default_fields(recipe),
+        _non_default_fields(recipe.environment),
+        context,
+        top_k,
+    )
 
 
 def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
-    """Raises UserError for a policy (of this field) that is no model folder; of a cold start that has not been made yet, it says
-    how to."""
+    """Raise UserError if `folder` is not a model folder.
+
+    Args:
+      folder: the policy's folder. If it is a cold start that does not exist yet, the message names the command that makes it.
+      field: the config field or flag that the message names.
+    """
     try:
         require_folder(field, folder)
     except UserError as error:
@@ -67,19 +77,20 @@ def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
         if made is None:
             raise
         raise UserError(
-            f"{field}={str(folder)!r} is not there yet. Make it by python launch/sft.py --config=configs/miniwiki_cold_start.py:"
-            f"recipe={made['recipe']},init=assets/miniwiki-policy --workdir={made['workdir']}, or give {field}=FOLDER"
+            f"{field}={str(folder)!r} does not exist yet. Make it by python launch/sft.py "
+            f"--config=configs/miniwiki_cold_start.py:recipe={made['recipe']},init=assets/miniwiki-policy "
+            f"--workdir={made['workdir']}, or give {field}=FOLDER"
         ) from error
 
 
 def write_card(folder: str | pathlib.Path, card: RecipeCard) -> None:
-    """Writes the card into a policy's folder."""
+    """Write the card into a policy's folder."""
     text = json.dumps(dataclasses.asdict(card), indent=2, ensure_ascii=False)
     write_atomically(pathlib.Path(folder, FILE), text + "\n")
 
 
 def read_card(folder: str | pathlib.Path) -> RecipeCard | None:
-    """The card of a policy's folder, or None where there is none. Raises UserError for one that cannot be read."""
+    """Return the card of a policy's folder, or None if it has none. Raises UserError if the card cannot be read."""
     file = shipped(folder) / FILE
     if not file.is_file():
         return None
@@ -95,11 +106,11 @@ def read_card(folder: str | pathlib.Path) -> RecipeCard | None:
         ) from error
 
 
-def _changed(value: Any) -> dict[str, Any]:
-    """Fields that differ from their defaults; nested environments are told apart by themselves."""
+def _non_default_fields(value: Any) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, without a nested environment."""
     changed = {}
     for field in dataclasses.fields(value):
-        found = getattr(value, field.name)
-        if not dataclasses.is_dataclass(found) and found != field.default:
-            changed[field.name] = found
+        current = getattr(value, field.name)
+        if not dataclasses.is_dataclass(current) and current != field.default:
+            changed[field.name] = current
     return changed

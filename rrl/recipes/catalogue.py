@@ -1,4 +1,4 @@
-"""The recipes by the name a config gives them."""
+"""The recipes by name, and recipes of users by MODULE:CLASS."""
 
 import dataclasses
 import importlib
@@ -27,37 +27,35 @@ RECIPES: Mapping[str, Callable[..., Any]] = {
 
 
 def is_recipe(name: str) -> bool:
-    """Whether a name is one of `RECIPES`, or MODULE:CLASS, a recipe of one's own."""
+    """Return whether `name` is in `RECIPES` or has the form MODULE:CLASS."""
     return name in RECIPES or ":" in name
 
 
 def recipe_class(name: str) -> Callable[..., Any]:
-    """The recipe of a name. `MODULE:CLASS` is imported: a dataclass with all that `rrl.recipes.base.Recipe` asks for.
+    """Return the recipe class of a name; MODULE:CLASS is imported and must be a dataclass that implements `Recipe`.
 
-    Raises UserError for an unknown name, and for a module or class that cannot be imported.
+    Raises UserError for an unknown name, for a failed import, and for a class that is not a dataclass.
     """
     if name in RECIPES:
         return RECIPES[name]
     module, colon, kind = name.partition(":")
     if not colon:
         raise UserError(
-            f"recipe.name={name!r} is unknown; there are {', '.join(RECIPES)}, and MODULE:CLASS for one of your own"
+            f"recipe.name={name!r} is unknown; choose one of {', '.join(RECIPES)}, or MODULE:CLASS for your own"
         )
     try:
-        found: Any = getattr(importlib.import_module(module), kind)
+        imported: Any = getattr(importlib.import_module(module), kind)
     except (ImportError, ValueError, AttributeError) as error:
         raise UserError(
             f"recipe.name={name!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
         ) from error
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise UserError(
-            f"recipe.name={name!r} is no dataclass; see rrl.recipes.base.Recipe for what a recipe is"
-        )
-    return found
+    if not (isinstance(imported, type) and dataclasses.is_dataclass(imported)):
+        raise UserError(f"recipe.name={name!r} must be a dataclass that implements rrl.recipes.base.Recipe")
+    return imported
 
 
 def recipe_name(recipe: Recipe) -> str:
-    """The name under which `make_recipe` makes a recipe of this class."""
+    """Return the name from which `make_recipe` makes a recipe of this class."""
     kind = type(recipe)
     return next(
         (name for name, known in RECIPES.items() if known is kind), f"{kind.__module__}:{kind.__qualname__}"
@@ -67,23 +65,28 @@ def recipe_name(recipe: Recipe) -> str:
 def make_recipe(
     name: str, fields: Mapping[str, Any] | None = None, environment: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """A recipe with some of its fields, and some of its environment's, replaced.
+    """Return a recipe with changed fields.
 
-    Raises UserError for an unknown recipe or field, with what there is.
+    Args:
+      name: a name in `RECIPES`, or MODULE:CLASS.
+      fields: fields of the recipe to replace.
+      environment: fields of its environment to replace.
+
+    Raises UserError for an unknown recipe or field, and names the known ones.
     """
     recipe = recipe_class(name)()
     known = {field.name for field in dataclasses.fields(recipe)}
     for field in fields or {}:
         if field not in known:
             raise UserError(
-                f"recipe.{field} is no field of {name}; its fields are {', '.join(sorted(known))}"
+                f"recipe.{field} is not a field of {name}; its fields are {', '.join(sorted(known))}"
             )
     try:
         recipe = dataclasses.replace(recipe, **dict(fields or {}))
         inner = {field.name for field in dataclasses.fields(recipe.environment)}
         for field in environment or {}:
             if field not in inner:
-                raise UserError(f"environment.{field} is unknown; there are {', '.join(sorted(inner))}")
+                raise UserError(f"environment.{field} is unknown; its fields are {', '.join(sorted(inner))}")
         changed = dataclasses.replace(recipe.environment, **dict(environment or {}))
         return dataclasses.replace(recipe, environment=changed)
     except UserError as error:

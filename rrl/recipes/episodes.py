@@ -1,4 +1,4 @@
-"""Episodes of a recipe: from questions to prompts that fit the context, and on to scored trajectories."""
+"""Runs episodes of a recipe: questions become prompts that fit the context, and prompts become scored trajectories."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -28,13 +28,27 @@ def run_questions(
     temperature: float | Sequence[float] = 1.0,
     scoring: ScoringContext = NO_MODELS,
     retriever: Retriever | None = None,
-    on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
+    on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
 ) -> list[Trajectory]:
-    """Runs `samples` episodes of each question and scores them; samples of question i are group i. `temperature` is that of
-    all, or holds one for each sample of a question.
+    """Run `samples` episodes per question and score them.
 
-    The sampling seed of an episode is its place (group * samples + sample), so that a step is a pure function of
-    (parameters, key, questions).
+    Question i makes group i. The sampling seed of an episode is its index, group * samples + sample, so a step is a pure
+    function of (parameters, key, questions).
+
+    Args:
+      engine: the rollout engine.
+      params: the policy's parameters.
+      recipe: its prompt, environment and rewards are used.
+      questions: the questions.
+      key: the sampling key of the step.
+      samples: episodes per question.
+      temperature: one for all episodes, or one per sample of a question.
+      scoring: the models that the rewards may use.
+      retriever: answers the searches.
+      on_finish: receives the index and the unscored trajectory of each episode when it ends.
+
+    Returns:
+      The scored trajectories, in order of their index.
     """
     temperatures = np.broadcast_to(temperature, samples).tolist()
     requests = [
@@ -58,41 +72,44 @@ def run_requests(
     key: jax.Array,
     *,
     retriever: Retriever | None = None,
-    on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
+    on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
 ) -> list[Trajectory]:
-    """`Engine.run`, where a request whose prompt does not fit the context ends as "context_limit" before a turn.
+    """Run `Engine.run`, but end a request whose prompt does not fit the context as "context_limit" before its first turn.
 
-    The prompt of such a trajectory is cut to the context. The others are what they are without it.
+    The prompt of such a trajectory is truncated to the context. It does not change the other trajectories.
     """
-    fitting = [place for place, request in enumerate(requests) if engine.fits(request.prompt)]
+    fitting = [index for index, request in enumerate(requests) if engine.fits(request.prompt)]
     if len(fitting) == len(requests):
         return engine.run(params, requests, recipe.environment, key, retriever=retriever, on_finish=on_finish)
-    found: dict[int, Trajectory] = {}
-    for place, request in enumerate(requests):
+    trajectories: dict[int, Trajectory] = {}
+    for index, request in enumerate(requests):
         if not engine.fits(request.prompt):
-            shown = request.prompt[: engine.config.context]
-            state = EpisodeState(dataclasses.replace(request, prompt=shown), engine.decode(shown))
+            truncated = request.prompt[: engine.config.context]
+            state = EpisodeState(dataclasses.replace(request, prompt=truncated), engine.decode(truncated))
             state.hit_limit("room")
-            found[place] = state.trajectory("context_limit")
+            trajectories[index] = state.trajectory("context_limit")
             if jax.process_index() == 0:
-                on_finish(place, found[place])
+                on_finish(index, trajectories[index])
     if fitting:
-        ran = engine.run(
+        finished = engine.run(
             params,
-            [requests[place] for place in fitting],
+            [requests[index] for index in fitting],
             recipe.environment,
             key,
             retriever=retriever,
-            on_finish=lambda place, trajectory: on_finish(fitting[place], trajectory),
+            on_finish=lambda position, trajectory: on_finish(fitting[position], trajectory),
         )
-        found |= zip(fitting, ran, strict=True)
+        trajectories |= zip(fitting, finished, strict=True)
     else:
         engine.stats = RolloutStats()
-    return [found[place] for place in range(len(requests))]
+    return [trajectories[index] for index in range(len(requests))]
 
 
 def prompt_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.ndarray, "T"]:
-    """Token ids of what opens an episode. The body of a prompt gives way where a turn would not fit behind it."""
+    """Return the token ids of an episode's prompt.
+
+    If needed, the prompt's body is truncated so that one turn still fits the context, but only down to half the context.
+    """
     prompt = recipe.prompt(question)
     if isinstance(prompt, str) or not prompt.body:
         return chat_ids(engine.tokenizer, prompt)
@@ -107,30 +124,39 @@ def find_long_prompts(
     recipe: Recipe,
     questions: Sequence[Question],
     on_error: OnFault,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> set[int]:
-    """Places of the questions whose prompts do not fit the context, which end as "context_limit"; says how many there are.
+    """Find the questions whose prompts do not fit the context; their episodes end as "context_limit".
 
-    Raises UserError for the first of them where `on_error` is "stop". A token has a byte at least, so that only prompts with
-    many bytes are encoded.
+    A token has at least one byte, so only prompts with more bytes than the context has tokens are encoded.
+
+    Args:
+      engine: its tokenizer and context are used.
+      recipe: makes the prompts.
+      questions: the questions.
+      on_error: "stop" raises UserError for the first such question.
+      report: receives a warning with the number of such questions, if there are any.
+
+    Returns:
+      The indices of these questions.
     """
-    template: int | None = None  # its bytes; the same for all questions
+    template_bytes: int | None = None  # of the chat template; the same for all questions
     long: dict[int, int] = {}
-    for place, question in enumerate(questions):
+    for index, question in enumerate(questions):
         prompt = recipe.prompt(question)
-        own = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
-        size = len(own.encode())
-        if template is None:
-            template = len(chat_text(engine.tokenizer, prompt).encode()) - size
-        if size + template + 2 > engine.config.context:
+        text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
+        size = len(text.encode())
+        if template_bytes is None:
+            template_bytes = len(chat_text(engine.tokenizer, prompt).encode()) - size
+        if size + template_bytes + 2 > engine.config.context:
             ids = chat_ids(engine.tokenizer, prompt)
             if on_error == "stop":
                 engine.check_prompt(question, ids)
             if not engine.fits(ids):
-                long[place] = len(ids)
+                long[index] = len(ids)
     if long:
         first, tokens = next(iter(long.items()))
-        say(
+        report(
             f"warning: {len(long)} of {len(questions)} questions do not fit the context of {engine.config.context} tokens and "
             f"end as context_limit; the first is {questions[first].id!r}, whose prompt has {tokens} tokens. Raise "
             "rollout.context to have them answered"

@@ -1,4 +1,4 @@
-"""The scripted expert of the built-in world: what the demonstrations of all protocols with one growing context share."""
+"""The scripted expert of the built-in world: what all demonstrations with one growing context share."""
 
 from rrl.data.trajectory import Search
 from rrl.miniwiki.questions import Hop, MiniQuestion, Plan
@@ -8,7 +8,7 @@ from rrl.text.spans import boxed
 
 
 def thoughts(plan: Plan) -> list[str]:
-    """What the expert thinks before each search, and before it answers: what is needed, then each fact as it was read."""
+    """Return what the expert thinks before each search and before the answer: the facts needed, then each fact it read."""
     read = [f"The {hop.query} is {hop.value}." for hop in plan.hops]
     if plan.conclusion:
         read[-1] = f"{read[-1]} {plan.conclusion}"
@@ -16,18 +16,18 @@ def thoughts(plan: Plan) -> list[str]:
 
 
 class DemonstrationBuilder:
-    """An episode in the making: the expert's own words and the environment's answers to them, in turn."""
+    """Builds a demonstration step by step: what the expert writes, and how the environment answers."""
 
     def __init__(self, environment: Stream, item: MiniQuestion, retrieve: RetrieveFn) -> None:
         self.segments: DemonstrationSegments = []
-        """What a recipe's `demonstrate` returns."""
+        """The result of a recipe's `demonstrate`."""
         self._environment, self._retrieve = environment, retrieve
         self._episode = Episode(item.question)
 
-    def search(self, words: str, hop: Hop) -> None:
-        """Says `words`, searches a fact, and reads what comes back."""
+    def search(self, text: str, hop: Hop) -> None:
+        """Write `text` and the search for a fact, and append the environment's observation."""
         episode = self._episode
-        self.segments.append(f"{words}{boxed(self._environment.search, hop.query)}")
+        self.segments.append(f"{text}{boxed(self._environment.search, hop.query)}")
         passages = list(self._retrieve(hop.query))
         episode.searches.append(Search(episode.turn, hop.query, tuple(p.title for p in passages)))
         self.segments.append(self._environment.observe(episode, passages))
@@ -37,10 +37,10 @@ class DemonstrationBuilder:
 def think_and_search(
     environment: Stream, item: MiniQuestion, retrieve: RetrieveFn, answer: str
 ) -> DemonstrationSegments:
-    """Boxes alone, one after the other: thought and search for each fact, at last thought and `answer` in its box."""
-    told = DemonstrationBuilder(environment, item, retrieve)
+    """Demonstrate with tags only: a thought and a search for each fact, then a thought and `answer` in its tag."""
+    builder = DemonstrationBuilder(environment, item, retrieve)
     *before, last = [boxed("think", thought) for thought in thoughts(item.plan)]
     for thought, hop in zip(before, item.plan.hops, strict=True):
-        told.search(f"{thought}\n", hop)
-    told.segments.append(f"{last}\n{boxed(environment.answer, answer)}")
-    return told.segments
+        builder.search(f"{thought}\n", hop)
+    builder.segments.append(f"{last}\n{boxed(environment.answer, answer)}")
+    return builder.segments

@@ -1,6 +1,6 @@
-"""R1-Searcher (Song et al., 2025, arXiv 2503.05592): searches inside one long thought; rewards in two stages; REINFORCE++.
+"""R1-Searcher (Song et al., 2025, arXiv 2503.05592): searches inside one long thought, two reward stages, REINFORCE++.
 
-A baseline of the papers. "Released" is the authors' code.
+A baseline of the four papers. "Released" means the authors' code.
 """
 
 import dataclasses
@@ -27,63 +27,66 @@ INSTRUCTION = (
     "sure of: write <|begin_of_query|> keywords <|end_of_query|>, each query about one fact only. The search system then gives "
     "you what it finds between <|begin_of_documents|> and <|end_of_documents|>, and you go on thinking."
 )
-"""In our words: what the published prompts ask for. For a base model its text begins with it, else it is the system's turn."""
+"""The published prompts in our own words. A base model reads it first in its text, an instruction-tuned model as its system
+turn."""
 
 OPENINGS = ("base", "instruct", "bare")
-_STRANGE = re.compile("[Aa]ssistant|[\u4e00-\u9fff]")
-"""A base model's signs that it goes on writing somebody else's dialogue."""
+"""Values of `R1Searcher.opening`."""
+_FOREIGN_TEXT = re.compile("[Aa]ssistant|[\u4e00-\u9fff]")
+"""Signs that a base model has started to write another speaker's dialogue."""
 
 
 @dataclasses.dataclass(frozen=True)
 class R1SearcherEnvironment(Stream):
-    """A turn ends at <|end_of_query|>, with the text, or after 512 tokens."""
+    """The policy searches inside its thought. A turn ends at `<|end_of_query|>`, at the end of the text, or after 512 tokens."""
 
     search: Tag = ("<|begin_of_query|>", "<|end_of_query|>")
     observation: Tag = ("<|begin_of_documents|>", "<|end_of_documents|>")
     max_searches: int = 8
     turn_tokens: int = 512
     correction: str = ""
-    """What neither searches nor answers ends the episode."""
+    """Empty: a turn that neither searches nor answers ends the episode."""
 
 
 @dataclasses.dataclass(frozen=True)
 class R1Searcher(OutcomeRecipe):
-    """Protocol and rewards of both stages. The thought is opened for the policy.
+    """The protocol and the rewards of both stages. The prompt opens the thought (`<think>`) for the policy.
 
-    - Stage 1, how to search: 0.5 for at least one search, and 0.5 for the right form; the answer is not looked at.
-    - Stage 2, how to answer: F1, less 2 where the form is wrong. It starts from the policy of stage 1.
+    - Stage 1 trains searching: 0.5 for at least one search, and 0.5 for the correct format; the answer does not count.
+    - Stage 2 trains answering: F1, minus 2 if the format is wrong. It starts from the policy of stage 1.
 
-    The form is right where one thought is opened and closed and the one answer follows it with nothing else outside, the
-    answer is short, every turn but the last ends in one query inside the thought, and the policy writes no documents itself.
+    The format is correct if one thought is opened and closed, exactly one answer follows it and nothing else does, the
+    answer is short, every turn but the last ends in one query inside the thought, and the policy writes no documents.
     """
 
     opening: str = "base"
-    """The prompt: "base" (no chat template), "instruct" (a system's turn), or "bare", the question alone, for a policy too small
-    to follow instructions, which is cold-started without one."""
+    """The prompt: "base" (no chat template), "instruct" (a system turn), or "bare": the question alone, for a policy that is
+    too small to follow instructions and was cold-started without any."""
     stage: int = 2
+    """1 or 2: which rewards are paid."""
     retrieval_reward: float = 0.5
-    """Stage 1."""
+    """Stage 1: for at least one search."""
     format_reward: float = 0.5
-    """Stage 1."""
+    """Stage 1: for the correct format."""
     malformed_penalty: float = 2.0
-    """Stage 2; the published one is that of base models."""
+    """Stage 2: subtracted if the format is wrong. The published value is for base models."""
     longest_answer: int = 10
-    """Words of an answer in the right form (released)."""
+    """Most words of an answer in the correct format (released)."""
     answer_rule: str = "rrl"
-    """How the reward's F1 compares answers, a name of `rrl.text.normalize.RULES`; "tiresrag-r1" is what was released here too."""
+    """How the reward's F1 compares answers: a name in `rrl.text.normalize.RULES`. The released code matches "tiresrag-r1"."""
     released_form: bool = False
-    """True: what stands around the one answer is not looked at, and the word "assistant" or a Chinese character in what the
-    policy writes is the wrong form. (Released, where "assistant" in a document is too; that is not kept.)"""
+    """True: the format check of the released code. It ignores text around the answer, and it rejects the word "assistant" and
+    Chinese characters in the policy's text. (The released code also rejects them in documents; this one does not.)"""
     advantage: str = "reward"
-    """REINFORCE++: the reward itself, of which the objective takes the KL of each token and which it whitens over all tokens
-    (`objective.kl_in`, `objective.whiten`)."""
+    """REINFORCE++: the advantage is the reward. The objective subtracts the KL of each token and whitens the result over all
+    tokens (`objective.kl_in`, `objective.whiten`)."""
     environment: R1SearcherEnvironment = dataclasses.field(default_factory=R1SearcherEnvironment)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(OPENINGS, self, "opening")
         if self.stage not in (1, 2):
-            raise UserError(f"stage={self.stage} must be 1 (retrieval and form) or 2 (answer and form)")
+            raise UserError(f"stage={self.stage} must be 1 (retrieval and format) or 2 (answer and format)")
         one_of(RULES, self, "answer_rule")
         at_least(0, self, "retrieval_reward", "format_reward", "malformed_penalty")
         at_least(1, self, "longest_answer")
@@ -106,49 +109,52 @@ class R1Searcher(OutcomeRecipe):
     # -- rewards -----------------------------------------------------------------------------------------------------
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """Stage 1: "retrieval" and "format"; stage 2: "answer" and "format"; and their sum."""
+        """Set the rewards: in stage 1 "retrieval" and "format", in stage 2 "answer" and "format", and their sum as "total"."""
         for trajectory in trajectories:
             trajectory.answer = last_box(trajectory.response, self.environment.answer)
-            formed = self.well_formed(trajectory.written)
-            trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(formed)}
+            well_formed = self.well_formed(trajectory.written)
+            trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(well_formed)}
             if self.stage == 1:
                 trajectory.rewards = {
                     "retrieval": self.retrieval_reward * bool(trajectory.searches),
-                    "format": self.format_reward * formed,
+                    "format": self.format_reward * well_formed,
                 }
             else:
                 f1 = token_f1(trajectory.answer, trajectory.question.answers, RULES[self.answer_rule])
                 trajectory.rewards = {
                     "answer": f1,
-                    "format": 0.0 if formed else -self.malformed_penalty,
+                    "format": 0.0 if well_formed else -self.malformed_penalty,
                 }
             trajectory.rewards["total"] = sum(trajectory.rewards.values())
 
     def well_formed(self, response: Sequence[str]) -> bool:
-        """Whether the form is right; `response` is what the policy wrote behind the opened thought, cut where the environment
-        spoke."""
+        """Return whether the format is correct.
+
+        Args:
+          response: the policy's text after the opened `<think>`, one string per turn.
+        """
         search, answer = self.environment.search, self.environment.answer
         if not one_search_per_turn(response, self.environment):
             return False
-        said = [f"<think>{response[0]}", *response[1:]]
-        whole, (_, _, after) = "".join(said), said[-1].partition("</think>")
-        if not (has_exactly_one_box([whole], "think") and has_exactly_one_box(said, answer)):
+        turns = [f"<think>{response[0]}", *response[1:]]
+        text, (_, _, after) = "".join(turns), turns[-1].partition("</think>")
+        if not (has_exactly_one_box([text], "think") and has_exactly_one_box(turns, answer)):
             return False
-        if len(last_box(said, answer).split()) > self.longest_answer:
+        if len(last_box(turns, answer).split()) > self.longest_answer:
             return False
         if self.released_form:
-            return not _STRANGE.search(whole)
+            return not _FOREIGN_TEXT.search(text)
         return box_sequence(after, [search, answer]) == [answer]
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
     def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """A scripted expert: one thought, in which it says what is needed, searches each hop and states what was read."""
-        told = DemonstrationBuilder(self.environment, item, retrieve)
+        """See `Recipe.demonstrate`: one thought that states the facts needed, searches each hop and states what it read."""
+        builder = DemonstrationBuilder(self.environment, item, retrieve)
         needed, *read = thoughts(item.plan)
         for thought, hop in zip([f" {needed}", *read], item.plan.hops):
-            told.search(f"{thought} ", hop)
-        told.segments.append(
+            builder.search(f"{thought} ", hop)
+        builder.segments.append(
             f"{read[-1]} </think>\n{boxed(self.environment.answer, item.question.answers[0])}"
         )
-        return told.segments
+        return builder.segments

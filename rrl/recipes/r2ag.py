@@ -1,6 +1,7 @@
-"""R2AG (2025): a retrieval steering model grows a tree of queries and documents, rewarded by the gold documents that it hits.
+"""R2AG (2025): a retrieval steering model grows a tree of queries and documents and is rewarded for gold documents found.
 
-Numbers of sections, equations, figures and tables are the paper's.
+Sections, equations, figures and tables are numbered as in the paper. Read `R2AGEnvironment` first. The forest is in
+`rrl.recipes.r2ag_forest`, Eq. 5 in `rrl.recipes.r2ag_rewards`.
 """
 
 import dataclasses
@@ -67,48 +68,53 @@ Keep your thinking process useful and brief.
 Wrap reasoning process inside: <think></think>.
 Wrap each of the base questions (or "stop retrieval") inside: <base-Q></base-Q>.
 Wrap each of the predicted question (or "none") inside: <predicted-Q></predicted-Q>"""
-"""Figure A.3. The figure does not print how question and evidences follow; here each is named."""
+"""Figure A.3. The figure does not print how question and evidences follow; here each has a heading."""
 
 OPENINGS = ("instruct", "bare")
+"""Values of `R2AGEnvironment.opening`."""
 TRUNCATED = "length"
-"""Why an episode ended whose output was cut at its limit."""
+"""`Trajectory.ended` of an episode whose output reached its token limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expansion:
-    """One expansion of a tree: what was written, and each query that was searched with what it found."""
+    """One expansion of a tree: the model's output, and the searches it made."""
 
     output: SteeringOutput
     base: tuple[Search, ...] = ()
+    """Searches of the base queries."""
     predicted: tuple[Search, ...] = ()
+    """Searches of the predicted queries."""
     truncated: bool = False
+    """Whether the output reached its token limit."""
 
     @property
     def searches(self) -> tuple[Search, ...]:
-        """All of them, base queries first."""
+        """All searches, base queries first."""
         return (*self.base, *self.predicted)
 
 
 @dataclasses.dataclass(frozen=True)
 class R2AGEnvironment:
-    """Definition 2.1 and B.1: an output proposes queries, all are searched side by side, and a fresh prompt shows the question
-    with all documents found so far.
+    """Tree expansion (Definition 2.1, B.1): an output proposes queries, all are searched in parallel, and a new prompt shows the
+    question with all documents found so far.
 
-    A tree of the forest (`rrl.recipes.r2ag_forest.RetrievalTree`) is expanded once, with all queries: that is training. Any
-    other question is asked to its end: that is inference, with the limits below.
+    In training, a question is a tree of the forest (`rrl.recipes.r2ag_forest.RetrievalTree`) and is expanded once, with all
+    queries. In inference, a plain question is expanded until it ends, with the limits below.
     """
 
     opening: str = "instruct"
-    """The prompt: "instruct" (Figure A.3), or "bare", question and documents alone, for a policy too small to follow
-    instructions, which is cold-started without one."""
+    """The prompt: "instruct" (Figure A.3), or "bare": question and documents alone, for a policy that is too small to follow
+    instructions and was cold-started without any."""
     expansions: int = 5
     """Most expansions of a tree, in training and inference (L_MAX-I, B.2)."""
     base_queries: int = 4
-    """t: the first so many base queries of an output are searched in inference (C.2: M, the dataset's most hops, or M/2)."""
+    """Base queries per output that are searched in inference, the first ones (t of C.2: M, the largest number of hops in the
+    dataset, or M/2)."""
     predicted_queries: int = 2
-    """The same of predicted queries; 0 is inference with base queries only (R2AG_base)."""
+    """The same for predicted queries; 0 searches base queries only (R2AG_base)."""
     turn_tokens: int = 4096
-    """Most tokens of an output (B.2); one that reaches them is cut, earns 0 and is not searched."""
+    """Most tokens of an output (B.2). An output that reaches the limit earns 0, and its queries are not searched."""
 
     def __post_init__(self) -> None:
         one_of(OPENINGS, self, "opening", where="environment.")
@@ -121,21 +127,27 @@ class R2AGEnvironment:
 
     @property
     def observation_tokens(self) -> int:
-        """There are no observations: documents stand in the next prompt."""
+        """0: there are no observations; the next prompt shows the documents."""
         return 0
 
     def prompt(self, question: Question, documents: Sequence[Passage], failed: bool = False) -> Prompt:
-        """The question with the documents kept so far, and whether a search for more has just `failed`."""
-        shown, after = render(documents), f"\n{Stream.failure}" if failed else ""
+        """Return the prompt of an expansion.
+
+        Args:
+          question: the question.
+          documents: the documents of the tree so far.
+          failed: whether a search of the previous expansion failed; the prompt then says so.
+        """
+        evidence, after = render(documents), f"\n{Stream.failure}" if failed else ""
         if self.opening == "bare":
-            return Prompt(question.text, body=f"\n{shown}" if shown else "", after=after)
+            return Prompt(question.text, body=f"\n{evidence}" if evidence else "", after=after)
         head = f"{INSTRUCTION}\n\nUser question: {question.text}\n\nEvidences:\n"
-        return Prompt(head, body=shown or "(none)", after=after)
+        return Prompt(head, body=evidence or "(none)", after=after)
 
     def searched_queries(
         self, question: Question, output: SteeringOutput
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The base and predicted queries of an output that are searched."""
+        """Return the base and the predicted queries of an output that are searched."""
         if isinstance(question, RetrievalTree):
             return output.base, output.predicted
         return output.base[: self.base_queries], output.predicted[: self.predicted_queries]
@@ -149,14 +161,14 @@ class R2AGEnvironment:
             return SearchFor(queries[0], queries[1:])
         return Finish(STOP if output.stop else "no_action")
 
-    def observe(self, episode: Episode, *found: Sequence[Passage] | None) -> Action:
+    def observe(self, episode: Episode, *passages: Sequence[Passage] | None) -> Action:
         if parse_output(episode.policy_texts[-1]).stop:
             return Finish(STOP)
         if isinstance(episode.question, RetrievalTree):
             return Finish("expanded")
         if episode.turn + 1 >= self.expansions:
             return Finish("turn_limit")
-        return Restart(self.prompt(episode.question, documents_of(episode.searches), None in found))
+        return Restart(self.prompt(episode.question, documents_of(episode.searches), None in passages))
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
         return Finish("context_limit")
@@ -164,31 +176,34 @@ class R2AGEnvironment:
 
 @dataclasses.dataclass(frozen=True)
 class R2AG(OutcomeRecipe):
-    """Expansions of Definition 2.1 (Figure A.3), rewards of Eq. 5, the forest of Algorithm 1; an expansion is an episode in
-    training, a whole tree in inference, after which a generator answers from the documents."""
+    """Expansions of Definition 2.1 (Figure A.3), rewards of Eq. 5, and the forest of Algorithm 1.
+
+    An episode is one expansion in training and a whole tree in inference. In inference a generator then answers from the
+    documents of the tree.
+    """
 
     multi_hit_weight: float = 0.2
-    """alpha (B.2)."""
+    """alpha of Eq. 5 (B.2)."""
     joint_hit_weight: float = 0.3
-    """beta."""
+    """beta of Eq. 5 (B.2)."""
     precision_weight: float = 0.2
-    """gamma."""
+    """gamma of Eq. 5 (B.2)."""
     predicted_factor: float = 1.25
-    """l: what a gold document counts in R_MH that a predicted query finds."""
+    """l of Eq. 5: weight in R_MH of a gold document found by a predicted query; one found by a base query counts 1."""
     format_reward: float = 0.01
-    """omega·R_f of each of base-Q and predicted-Q after a think segment."""
+    """omega·R_f of Eq. 5 for each of base-Q and predicted-Q that follows a think segment."""
     top_base: int = 4
     """t of R_AP for base queries (B.2)."""
     top_predicted: int = 2
-    """The same for predicted queries."""
+    """t of R_AP for predicted queries (B.2)."""
     pay_known: bool = True
-    """Eq. 5 as printed pays R_AP for gold documents that earlier expansions found, too; False: for new ones only."""
+    """Whether R_AP also counts gold documents that earlier expansions found, as Eq. 5 is printed. False: only new ones."""
     trees: int = 0
-    """Questions that are planted at a time; 0: all, as Algorithm 1 has it. When they are finished or expanded for the last
-    time, the next are planted."""
+    """Questions whose trees the forest grows at a time; 0: all, as in Algorithm 1. The next questions start when these are
+    finished or have had their last expansion."""
     shown_misses: float = 0.3
-    """Share of the scripted expert's demonstrations with a search that misses: one of several documents is not found at once,
-    or another one stands among them."""
+    """Fraction of the scripted expert's demonstrations that show a retrieval miss: one of several documents is not found at
+    the first search, or an irrelevant document is found too."""
     environment: R2AGEnvironment = dataclasses.field(default_factory=R2AGEnvironment)
 
     def __post_init__(self) -> None:
@@ -197,7 +212,7 @@ class R2AG(OutcomeRecipe):
         at_least(0, self, "format_reward", "trees")
         at_least(1, self, "top_base", "top_predicted")
         if not 0 <= self.shown_misses <= 1:
-            raise UserError(f"shown_misses={self.shown_misses} must lie in 0..1, a share")
+            raise UserError(f"shown_misses={self.shown_misses} must lie in 0..1, a fraction")
 
     curves: ClassVar[Curves] = Curves(
         {
@@ -228,39 +243,39 @@ class R2AG(OutcomeRecipe):
         )
 
     def prompt(self, question: Question) -> Prompt:
-        kept = question.documents if isinstance(question, RetrievalTree) else ()
-        return self.environment.prompt(question, kept)
+        documents = question.documents if isinstance(question, RetrievalTree) else ()
+        return self.environment.prompt(question, documents)
 
     def curriculum(self, questions: Sequence[Question], seed: int) -> Curriculum:
-        """Algorithm 1: the forest, from each question's own tree on."""
+        """Return the forest of Algorithm 1, which starts with one empty tree per question."""
         return Forest(questions, trees=self.trees, expansions=self.environment.expansions, seed=seed)
 
     # -- rewards -----------------------------------------------------------------------------------------------------
 
     def expansions(self, trajectory: Trajectory) -> list[Expansion]:
-        """The expansions of an episode, in their order; a trajectory read from a file will do."""
-        said = [text for role, text in trajectory.segments if role == POLICY]
-        found = []
-        for turn, text in enumerate(said):
+        """Return the expansions of an episode, in order. The trajectory may come from a file."""
+        outputs = [text for role, text in trajectory.segments if role == POLICY]
+        expansions = []
+        for turn, text in enumerate(outputs):
             output = parse_output(text)
             searches = tuple(search for search in trajectory.searches if search.turn == turn)
             base = len(self.environment.searched_queries(trajectory.question, output)[0])
-            # The last turn of an episode that ended as NOT_FINITE may have no text: then what stands last was searched.
+            # NOT_FINITE truncates the last output. If the broken turn has no text, the last output is complete and has searches.
             broken = trajectory.ended == NOT_FINITE and not searches
-            cut = turn == len(said) - 1 and (trajectory.ended == TRUNCATED or broken)
-            found.append(Expansion(output, searches[:base], searches[base:], cut))
-        return found
+            truncated = turn == len(outputs) - 1 and (trajectory.ended == TRUNCATED or broken)
+            expansions.append(Expansion(output, searches[:base], searches[base:], truncated))
+        return expansions
 
     @property
     def answers_with_reader(self) -> bool:
-        """Whether another model answers, from what was found."""
+        """Whether the answer comes from another model, which reads the documents found."""
         return True
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """Eq. 5 of each expansion, over which the components are summed; 0 where no gold passages are known.
+        """Set Eq. 5's rewards, summed over the expansions; 0 if the question names no gold passages.
 
-        A whole tree is measured by what it found, and by what a generator (`scoring.reader`) answers from that; without one
-        its answer is empty.
+        A whole tree also gets retrieval metrics, and an answer by the generator (`scoring.reader`); without a generator its
+        answer is empty.
         """
         for trajectory in trajectories:
             self._score_expansions(trajectory)
@@ -268,28 +283,28 @@ class R2AG(OutcomeRecipe):
 
     def _score_expansions(self, trajectory: Trajectory) -> None:
         question = trajectory.question
-        node = question if isinstance(question, RetrievalTree) else RetrievalTree.of(question)
-        known = [document.title for document in node.documents]
-        gold = {title_key(title) for title in node.gold}
+        tree = question if isinstance(question, RetrievalTree) else RetrievalTree.of(question)
+        known = [document.title for document in tree.documents]
+        gold = {title_key(title) for title in tree.gold}
         names = ("multi_hit", "joint_hit", "precision", "written", "total")
         trajectory.rewards = dict.fromkeys(names, 0.0)
         trajectory.turn_rewards = {}
         expansions = self.expansions(trajectory)
         for turn, expansion in enumerate(expansions if gold else ()):
-            best = [_best(expansion.base), _best(expansion.predicted)]
-            paid = expansion_rewards(
+            top = [_top_titles(expansion.base), _top_titles(expansion.predicted)]
+            rewards = expansion_rewards(
                 expansion.output,
-                *best,
+                *top,
                 gold=gold,
                 known=known,
                 truncated=expansion.truncated,
                 weights=self.weights,
             )
-            trajectory.rewards = {name: trajectory.rewards[name] + paid[name] for name in names}
-            trajectory.turn_rewards[turn] = paid["total"]
-            # A node's tree keeps the best document of a query alone (`pruned`), however many are shown.
-            kept = 1 if isinstance(question, RetrievalTree) else None
-            known += [title for search in expansion.searches for title in search.titles[:kept]]
+            trajectory.rewards = {name: trajectory.rewards[name] + rewards[name] for name in names}
+            trajectory.turn_rewards[turn] = rewards["total"]
+            # In training the tree keeps only the top document of a query (`pruned`), however many a search returns.
+            per_query = 1 if isinstance(question, RetrievalTree) else None
+            known += [title for search in expansion.searches for title in search.titles[:per_query]]
         found = gold & {title_key(title) for title in known}
         last = expansions[-1].output if expansions else SteeringOutput()
         trajectory.metrics = {
@@ -300,14 +315,14 @@ class R2AG(OutcomeRecipe):
             "queries": float(sum(len(e.output.base) + len(e.output.predicted) for e in expansions)),
             "searches": float(sum(not search.failed for search in trajectory.searches)),
             "iterations": float(len(expansions)),
-            "kept": float(len(node.documents)),
+            "kept": float(len(tree.documents)),
         }
 
     def _score_trees(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """Retrieval metrics of whole trees (Table 1), and the generator's answers (Table 3)."""
+        """Set the retrieval metrics of whole trees (Table 1) and the generator's answers (Table 3)."""
         titles = [[title for search in t.searches for title in search.titles] for t in trajectories]
         hits = gold_hits(titles, [t.question.gold for t in trajectories])
-        measured = {
+        metrics = {
             "recall": hits.recall(),
             "full_recall": hits.full_recall(),
             "map": hits.average_precision(),
@@ -316,68 +331,74 @@ class R2AG(OutcomeRecipe):
         }
         documents = [documents_of(t.searches) for t in trajectories]
         prompts = [generator_prompt(t.question, d) for t, d in zip(trajectories, documents, strict=True)]
-        ask = scoring.reader
-        answers = ask(prompts) if ask is not None and prompts else [""] * len(prompts)
-        for place, (trajectory, answer) in enumerate(zip(trajectories, answers, strict=True)):
+        reader = scoring.reader
+        answers = reader(prompts) if reader is not None and prompts else [""] * len(prompts)
+        for index, (trajectory, answer) in enumerate(zip(trajectories, answers, strict=True)):
             trajectory.answer = answer
             trajectory.metrics |= answer_metrics(trajectory)
-            trajectory.metrics |= {name: float(values[place]) for name, values in measured.items()}
+            trajectory.metrics |= {name: float(values[index]) for name, values in metrics.items()}
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
     def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """A scripted expert: state what the documents say, ask for every fact that can be looked up next, and stop when
-        nothing is missing. It predicts nothing: the facts of the built-in world are random.
+        """See `Recipe.demonstrate`: state what the documents say, ask for every fact that can be looked up next, and stop when
+        no fact is missing.
 
-        A query that does not find its passage ends the demonstration.
+        There are no predicted queries, because the facts of the built-in world are random. A query that does not find its
+        passage ends the demonstration.
         """
         segments: DemonstrationSegments = []
-        kept: list[Passage] = []
+        documents: list[Passage] = []
         draw = zlib.crc32(item.question.id.encode())
-        missing = draw % 1000 < 1000 * self.shown_misses
+        show_miss = draw % 1000 < 1000 * self.shown_misses
         while True:
-            stated, wanted = _known(item, {title_key(passage.title) for passage in kept})
+            stated, wanted = _facts(item, {title_key(passage.title) for passage in documents})
             thought = "\n".join(filter(None, [f"To find : {item.plan.facts}", " ".join(stated)]))
             queries = [hop.query for hop in wanted] or [STOP_RETRIEVAL]
             boxes = [(THINK, thought), *((BASE, query) for query in queries), (PREDICTED, NONE)]
             segments.append("\n".join(boxed(tag, text) for tag, text in boxes))
-            found = [(hop, list(retrieve(hop.query))) for hop in wanted]
-            hits = [bool(some) and title_key(some[0].title) == title_key(hop.title) for hop, some in found]
-            if not found or not all(hits):
+            results = [(hop, list(retrieve(hop.query))) for hop in wanted]
+            hits = [
+                bool(passages) and title_key(passages[0].title) == title_key(hop.title)
+                for hop, passages in results
+            ]
+            if not results or not all(hits):
                 return segments
-            if missing and len(found) > 1:
-                found.pop(draw // 1000 % len(found))
-                missing = False
-            for _, some in found:
-                kept += [passage for passage in some[: 1 + missing] if passage not in kept]
-            missing = False
-            segments.append(Restart(self.environment.prompt(item.question, kept)))
+            if show_miss and len(results) > 1:
+                results.pop(draw // 1000 % len(results))
+                show_miss = False
+            for _, passages in results:
+                documents += [passage for passage in passages[: 1 + show_miss] if passage not in documents]
+            show_miss = False
+            segments.append(Restart(self.environment.prompt(item.question, documents)))
 
 
 def documents_of(searches: Iterable[Search]) -> list[Passage]:
-    """All passages that were found, in order, each once."""
+    """Return all passages found, in order, each once."""
     return list({(p.title, p.text): p for search in searches for p in search.passages}.values())
 
 
 def generator_prompt(question: Question, documents: Sequence[Passage]) -> Prompt:
-    """What the generator reads: all documents of the tree and the question. The paper does not print its own prompt."""
+    """Return the generator's prompt: all documents of the tree and the question. The paper does not print its prompt."""
     before, after = READER_TEMPLATE.split("{evidence}")
-    shown = render(documents) or "(none)"
-    return Prompt(before, body=shown, after=after.format(query=with_choices(question)))
+    evidence = render(documents) or "(none)"
+    return Prompt(before, body=evidence, after=after.format(query=with_choices(question)))
 
 
-def _best(searches: Sequence[Search]) -> list[str]:
-    """The title of the best document of each search (Hit@Top-1); "" where it found none."""
+def _top_titles(searches: Sequence[Search]) -> list[str]:
+    """Return the title of the top document of each search (Hit@Top-1); "" if it found none."""
     return [search.titles[0] if search.titles else "" for search in searches]
 
 
-def _known(item: MiniQuestion, titles: set[str]) -> tuple[list[str], list[Hop]]:
-    """What the documents of these titles say of a question's facts, as sentences, and the facts to look up next."""
+def _facts(item: MiniQuestion, titles: set[str]) -> tuple[list[str], list[Hop]]:
+    """Return the facts of a question that documents with these titles state, as sentences, and the facts to look up next."""
     hops, plan = item.plan.hops, item.plan
-    length = len(hops) // (2 if plan.conclusion else 1)
+    length = len(hops) // (
+        2 if plan.conclusion else 1
+    )  # a conclusion compares two chains of facts of equal length
     stated, wanted = [], []
-    for at in range(0, len(hops), length):
-        for hop in hops[at : at + length]:
+    for start in range(0, len(hops), length):
+        for hop in hops[start : start + length]:
             if title_key(hop.title) not in titles:
                 wanted.append(hop)
                 break

@@ -1,4 +1,4 @@
-"""The forest of retrieval trees that a run grows (R2AG, Algorithm 1): what is expanded next, and what became of it."""
+"""The curriculum of R2AG (Algorithm 1): a forest of retrieval trees, which grows from the policy's own rollouts."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,88 +14,99 @@ from rrl.rollout.curriculum import question_order
 from rrl.text.normalize import title_key
 
 STOP = "stop"
-"""Why an episode ended whose policy gave the stop signal."""
+"""`Trajectory.ended` of an episode whose policy gave the stop signal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RetrievalTree(Question):
-    """A tree that is to be expanded once: its question, with the documents that are kept of it."""
+    """A tree that the policy expands next: its question, and the documents it keeps after pruning."""
 
     tree: int = 0
-    """Number of the question in the run."""
+    """Index of the question in the run."""
     documents: tuple[Passage, ...] = ()
+    """The gold documents found so far."""
 
     @classmethod
     def of(cls, question: Question, tree: int = 0, documents: Iterable[Passage] = ()) -> "RetrievalTree":
-        """The tree of a question, pruned to these documents."""
+        """Return the tree of a question with these documents."""
         values = {field.name: getattr(question, field.name) for field in dataclasses.fields(Question)}
         return cls(**values, tree=tree, documents=tuple(documents))
 
     @property
     def key(self) -> tuple[int, frozenset[str]]:
-        """Trees with the same key are the same tree."""
+        """Identity of the tree: its question and the titles of its documents."""
         return self.tree, frozenset(title_key(document.title) for document in self.documents)
 
 
-def pruned(node: RetrievalTree, found: Iterable[Sequence[Passage]]) -> RetrievalTree:
-    """The tree after an expansion that found these passages, the best of each query first, pruned to gold documents.
+def pruned(tree: RetrievalTree, results: Iterable[Sequence[Passage]]) -> RetrievalTree:
+    """Return the tree after an expansion, pruned to gold documents.
 
-    Only the best of each query counts (Hit@Top-1), and of passages with one title the first.
+    Only the top passage of each query counts (Hit@Top-1). Of passages with the same title, the first is used.
+
+    Args:
+      tree: the tree that was expanded.
+      results: the passages of each query, best first.
     """
-    gold = {title_key(title) for title in node.gold}
-    kept = {title_key(document.title): document for document in node.documents}
-    for passages in found:
+    gold = {title_key(title) for title in tree.gold}
+    documents = {title_key(document.title): document for document in tree.documents}
+    for passages in results:
         for passage in passages[:1]:
             if title_key(passage.title) in gold:
-                kept.setdefault(title_key(passage.title), passage)
-    return dataclasses.replace(node, documents=tuple(kept.values()))
+                documents.setdefault(title_key(passage.title), passage)
+    return dataclasses.replace(tree, documents=tuple(documents.values()))
 
 
 class Forest:
-    """Trees that grow level by level: a curriculum (see `rrl.rollout.curriculum.Curriculum`).
+    """Trees that grow level by level; implements `rrl.rollout.curriculum.Curriculum`.
 
-    All trees of a level are expanded, then what became of them; a tree whose gold documents are all there and whose policy
-    stopped is finished. Equal trees (one question, the same gold documents kept) are one. After the last level, or when all
-    are finished, the next questions are planted.
+    The policy expands all trees of a level. The pruned results are the trees of the next level, without duplicates: two trees
+    are equal if they have the same question and the same gold documents. A tree is finished if it has all gold documents
+    and the policy gave the stop signal. After the last level, or when all trees are finished, the next questions start.
     """
 
     def __init__(
         self, questions: Sequence[Question], *, trees: int = 0, expansions: int = 5, seed: int = 0
     ) -> None:
-        """`trees` questions are planted at a time (0: all of them), and each is expanded `expansions` times at most.
+        """Make a forest.
+
+        Args:
+          questions: the questions of the run.
+          trees: questions whose trees grow at a time; 0: all.
+          expansions: most expansions of a tree, the number of levels.
+          seed: of the order of the questions and of the trees in a level.
 
         Raises UserError for a question that names no gold passages.
         """
         for question in questions:
             if not question.gold:
                 raise UserError(
-                    f"question {question.id!r} names no gold passages, which a retrieval tree is rewarded by: give data "
-                    "with supporting facts (such as HotpotQA's, 2Wiki's or MuSiQue's)"
+                    f"question {question.id!r} names no gold passages, but R2AG rewards a tree for finding them: give data "
+                    "with supporting facts, such as HotpotQA, 2WikiMultihopQA or MuSiQue"
                 )
         self.questions, self.trees, self.expansions, self.seed = questions, trees, expansions, seed
-        self.planted = 0
-        """Times that trees were planted."""
+        self.rounds = 0
+        """How often new questions have started."""
         self.level = 0
-        """Expansions of the trees that are asked now."""
-        self.now: list[RetrievalTree] = []
-        """Those of the level that are still to be asked."""
+        """Expansions that the trees of the current level have behind them."""
+        self.current: list[RetrievalTree] = []
+        """Trees of the current level that no step has asked yet."""
         self.next: dict[Any, RetrievalTree] = {}
-        """Those of the next level."""
+        """Trees of the next level by `RetrievalTree.key`."""
 
     def select(self, step: int, number: int, count: int) -> list[Question]:
-        """The next trees of the level, in a random order; where few are left, these."""
-        if not self.now:
+        """Return the next trees of the level, `count` or as many as are left. The order within a level is random."""
+        if not self.current:
             self._advance()
-        asked, self.now = self.now[:count], self.now[count:]
+        asked, self.current = self.current[:count], self.current[count:]
         return list(asked)
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:
-        """Each trajectory is a copy of its tree, grown by one expansion: what is unfinished is pruned and carried over."""
+        """Prune each expanded tree and carry the unfinished ones over to the next level. Each trajectory is one expanded copy."""
         for trajectory in trajectories:
-            node = trajectory.question
-            assert isinstance(node, RetrievalTree)
-            grown = pruned(node, [search.passages for search in trajectory.searches])
-            complete = len(grown.documents) == len({title_key(title) for title in node.gold})
+            tree = trajectory.question
+            assert isinstance(tree, RetrievalTree)
+            grown = pruned(tree, [search.passages for search in trajectory.searches])
+            complete = len(grown.documents) == len({title_key(title) for title in tree.gold})
             if not (complete and trajectory.ended == STOP):
                 self.next.setdefault(grown.key, grown)
 
@@ -104,31 +115,31 @@ class Forest:
         trees = list(self.next.values())
         if not trees or self.level >= self.expansions:
             count = len(self.questions)
-            order = question_order(count, self.trees or count, self.seed, self.planted)
+            order = question_order(count, self.trees or count, self.seed, self.rounds)
             trees = [RetrievalTree.of(self.questions[i], int(i)) for i in order]
-            self.planted, self.level = self.planted + 1, 0
-        mixed = np.random.default_rng((self.seed, self.planted, self.level)).permutation(len(trees))
-        self.now, self.next = [trees[i] for i in mixed], {}
+            self.rounds, self.level = self.rounds + 1, 0
+        shuffled = np.random.default_rng((self.seed, self.rounds, self.level)).permutation(len(trees))
+        self.current, self.next = [trees[i] for i in shuffled], {}
 
     @property
     def state(self) -> Mapping[str, Any]:
-        places: dict[Passage, int] = {}
+        indices: dict[Passage, int] = {}  # each document is stored once
 
-        def written(nodes: Iterable[RetrievalTree]) -> list[Any]:
-            return [[n.tree, [places.setdefault(d, len(places)) for d in n.documents]] for n in nodes]
+        def encode(trees: Iterable[RetrievalTree]) -> list[Any]:
+            return [[t.tree, [indices.setdefault(d, len(indices)) for d in t.documents]] for t in trees]
 
-        trees = {"now": written(self.now), "next": written(self.next.values())}
-        documents = [[document.id, document.title, document.text] for document in places]
-        return {"planted": self.planted, "level": self.level, **trees, "documents": documents}
+        trees = {"now": encode(self.current), "next": encode(self.next.values())}
+        documents = [[document.id, document.title, document.text] for document in indices]
+        return {"planted": self.rounds, "level": self.level, **trees, "documents": documents}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         documents = [Passage(*fields) for fields in state["documents"]]
 
-        def read(nodes: Iterable[Any]) -> list[RetrievalTree]:
+        def decode(trees: Iterable[Any]) -> list[RetrievalTree]:
             return [
-                RetrievalTree.of(self.questions[tree], tree, (documents[i] for i in kept))
-                for tree, kept in nodes
+                RetrievalTree.of(self.questions[tree], tree, (documents[i] for i in stored))
+                for tree, stored in trees
             ]
 
-        self.planted, self.level = state["planted"], state["level"]
-        self.now, self.next = read(state["now"]), {node.key: node for node in read(state["next"])}
+        self.rounds, self.level = state["planted"], state["level"]
+        self.current, self.next = decode(state["now"]), {tree.key: tree for tree in decode(state["next"])}

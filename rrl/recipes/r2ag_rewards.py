@@ -1,4 +1,4 @@
-"""One expansion of a retrieval tree: what the steering model wrote, and what that earns (R2AG, Eq. 5)."""
+"""The output of the retrieval steering model for one expansion of a tree, and its reward (R2AG, Eq. 5)."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -11,33 +11,34 @@ from rrl.text.spans import boxes, without_boxes
 THINK, BASE, PREDICTED = "think", "base-Q", "predicted-Q"
 """The tags of appendix B.2."""
 STOP_RETRIEVAL, NONE = "stop retrieval", "none"
-"""What stands in them where there is nothing to ask (Figure A.3)."""
+"""Contents of base-Q and predicted-Q that mean "no query" (Figure A.3)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SteeringOutput:
-    """What one output asks for."""
+    """The parsed output of one expansion."""
 
     base: tuple[str, ...] = ()
-    """Base queries, in their order."""
+    """Base queries, in order."""
     predicted: tuple[str, ...] = ()
-    """Predicted queries: of hops further on."""
+    """Predicted queries, for later hops, in order."""
     stop: bool = False
-    """The stop-retrieval signal."""
+    """Whether the output gives the stop signal."""
     has_think: bool = False
     """Whether there is a think segment."""
     query_tags: int = 0
-    """Of base-Q and predicted-Q, how many stand after a think segment: 0 to 2."""
+    """How many of the two tags base-Q and predicted-Q follow a think segment: 0, 1 or 2."""
 
 
 def parse_output(text: str) -> SteeringOutput:
-    """Reads an output (Figure A.3): queries stand in boxes behind the first think segment, and in no other.
+    """Parse an output (Figure A.3).
 
-    Without a think segment all boxes count. A base query "stop retrieval" is the stop signal, a predicted query "none" is
-    none; neither is searched, in whichever box it stands.
+    Queries are the contents of base-Q and predicted-Q after the first think segment and outside later ones. Without a think
+    segment all of them count. "stop retrieval" in base-Q is the stop signal. "stop retrieval" and "none" are never queries,
+    whatever their tag.
     """
-    thought = bool(boxes(text, THINK))
-    if thought:
+    has_think = bool(boxes(text, THINK))
+    if has_think:
         text = text.partition(f"<{THINK}>")[2].partition(f"</{THINK}>")[2]
         text = without_boxes(text, THINK)
     base, predicted = boxes(text, BASE), boxes(text, PREDICTED)
@@ -46,8 +47,8 @@ def parse_output(text: str) -> SteeringOutput:
         base=tuple(query.strip() for query in base if _plain(query) not in signals),
         predicted=tuple(query.strip() for query in predicted if _plain(query) not in signals),
         stop=any(_plain(query) == STOP_RETRIEVAL for query in base),
-        has_think=thought,
-        query_tags=(bool(base) + bool(predicted)) if thought else 0,
+        has_think=has_think,
+        query_tags=(bool(base) + bool(predicted)) if has_think else 0,
     )
 
 
@@ -56,21 +57,21 @@ class RewardWeights:
     """The coefficients of Eq. 5 (appendix B.2)."""
 
     multi_hit: float = 0.2
-    """alpha."""
+    """alpha: weight of R_MH."""
     joint_hit: float = 0.3
-    """beta."""
+    """beta: weight of R_JH."""
     precision: float = 0.2
-    """gamma."""
+    """gamma: weight of R_AP."""
     predicted: float = 1.25
-    """l: what a document counts that a predicted query finds."""
+    """l: weight in R_MH of a document found by a predicted query."""
     format: float = 0.01
-    """omega·R_f for each of base-Q and predicted-Q; together at most 0.02."""
+    """omega·R_f for each of base-Q and predicted-Q; at most 0.02 in total."""
     top_base: int = 4
-    """t of the base queries."""
+    """t of R_AP for base queries."""
     top_predicted: int = 2
-    """t of the predicted queries."""
+    """t of R_AP for predicted queries."""
     pay_known: bool = True
-    """Whether gold documents that were there before count in R_AP, as Eq. 5 prints it."""
+    """Whether R_AP also counts gold documents that earlier expansions found, as Eq. 5 is printed."""
 
 
 def expansion_rewards(
@@ -83,46 +84,47 @@ def expansion_rewards(
     truncated: bool = False,
     weights: RewardWeights = RewardWeights(),
 ) -> dict[str, float]:
-    """Eq. 5 and its zeroing rules (B.2).
+    """Return the rewards of one expansion (Eq. 5) under the zeroing rules of B.2.
 
-    A gold document that is hit twice counts once, in R_MH and in R_AP, base queries first (in R_AP those of its ranks). R_JH is
-    earned by a stop signal once all gold is there, found before or by this very expansion.
+    A gold document that several queries hit counts once, in R_MH and in R_AP, for the first of them (base queries first). In
+    R_AP only a hit within the top t counts as an earlier hit. R_JH is earned by a stop signal when all gold documents have
+    been found, before or by this expansion.
 
     Args:
-      output: what was written.
-      base: title of the best document of each base query, in their order; "" where nothing was found.
-      predicted: likewise of the predicted queries.
+      output: the parsed output.
+      base: title of the top document of each base query, in order; "" if the query found nothing.
+      predicted: the same for the predicted queries.
       gold: titles of all gold documents, at least one.
-      known: titles of the documents found in earlier expansions.
-      cut: whether the output reached its limit and was cut.
+      known: titles of the documents that earlier expansions found.
+      truncated: whether the output reached its token limit.
       weights: the coefficients.
 
     Returns:
-      "multi_hit" (R_MH), "joint_hit" (R_JH), "precision" (R_AP), "written" (omega·R_f), and "total", which is 0 without a
-      think segment, with a stop signal before all gold is there, and of an output that was cut.
+      "multi_hit" (R_MH), "joint_hit" (R_JH), "precision" (R_AP), "written" (omega·R_f), and "total". "total" is 0 without a
+      think segment, for a stop signal before all gold documents have been found, and for a truncated output.
     """
-    wanted, before = {title_key(t) for t in gold}, {title_key(t) for t in known}
-    seen: set[str] = set()
-    ranked: set[str] = set()
-    hits: list[list[bool]] = []
-    new: list[int] = []
+    gold_keys, known_keys = {title_key(t) for t in gold}, {title_key(t) for t in known}
+    seen: set[str] = set()  # documents of this expansion so far
+    ranked: set[str] = set()  # those within the top t of their kind of query
+    hits: list[list[bool]] = []  # per kind of query, for R_AP
+    new: list[int] = []  # newly found gold documents per kind of query, for R_MH
     for titles, top in ((base, weights.top_base), (predicted, weights.top_predicted)):
-        row, count = [], 0
+        row, new_hits = [], 0
         for rank, key in enumerate(map(title_key, titles)):
-            gains = key in wanted and (weights.pay_known or key not in before)
-            count += key in wanted and key not in seen | before
-            row.append(gains and key not in ranked)
+            relevant = key in gold_keys and (weights.pay_known or key not in known_keys)
+            new_hits += key in gold_keys and key not in seen | known_keys
+            row.append(relevant and key not in ranked)
             seen.add(key)
             if rank < top:
                 ranked.add(key)
         hits.append(row)
-        new.append(count)
-    complete = wanted <= before | seen
+        new.append(new_hits)
+    complete = gold_keys <= known_keys | seen
     rewards = {
         "multi_hit": new[0] + weights.predicted * new[1],
         "joint_hit": float(complete and output.stop),
-        "precision": average_precision(hits[0], weights.top_base, len(wanted))
-        + average_precision(hits[1], weights.top_predicted, len(wanted)),
+        "precision": average_precision(hits[0], weights.top_base, len(gold_keys))
+        + average_precision(hits[1], weights.top_predicted, len(gold_keys)),
         "written": weights.format * output.query_tags,
     }
     total = (
@@ -131,15 +133,17 @@ def expansion_rewards(
         + weights.precision * rewards["precision"]
         + rewards["written"]
     )
-    nothing = truncated or not output.has_think or (output.stop and not complete)
-    return rewards | {"total": 0.0 if nothing else total}
+    zeroed = truncated or not output.has_think or (output.stop and not complete)
+    return rewards | {"total": 0.0 if zeroed else total}
 
 
 def average_precision(hits: Sequence[bool], top: int, gold: int) -> float:
-    """R_AP of Eq. 5: the precision at each of the first `top` ranks that is a hit, summed, over the number of gold documents."""
+    """Return R_AP of Eq. 5: the precision at each hit in the first `top` ranks, summed and divided by the number of gold
+    documents."""
     first = np.asarray(hits[:top], float)
     return float((np.cumsum(first) / np.arange(1, len(first) + 1) * first).sum() / gold)
 
 
 def _plain(text: str) -> str:
+    """Return a query in lower case, without quotes, end marks and repeated white space, to recognise signals."""
     return " ".join(text.strip(" \t\n\"'“”‘’.!").lower().split())

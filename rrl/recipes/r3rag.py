@@ -1,7 +1,7 @@
-"""R3-RAG (2025): reasoning and retrieval step by step, each step a fresh prompt; rewards for the answer and for each retrieval.
+"""R3-RAG (2025): reasoning and retrieval step by step, each step in a new prompt; rewards for the answer and each retrieval.
 
-Numbers of sections, equations, figures and tables are the paper's. Where it is silent, the authors' released code is
-followed, and called "released" here. The protocol is in `rrl.recipes.r3rag_steps`.
+Sections, equations, figures and tables are numbered as in the paper. "Released" marks details of the authors' code that the
+paper does not give. The protocol is in `rrl.recipes.r3rag_steps`.
 """
 
 import dataclasses
@@ -22,44 +22,48 @@ from rrl.text.metrics import cover_exact_match, exact_match
 from rrl.text.spans import Tag
 
 CORRECT, INCORRECT, UNANSWERED, MALFORMED = "correct", "incorrect", "unanswered", "malformed"
-"""What came of a trajectory: an answer that is right or wrong, none within the limit, or a step that breaks the format."""
+"""Outcomes of a trajectory: a right answer, a wrong answer, no answer within the limit, or a malformed step."""
 
 LAST_STEPS = ("figure", "equation")
+"""Values of `R3Rag.last_step`."""
 MATCHES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "cover": cover_exact_match,
     "exact": exact_match,
 }
+"""Values of `R3Rag.match`."""
 LAST_STEP_REWARD = 2.0
-"""What the last step of a correct trajectory earns in Figure 2."""
+"""Reward of the last step of a correct trajectory in Figure 2."""
 
 
 @dataclasses.dataclass(frozen=True)
 class R3Rag(OutcomeRecipe):
-    """Protocol of 3.1; rewards of Eqs. 2-6. All trajectories are kept, right or wrong (appendix A), and a critic gives the
-    advantages. Table 2's ablations are single fields."""
+    """The protocol of 3.1 and the rewards of Eqs. 2-6. Each ablation of Table 2 is one field.
+
+    Training uses all trajectories, right or wrong (appendix A). A critic estimates the advantages.
+    """
 
     use_process: bool = True
-    """Eq. 3, the documents' relevance. False is "- Process Reward" (Table 2)."""
+    """Whether to pay the relevance of documents (Eq. 3). False: "- Process Reward" (Table 2)."""
     use_outcome: bool = True
-    """Eq. 2, the answer's correctness, and with it the factors of Eq. 6, which depend on it. False is "- Outcome Reward"; the
-    paper's row of that name leaves both rewards out, which is the cold-started policy itself."""
+    """Whether to pay the correctness of the answer (Eq. 2) and to use Eq. 6's factors, which depend on it. False: "- Outcome
+    Reward" (Table 2). The paper's row of that name removes both rewards, so it is the cold-started policy."""
     match: str = "cover"
-    """Acc_match of Eq. 2: an answer in sentences matches where it holds a gold one ("cover"); "exact" where answers are short, so
-    that naming several at once earns nothing."""
+    """Acc_match of Eq. 2: "cover" accepts a sentence that contains a gold answer. "exact" is for short answers; it gives nothing
+    for naming several answers at once."""
     judge_answers: bool = True
-    """Eq. 2: an answer that does not match is right too where a judge says so."""
+    """Eq. 2: whether a judge may accept an answer that does not match."""
     correct_scale: float = 1.6
-    """lambda of Eq. 6 where the answer is right: 1 + gamma_correct (appendix C)."""
+    """lambda of Eq. 6 for a right answer: 1 + gamma_correct (appendix C)."""
     incorrect_scale: float = 0.8
-    """Where it is wrong: 1 + gamma_incorrect."""
+    """lambda for a wrong answer: 1 + gamma_incorrect (appendix C)."""
     unanswered_scale: float = 0.9
-    """Where there is none within the limit: 1 + gamma_fail. Where a step breaks the format it is 1."""
+    """lambda for no answer within the limit: 1 + gamma_fail (appendix C). For a malformed step lambda is 1."""
     last_step: str = "figure"
-    """The last step of a correct trajectory earns 2 ("figure": Figure 2, released), or 1 times lambda ("equation": Eq. 6)."""
+    """Reward of the last step of a correct trajectory: 2 ("figure": Figure 2, released) or 1 · lambda ("equation": Eq. 6)."""
     malformed_reward: float = -1.0
-    """Of a step that breaks the format (Eq. 5). Released: -0.9."""
+    """Reward of a malformed step (Eq. 5). Released: -0.9."""
     short_answers: bool = True
-    """EM and F1 are taken of the short forms that a judge extracts from the answer (4.1), where there is a judge."""
+    """Whether EM and F1 use the short forms that a judge extracts from the answer (4.1). Without a judge they do not."""
     environment: R3RagEnvironment = dataclasses.field(default_factory=R3RagEnvironment)
 
     def __post_init__(self) -> None:
@@ -97,56 +101,61 @@ class R3Rag(OutcomeRecipe):
     # -- rewards -----------------------------------------------------------------------------------------------------
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """Eqs. 2-6. Components are unscaled: "answer" is Acc, "relevance" the sum of Rel over steps, "format" what broken steps
-        lose; "total" is the sum of r_all over steps, each of which is paid where its step ends."""
+        """Set the rewards of Eqs. 2-6.
+
+        Components are unscaled: "answer" is Acc, "relevance" the sum of Rel over steps, "format" the reward of a malformed
+        step. "total" is the sum of r_all over steps; `turn_rewards` pays each r_all at the end of its step.
+        """
         for trajectory in trajectories:
-            trajectory.answer = _answer(trajectory)
+            trajectory.answer = _final_answer(trajectory)
             gold = trajectory.question.answers
             trajectory.metrics = answer_metrics(trajectory) | {
                 "acc": MATCHES[self.match](trajectory.answer, gold),
                 "judge_unread": 0.0,
             }
         relevance = self._judge(trajectories, scoring)
-        for trajectory, found in zip(trajectories, relevance, strict=True):
+        for trajectory, relevances in zip(trajectories, relevance, strict=True):
             outcome = outcome_of(trajectory)
-            paid = self.step_rewards(found, outcome)
-            paid += [0.0] * (len(_said(trajectory)) - len(paid))  # a step that the context cut
-            trajectory.turn_rewards = dict(enumerate(paid))
+            rewards = self.step_rewards(relevances, outcome)
+            rewards += [0.0] * (
+                len(_policy_texts(trajectory)) - len(rewards)
+            )  # a step that the context truncated
+            trajectory.turn_rewards = dict(enumerate(rewards))
             trajectory.rewards = {
                 "answer": trajectory.metrics["acc"],
-                "relevance": sum(found),
+                "relevance": sum(relevances),
                 "format": self.malformed_reward if outcome == MALFORMED else 0.0,
-                "total": sum(paid),
+                "total": sum(rewards),
             }
-            trajectory.metrics["relevance"] = sum(found) / max(len(found), 1)
-            trajectory.metrics["steps"] = float(len(paid))
+            trajectory.metrics["relevance"] = sum(relevances) / max(len(relevances), 1)
+            trajectory.metrics["steps"] = float(len(rewards))
             trajectory.metrics["malformed"] = float(outcome == MALFORMED)
 
     def _judge(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> list[list[float]]:
-        """Asks everything at once; returns Rel of each retrieval step and puts the rest into `metrics`.
+        """Ask the judge everything in one call. Return Rel of each retrieval step and set the rest in `metrics`.
 
-        A step that found nothing new earns 0 and costs the judge nothing. What it says that cannot be read counts 0 and in
-        "judge_unread"; of short forms that cannot be read the answer as it stands is scored.
+        A step that found no new document earns 0, and the judge is not asked. A judge's answer that cannot be parsed counts 0
+        and is counted in "judge_unread"; for unparsed short forms the unchanged answer is scored.
         """
         relevance = [[0.0] * len(trajectory.searches) for trajectory in trajectories]
-        asked: list[tuple[int, str, int, JudgePrompt]] = []
+        prompts: list[tuple[int, str, int, JudgePrompt]] = []
         for index, trajectory in enumerate(trajectories):
             question, answer = trajectory.question, trajectory.answer
             if self.use_process:
-                found = self.environment.documents(trajectory.searches)
-                asked += [
+                documents = self.environment.documents(trajectory.searches)
+                prompts += [
                     (index, "relevance", step, Relevance(question, passages))
-                    for step, passages in enumerate(found)
+                    for step, passages in enumerate(documents)
                     if passages
                 ]
             if self.judge_answers and answer and not trajectory.metrics["acc"]:
-                asked.append((index, "acc", 0, Correctness(question, answer)))
+                prompts.append((index, "acc", 0, Correctness(question, answer)))
             if self.short_answers and answer and not trajectory.metrics["em"]:
-                asked += [(index, name, 0, ShortAnswer(question, answer, name)) for name in ("em", "f1")]
+                prompts += [(index, name, 0, ShortAnswer(question, answer, name)) for name in ("em", "f1")]
         if scoring.judge is None:
             return relevance
-        scores = scoring.judge.grade([case for *_, case in asked])
-        for (index, name, step, _), score in zip(asked, scores, strict=True):
+        scores = scoring.judge.grade([prompt for *_, prompt in prompts])
+        for (index, name, step, _), score in zip(prompts, scores, strict=True):
             trajectories[index].metrics["judge_unread"] += score is None
             if score is None:
                 continue
@@ -157,8 +166,12 @@ class R3Rag(OutcomeRecipe):
         return relevance
 
     def step_rewards(self, relevance: Sequence[float], outcome: str) -> list[float]:
-        """r_all of each step (Eqs. 5 and 6): the retrieval steps, whose documents are so relevant, and the last one, which is
-        none of them but where the trajectory is "unanswered"."""
+        """Return r_all of each step (Eqs. 5 and 6).
+
+        Args:
+          relevance: Rel of each retrieval step.
+          outcome: the trajectory's outcome. Unless it is "unanswered", one more step follows the retrieval steps.
+        """
         scale = {
             CORRECT: self.correct_scale,
             INCORRECT: self.incorrect_scale,
@@ -180,29 +193,31 @@ class R3Rag(OutcomeRecipe):
     # -- the cold start (3.2) ----------------------------------------------------------------------------------------
 
     def rejection_reason(self, trajectory: Trajectory) -> str:
-        """Why a scored trajectory is no demonstration (3.2.1); "" where it is one."""
+        """Return why rejection sampling (3.2.1) rejects a scored trajectory; "" if it accepts it."""
         outcome = outcome_of(trajectory)
         if outcome == CORRECT and any(search.failed for search in trajectory.searches):
             return "search failed"
         return "" if outcome == CORRECT else outcome
 
     def sft_pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
-        """Algorithm 2: what the trained policy reads before each step (the user's turn), and the step that it shall write."""
-        said = [parse_step(text) for text in _said(trajectory)]
-        steps = [step for step in said if step is not None]
-        found = self.environment.documents(trajectory.searches)
+        """Return one (prompt, step) pair per step of a trajectory (Algorithm 2). The prompt is the user's turn."""
+        parsed = [parse_step(text) for text in _policy_texts(trajectory)]
+        steps = [step for step in parsed if step is not None]
+        documents = self.environment.documents(trajectory.searches)
         trained = dataclasses.replace(self.environment, opening="steps")
         return [
             (
-                str(trained.prompt(trajectory.question, list(zip(steps[:at], found, strict=False)))),
+                str(trained.prompt(trajectory.question, list(zip(steps[:at], documents, strict=False)))),
                 step.to_text(at + 1),
             )
             for at, step in enumerate(steps)
         ]
 
     def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """A scripted expert: say what is needed, ask for each fact in a step of its own, state what was read, answer. It takes as
-        many steps as it needs, whatever the limit."""
+        """See `Recipe.demonstrate`: state the facts needed, search each fact in one step, state what was read, answer.
+
+        The number of steps may exceed the environment's limit.
+        """
         plan, episode = item.plan, Episode(item.question)
         segments: DemonstrationSegments = []
         analysis = f"To find : {plan.facts}"
@@ -220,20 +235,19 @@ class R3Rag(OutcomeRecipe):
 
 
 def outcome_of(trajectory: Trajectory) -> str:
-    """What came of a trajectory whose "acc" is known."""
+    """Return the outcome of a trajectory whose metric "acc" is set."""
     if trajectory.ended == "answer":
         return CORRECT if trajectory.metrics["acc"] else INCORRECT
-    # The context may have no room for the next step's prompt, or for all of its words, and logits may not be finite: no fault of
-    # the policy's form.
+    # These are no format errors: the step limit; a context without room for the next prompt or step; logits that are not finite.
     return UNANSWERED if trajectory.ended in ("turn_limit", "context_limit", NOT_FINITE) else MALFORMED
 
 
-def _said(trajectory: Trajectory) -> list[str]:
-    """What the policy wrote, step by step."""
+def _policy_texts(trajectory: Trajectory) -> list[str]:
+    """Return the policy's text of each step."""
     return [text for role, text in trajectory.segments if role == POLICY]
 
 
-def _answer(trajectory: Trajectory) -> str:
-    """The final answer; "" where none was given within the limit."""
-    step = parse_step(_said(trajectory)[-1]) if trajectory.ended == "answer" else None
+def _final_answer(trajectory: Trajectory) -> str:
+    """Return the final answer; "" if there was none within the limit."""
+    step = parse_step(_policy_texts(trajectory)[-1]) if trajectory.ended == "answer" else None
     return step.answer if step is not None else ""

@@ -1,4 +1,4 @@
-"""R3-RAG's protocol (3.1): one step a context, which shows the question and all steps before it with what they found."""
+"""R3-RAG's protocol (3.1): each step has a new context, which shows the question and all earlier steps with their documents."""
 
 import dataclasses
 import functools
@@ -24,41 +24,43 @@ from rrl.rollout.protocol import (
 from rrl.text.short_answers import FINAL_ANSWER
 
 ANALYSIS, QUERY, ANSWER = "The problem analysis:", "The retrieval query:", FINAL_ANSWER
-"""Open the sections of a step (Figures 6 and 7)."""
+"""The headings of a step (Figures 6 and 7)."""
 DOCUMENTS = "The retrieval documents:"
-"""Opens what the environment adds to a step (released)."""
+"""The heading of the documents that the environment adds to a step (released)."""
 
 OPENINGS = ("steps", "paper")
+"""Values of `R3RagEnvironment.opening`."""
 CUTS = ("document", "block")
+"""Values of `R3RagEnvironment.cut`."""
 
 _STEP = re.compile(r"\s*(?:Step \d+:\s*)?")
 _HEADINGS = re.compile("|".join(map(re.escape, (ANALYSIS, QUERY, ANSWER, DOCUMENTS))))
 _DECORATED = re.compile(
     rf"(?:[*#]|(?i:\b(?:either|or):))\s*(?:{_HEADINGS.pattern})|(?:{_HEADINGS.pattern})\*\*"
 )
-"""A heading after "**", "###" or "Either:", or before "**"."""
+"""A heading with Markdown decoration, or after "Either:" or "Or:"."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """A well-formed step (Eq. 1): an analysis, and a query or an answer."""
+    """A well-formed step (Eq. 1): an analysis, and either a query or an answer."""
 
     analysis: str
     query: str = ""
     answer: str = ""
 
     def to_text(self, number: int) -> str:
-        """The step as the policy writes it, counted from 1."""
+        """Return the step as the policy writes it. `number` counts from 1."""
         end = f"{QUERY} {self.query}" if self.query else f"{ANSWER} {self.answer}"
         return f"Step {number}:\n{ANALYSIS} {self.analysis}\n{end}"
 
 
 def parse_step(text: str) -> Step | None:
-    """The step that a policy's text holds; None for a malformed one (Eq. 4).
+    """Parse a step; None if it is malformed (Eq. 4).
 
-    Well-formed is: nothing but "Step k:" before the one analysis; then one query or one answer, and no heading more; none of
-    the two empty; headings as plain as the prompts show them: of what decorates one, half would stand in the analysis and half
-    in the query. Documents are the environment's to write.
+    A step is well-formed if it has one analysis and then one query or one answer, both are non-empty, only "Step k:" precedes
+    the analysis, there is no other heading (the environment writes the documents), and no heading is decorated. Decoration is
+    malformed because one half of it would end up in the analysis and the other half in the query.
     """
     headings = [match.group() for match in _HEADINGS.finditer(text)]
     if headings not in ([ANALYSIS, QUERY], [ANALYSIS, ANSWER]):
@@ -71,25 +73,26 @@ def parse_step(text: str) -> Step | None:
 
 @dataclasses.dataclass(frozen=True)
 class R3RagEnvironment:
-    """At most five steps, each answered in a context of its own; a malformed one ends the episode.
+    """At most five steps, each in a new context. A malformed step ends the episode.
 
-    A query of the last step is searched too (Algorithm 1), though no further step can read what it finds. A step that reaches
-    `turn_tokens` has no form (Eq. 4; the released parser reads whatever stands there by then); one that the context ends has
-    met a limit, as one whose prompt does not fit.
+    A query of the last step is searched too (Algorithm 1), although no later step reads its documents. A step that reaches
+    `turn_tokens` is malformed (Eq. 4); the released parser reads the text written so far. A step that reaches the end of the
+    context, or whose prompt does not fit it, ends the episode as "context_limit".
     """
 
     max_steps: int = 5
+    """Most steps of an episode, in training and evaluation."""
     turn_tokens: int = 512
     """Most tokens of a step (released)."""
     opening: str = "steps"
-    """What a step reads: "steps", the question and the steps before, which is what the policy is trained on; or "paper", the
-    instructions of Figures 6 and 7, for a model that was not."""
+    """The prompt: "steps", the question and the earlier steps, which the policy is trained on, or "paper", the instructions of
+    Figures 6 and 7, for a model that was not trained on this form."""
     document_characters: int = 512
-    """Of a document's text (appendix C); 0: all of it, as in the paper's evaluation."""
+    """Most characters of a document's text (appendix C); 0: no limit, as in the paper's evaluation."""
     cut: str = "document"
-    """Whether so many characters are those of each "document", or of the whole "block" (released)."""
+    """Whether `document_characters` limits each "document" or all documents of a step together, the "block" (released)."""
     drop_seen: bool = True
-    """Documents that an earlier step showed are left out (released)."""
+    """Whether a step omits documents that an earlier step showed (released)."""
 
     def __post_init__(self) -> None:
         one_of(OPENINGS, self, "opening", where="environment.")
@@ -103,7 +106,7 @@ class R3RagEnvironment:
 
     @property
     def observation_tokens(self) -> int:
-        """Nothing is appended to a context."""
+        """0: nothing is appended to a context."""
         return 0
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
@@ -123,17 +126,21 @@ class R3RagEnvironment:
         return Finish("context_limit")
 
     def next_context(self, episode: Episode) -> Restart:
-        """The next step's context, after all that was said and found."""
+        """Return the context of the next step: the question, and all steps and documents so far."""
         steps = [step for step in map(parse_step, episode.policy_texts) if step is not None]
-        shown = [
+        documents = [
             None if search.failed else passages
             for search, passages in zip(episode.searches, self.documents(episode.searches), strict=True)
         ]
-        return Restart(self.prompt(episode.question, list(zip(steps, shown, strict=True))))
+        return Restart(self.prompt(episode.question, list(zip(steps, documents, strict=True))))
 
     def prompt(self, question: Question, past: Sequence[tuple[Step, Sequence[Passage] | None]]) -> str:
-        """What the step after `past` reads, as the user's turn; the steps in one form, whatever the policy's own spacing. Of a
-        search that failed (None) it reads that."""
+        """Return the prompt of a step, as the user's turn. Earlier steps are shown in one form, whatever spacing the policy used.
+
+        Args:
+          question: the question.
+          past: the earlier steps with their documents; None if the search failed, which the prompt then says.
+        """
         steps = "".join(
             f"\n{step.to_text(number)}\n{DOCUMENTS} {Stream.failure if passages is None else render(passages)}"
             for number, (step, passages) in enumerate(past, start=1)
@@ -145,34 +152,36 @@ class R3RagEnvironment:
         return _figure("next").format(question=question.text, steps=steps)
 
     def documents(self, searches: Sequence[Search]) -> list[tuple[Passage, ...]]:
-        """What each search showed: passages without those that an earlier one had shown, cut."""
+        """Return the documents that each search shows: truncated, and without those that an earlier search showed."""
         seen: set[tuple[str, str]] = set()
-        shown = []
+        documents = []
         for search in searches:
-            new = {(p.title, p.text): p for p in search.passages}  # an index may hold a passage twice
-            left = {key: p for key, p in new.items() if not (self.drop_seen and key in seen)}
-            cut = self._cut(list(left.values()))  # the first of them, as many as there is room for
-            seen.update(list(left)[: len(cut)])
-            shown.append(tuple(cut))
-        return shown
+            unique = {(p.title, p.text): p for p in search.passages}  # an index may hold a passage twice
+            new = {key: p for key, p in unique.items() if not (self.drop_seen and key in seen)}
+            truncated = self._truncate(list(new.values()))  # may drop the last ones
+            seen.update(list(new)[: len(truncated)])
+            documents.append(tuple(truncated))
+        return documents
 
-    def _cut(self, passages: Sequence[Passage]) -> list[Passage]:
-        most = self.document_characters
-        if not most:
+    def _truncate(self, passages: Sequence[Passage]) -> list[Passage]:
+        limit = self.document_characters
+        if not limit:
             return list(passages)
         if self.cut == "document":
-            return [dataclasses.replace(p, text=p.text[:most]) for p in passages]
-        kept: list[Passage] = []
+            return [dataclasses.replace(p, text=p.text[:limit]) for p in passages]
+        block: list[Passage] = []
         for passage in passages:
-            over = len(render([*kept, passage])) - most
-            if over >= len(passage.text):
+            excess = len(render([*block, passage])) - limit
+            if excess >= len(passage.text):
                 break
-            kept.append(dataclasses.replace(passage, text=passage.text[: len(passage.text) - max(over, 0)]))
-        return kept
+            block.append(
+                dataclasses.replace(passage, text=passage.text[: len(passage.text) - max(excess, 0)])
+            )
+        return block
 
 
 @functools.cache
 def _figure(name: str) -> str:
-    """The prompt of Figure 6 ("first") or 7 ("next")."""
+    """Return the prompt of Figure 6 ("first") or Figure 7 ("next")."""
     file = importlib.resources.files("rrl.recipes").joinpath(f"prompts/r3rag_{name}.txt")
     return file.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-r"""ReSearch (Chen et al., 2025, arXiv 2503.19470): think, search, read, answer in \boxed{}; F1, and a little for the form alone.
+r"""ReSearch (Chen et al., 2025, arXiv 2503.19470): think, search, read, answer in \boxed{}; F1, or a small format reward.
 
-A baseline of the papers.
+A baseline of the four papers.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from rrl.text.normalize import RULES
 from rrl.text.spans import Tag, boxes, count_tags, has_exactly_one_box, last_box
 
 TOKEN_BUDGET = 8192
-"""Tokens of a trajectory, prompt and results included: the only limit there is."""
+"""Tokens of a trajectory, with prompt and search results. The paper has no other limit."""
 
 INSTRUCTION = (
     "You answer questions step by step, with a search tool for Wikipedia at hand. Think first, between <think> and </think>. "
@@ -30,40 +30,42 @@ INSTRUCTION = (
     "it the exact answer in \\boxed{}. An example: <think> what is needed </think> <search> a query </search> <result> what was "
     "found </result> <think> what follows </think> <answer> It is \\boxed{the exact answer} </answer>."
 )
-"""In our words: what the published templates ask for. The system's turn, or for a base model what its text begins with."""
+"""The published templates in our own words. A base model reads it first in its text, an instruction-tuned model as its system
+turn."""
 
 OPENINGS = ("instruct", "base", "bare")
+"""Values of `ReSearch.opening`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReSearchEnvironment(Stream):
-    """A turn ends at </search> or with the text. Neither searches nor turns nor results have a limit of their own."""
+    """A turn ends at `</search>` or at the end of the text. Only `TOKEN_BUDGET` limits searches, turns and results."""
 
     observation: Tag = "result"
     max_searches: int = TOKEN_BUDGET
     turn_tokens: int = TOKEN_BUDGET
     observation_tokens: int = TOKEN_BUDGET
     correction: str = ""
-    """What neither searches nor answers ends the episode."""
+    """Empty: a turn that neither searches nor answers ends the episode."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReSearch(OutcomeRecipe):
-    r"""Protocol and reward of the paper: 0 in the wrong form, 0.1 where F1 is 0 but the form is right, else F1.
+    r"""The protocol and the reward of the paper: 0 if the format is wrong, else F1, or 0.1 if F1 is 0.
 
-    The form is right where thoughts are in closed boxes, at least one of them; every turn but the last ends in one search; the
-    last has the one answer, with \boxed{} in it; and the policy writes no result itself.
+    The format is correct if there is at least one thought and all thoughts are closed, every turn but the last ends in one
+    search, the last turn has the only answer, with \boxed{} in it, and the policy writes no search result.
     """
 
     opening: str = "instruct"
-    """The prompt: "instruct" (a system's turn), "base" (no chat template), or "bare", the question alone, for a policy too small
-    to follow instructions, which is cold-started without one."""
+    """The prompt: "instruct" (a system turn), "base" (no chat template), or "bare": the question alone, for a policy that is
+    too small to follow instructions and was cold-started without any."""
     format_reward: float = 0.1
-    """Of the right form with a wrong answer."""
+    """For the correct format with F1 = 0."""
     pay_malformed: bool = False
-    """True is the paper's Eq. 2 as printed: F1 is paid whatever the form."""
+    """True: F1 is paid even if the format is wrong, as Eq. 2 is printed."""
     answer_rule: str = "rrl"
-    """How the reward's F1 compares answers, a name of `rrl.text.normalize.RULES`; "hotpotqa" is what was released."""
+    """How the reward's F1 compares answers: a name in `rrl.text.normalize.RULES`. The released code matches "hotpotqa"."""
     environment: ReSearchEnvironment = dataclasses.field(default_factory=ReSearchEnvironment)
 
     def __post_init__(self) -> None:
@@ -86,19 +88,19 @@ class ReSearch(OutcomeRecipe):
     # -- rewards -----------------------------------------------------------------------------------------------------
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """The reward as its parts: "answer" is the F1 that is paid, "format" what the form alone earns."""
+        """Set the rewards: "answer" is the F1 that is paid, "format" the reward of the format alone, "total" their sum."""
         for trajectory in trajectories:
             boxed = last_boxed(last_box(trajectory.response, self.environment.answer))
             trajectory.answer = "" if boxed is None else boxed
-            formed = self.well_formed(trajectory.response)
-            trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(formed)}
+            well_formed = self.well_formed(trajectory.response)
+            trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(well_formed)}
             f1 = token_f1(trajectory.answer, trajectory.question.answers, RULES[self.answer_rule])
-            answer = f1 if formed or self.pay_malformed else 0.0
-            form = self.format_reward if formed and not answer else 0.0
-            trajectory.rewards = {"answer": answer, "format": form, "total": answer + form}
+            answer = f1 if well_formed or self.pay_malformed else 0.0
+            format_only = self.format_reward if well_formed and not answer else 0.0
+            trajectory.rewards = {"answer": answer, "format": format_only, "total": answer + format_only}
 
     def well_formed(self, response: Sequence[str]) -> bool:
-        """Whether the form is right; `response` is the policy's own text, cut where the environment spoke."""
+        """Return whether the format is correct; `response` is the policy's text, one string per turn."""
         answer, whole = self.environment.answer, "".join(response)
         return (
             one_search_per_turn(response, self.environment)
@@ -110,13 +112,13 @@ class ReSearch(OutcomeRecipe):
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
     def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """A scripted expert: think what is needed, search each hop, think what was read, answer."""
+        """See `Recipe.demonstrate`: think of the facts needed, search each hop, think about what was read, answer."""
         answer = f"\\boxed{{ {item.question.answers[0]} }}"
         return think_and_search(self.environment, item, retrieve, answer)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{...}, its braces matched, white space stripped; None without one or where it stays open."""
+    r"""Return the stripped content of the last \boxed{...} with matched braces; None if there is none or it is not closed."""
     _, opened, rest = text.rpartition("\\boxed{")
     depth = 1
     for at, character in enumerate(rest if opened else ""):

@@ -1,6 +1,6 @@
-"""R-Search (2025): reasoning and search interleaved in one stream, distilled evidence, three rewards.
+"""R-Search (2025): reasoning and search interleaved in one context, distilled evidence, three rewards.
 
-Numbers of sections, equations and tables are the paper's.
+Sections, equations and tables are numbered as in the paper.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ SYSTEM_TEMPLATE = (
     "and preserves the original wording without modification. If no searches were conducted or observations were made, "
     "omit the evidence section. Finally, provide the final answer within <answer> and </answer> tags."
 )
-"""Table 1; the question is appended at its end."""
+"""Table 1; the question follows it."""
 
 NO_EVIDENCE_TEMPLATE = (
     SYSTEM_TEMPLATE[: SYSTEM_TEMPLATE.index("When you know")]
@@ -39,28 +39,28 @@ READER_TEMPLATE = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
     "The following are given passages: {evidence}\n\nQuestion: {query}\n\nAnswer:"
 )
-"""Table 5: what the cross-family model reads."""
+"""Table 5: the prompt of the cross-family model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RSearch(OutcomeRecipe):
-    """Protocol of section 3.2.1 (Table 1); rewards of Eqs. 3-6; group-normalised advantages by default."""
+    """The protocol of section 3.2.1 (Table 1), the rewards of Eqs. 3-6, and group-normalised advantages by default."""
 
     instruction: str = SYSTEM_TEMPLATE
-    """What stands before the question. A model too small to follow instructions is cold-started without one."""
+    """The text before the question; "" for a policy that is too small to follow instructions and was cold-started without any."""
     answer_weight: float = 0.2
     """gamma_a, section 4.3."""
     evidence_weight: float = 0.2
     """gamma_e, section 4.3."""
     reader_weight: float = 1.0
-    """Weight of Eq. 4's reward in the sum; the paper's is 1. Less where the reader is often wrong: its errors are noise."""
+    """Weight of Eq. 4's reward in the sum; 1 in the paper. Use less if the reader is often wrong: its errors are noise."""
     use_evidence: bool = True
-    """False is "w/o evidence" (Table 3): no evidence in the rollout, and neither reward that concerns it."""
+    """False: "w/o evidence" (Table 3), with no evidence in the rollout and neither of the two evidence rewards."""
     pay_evidence_without_search: bool = True
-    """Evidence written although nothing was searched: Eq. 5 as printed pays gamma_e; the released code does not."""
+    """Whether evidence without any search earns gamma_e. Eq. 5 as printed pays it; the released code does not."""
     advantage: str = "grpo"
-    """How rewards become advantages, where no critic gives them: see `rrl.rl.advantages.ESTIMATORS`. "grpo" is the released
-    code's: unbiased standard deviation of the group, epsilon 1e-6."""
+    """How rewards become advantages if there is no critic: a name in `rrl.rl.advantages.ESTIMATORS`. "grpo" is as in the
+    released code: unbiased standard deviation of the group, epsilon 1e-6."""
     environment: Stream = dataclasses.field(default_factory=Stream)
 
     def __post_init__(self) -> None:
@@ -77,8 +77,8 @@ class RSearch(OutcomeRecipe):
 
     @property
     def tags(self) -> dict[Tag, str]:
-        found: dict[Tag, str] = {self.environment.search: "search", self.environment.answer: "answer"}
-        return found | ({"original_evidence": "evidence"} if self.use_evidence else {})
+        tags: dict[Tag, str] = {self.environment.search: "search", self.environment.answer: "answer"}
+        return tags | ({"original_evidence": "evidence"} if self.use_evidence else {})
 
     def prompt(self, question: Question) -> str:
         instruction = self.instruction
@@ -89,7 +89,12 @@ class RSearch(OutcomeRecipe):
     # -- rewards -----------------------------------------------------------------------------------------------------
 
     def format_reward(self, response: Sequence[str], searched: bool) -> float:
-        """Eq. 5. `response` is the policy's own text, cut where the environment spoke."""
+        """Return the format reward (Eq. 5).
+
+        Args:
+          response: the policy's text, one string per turn.
+          searched: whether the policy made a search.
+        """
         answer_ok = has_exactly_one_box(response, self.environment.answer)
         evidence_ok = has_exactly_one_box(response, "original_evidence")
         if not self.use_evidence:
@@ -100,7 +105,7 @@ class RSearch(OutcomeRecipe):
         return self.evidence_weight * evidence_ok + self.answer_weight * answer_ok
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """Eqs. 3-6: answer F1, F1 of the cross-family reader's answer from the evidence, format; summed."""
+        """Set the rewards of Eqs. 3-6: "answer" (F1), "evidence" (F1 of the reader's answer), "format" and their sum, "total"."""
         for trajectory in trajectories:
             response = trajectory.response
             trajectory.answer = last_box(response, self.environment.answer)
@@ -116,13 +121,13 @@ class RSearch(OutcomeRecipe):
             trajectory.rewards["total"] = sum(trajectory.rewards.values())
 
     def _score_evidence(self, trajectories: Sequence[Trajectory], reader: AnswerFn | None) -> None:
-        """Eq. 4; trajectories without evidence earn 0 and cost the reader nothing."""
-        shown = [t for t in trajectories if t.evidence] if reader is not None else []
-        prompts = [READER_TEMPLATE.format(evidence=t.evidence, query=t.question.text) for t in shown]
+        """Set Eq. 4's reward. A trajectory without evidence earns 0, and the reader is not asked."""
+        with_evidence = [t for t in trajectories if t.evidence] if reader is not None else []
+        prompts = [READER_TEMPLATE.format(evidence=t.evidence, query=t.question.text) for t in with_evidence]
         for trajectory in trajectories:
             trajectory.rewards["evidence"] = trajectory.metrics["reader_f1"] = 0.0
         for trajectory, answer in zip(
-            shown, reader(prompts) if reader is not None and prompts else [], strict=True
+            with_evidence, reader(prompts) if reader is not None and prompts else [], strict=True
         ):
             trajectory.reader_answer = answer
             trajectory.metrics["reader_f1"] = token_f1(answer, trajectory.question.answers)
@@ -131,15 +136,15 @@ class RSearch(OutcomeRecipe):
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
     def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """A scripted expert: say what is needed, search each hop, state what was read, quote the sentences, answer."""
-        told = DemonstrationBuilder(self.environment, item, retrieve)
+        """See `Recipe.demonstrate`: state the facts needed, search each hop, state what was read, quote evidence, answer."""
+        builder = DemonstrationBuilder(self.environment, item, retrieve)
         needed, *read = thoughts(item.plan)
-        for words, hop in zip([f"{needed}\n", *(f"{thought} " for thought in read)], item.plan.hops):
-            told.search(words, hop)
+        for text, hop in zip([f"{needed}\n", *(f"{thought} " for thought in read)], item.plan.hops):
+            builder.search(text, hop)
         closing = [read[-1]]
         if self.use_evidence:
             evidence = " ".join(dict.fromkeys(hop.sentence for hop in item.plan.hops))
             closing.append(boxed("original_evidence", evidence))
         closing.append(boxed(self.environment.answer, item.question.answers[0]))
-        told.segments.append("\n".join(closing))
-        return told.segments
+        builder.segments.append("\n".join(closing))
+        return builder.segments

@@ -1,6 +1,6 @@
-"""Search-R1 (Jin et al., 2025, arXiv 2503.09516): think, search, read, answer; exact match, and v0.3's reward for the form.
+"""Search-R1 (Jin et al., 2025, arXiv 2503.09516): think, search, read, answer; exact match, and the format reward of v0.3.
 
-A baseline of the papers. "Released" is the authors' code.
+A baseline of the four papers. "Released" means the authors' code.
 """
 
 import dataclasses
@@ -23,49 +23,50 @@ INSTRUCTION = (
     "between <information> and </information>. Search as often as you need. When nothing is missing any more, write the answer "
     "alone, without an explanation, between <answer> and </answer>, such as <answer> Lake Geneva </answer>."
 )
-"""In our words: what the published instruction asks for, in its order."""
+"""The published instruction in our own words, in its order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchR1Environment(Stream):
-    """A turn ends at </search>, at </answer>, or after 500 tokens; one that does neither is told so, which costs a turn."""
+    """A turn ends at `</search>`, at `</answer>`, or after 500 tokens. A turn without search and answer gets a correction, which
+    costs a turn."""
 
     observation: Tag = "information"
     stop_at_answer: bool = True
     max_searches: int = 4
-    """Turns, corrected ones included; one more follows in which nothing is searched (v0.3)."""
+    """Most turns, with corrected turns. One more turn without search follows (v0.3)."""
     turn_tokens: int = 500
     observation_tokens: int = 500
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchR1(OutcomeRecipe):
-    """Protocol and rewards of v0.3. GRPO by default; PPO where the config has a critic.
+    """The protocol and the rewards of v0.3. GRPO by default; PPO if the config has a critic.
 
-    The reward, by the answer (exact match) and the form:
+    The reward, by answer (exact match) and format:
 
-    | answer | form is right | form is wrong |
+    | answer | correct format | wrong format |
     |---|---|---|
     | right | 1 | 0.8 |
     | wrong | 0.2 | 0.1 |
-    | none | (its form is wrong) | 0 |
+    | none | (always wrong format) | 0 |
 
-    The form is right where the policy writes nothing but boxes: a thought and a search in every turn but the last, a thought and
-    the answer in that, with white space between them and no further tag in them, and where it never had to be corrected.
+    The format is correct if every turn but the last is one thought and one search, the last turn is one thought and the
+    answer, only white space stands between the tags, no tag holds another one, and no turn needed a correction.
 
-    Not kept: the released reward reads prompt, response and documents as one text, so that an answer counts only beside another
-    (the instruction's example) and a document's tags break the form. Its score for documents that hold the answer is 0 as
-    published, and left out.
+    Different from the released code: its reward reads prompt, response and documents as one text. An answer therefore counts
+    only if a second one is present (the instruction's example), and tags in a document break the format. Its score for
+    documents that contain the answer is 0 as published, so it is omitted here.
     """
 
     instruction: str = INSTRUCTION
-    """What stands before the question. A model too small to follow instructions is cold-started without one."""
+    """The text before the question; "" for a policy that is too small to follow instructions and was cold-started without any."""
     use_format: bool = True
-    """False is the paper's reward: exact match alone."""
+    """False: the paper's reward, exact match alone."""
     structure_reward: float = 0.2
-    """What the right form earns where the answer is wrong, and what a right answer loses where the form is wrong."""
+    """Reward of the correct format with a wrong answer, and what a right answer loses if its format is wrong."""
     answered_reward: float = 0.1
-    """What a wrong answer in a wrong form earns, for being in an answer's box."""
+    """Reward of a wrong answer in a wrong format: for the answer tag alone."""
     environment: SearchR1Environment = dataclasses.field(default_factory=SearchR1Environment)
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ class SearchR1(OutcomeRecipe):
         for field in ("structure_reward", "answered_reward"):
             if not 0 <= getattr(self, field) <= 1:
                 raise UserError(
-                    f"{field}={getattr(self, field)} must lie in 0..1, a share of what a right answer earns"
+                    f"{field}={getattr(self, field)} must lie in 0..1, a fraction of the reward of a right answer"
                 )
 
     curves: ClassVar[Curves] = Curves({"answer": "answer: exact match", "format": "format"})
@@ -88,35 +89,35 @@ class SearchR1(OutcomeRecipe):
     # -- rewards -----------------------------------------------------------------------------------------------------
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """The table above: "answer" is the exact match, "format" what the form adds to it or takes away."""
+        """Set the rewards: "answer" is the exact match, "format" what the format adds or subtracts, "total" their sum."""
         for trajectory in trajectories:
             trajectory.answer = last_box(trajectory.response, self.environment.answer)
-            formed = self.well_formed(trajectory)
-            trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(formed)}
+            well_formed = self.well_formed(trajectory)
+            trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(well_formed)}
             right = trajectory.metrics["em"]
             answered = any(boxes(text, self.environment.answer) for text in trajectory.response)
-            total = self.total_reward(right > 0, formed, answered) if self.use_format else right
+            total = self.total_reward(right > 0, well_formed, answered) if self.use_format else right
             trajectory.rewards = {"answer": right, "format": total - right, "total": total}
 
-    def total_reward(self, right: bool, formed: bool, answered: bool) -> float:
-        """The reward of v0.3."""
+    def total_reward(self, right: bool, well_formed: bool, answered: bool) -> float:
+        """Return the reward of v0.3 (the table of the class docstring)."""
         if right:
-            return 1.0 if formed else 1.0 - self.structure_reward
-        if formed:
+            return 1.0 if well_formed else 1.0 - self.structure_reward
+        if well_formed:
             return self.structure_reward
         return self.answered_reward if answered else 0.0
 
     def well_formed(self, trajectory: Trajectory) -> bool:
-        """Whether the form is right; the environment's words are looked at only for corrections."""
+        """Return whether the format is correct. Environment text is checked for corrections only."""
         search, answer = self.environment.search, self.environment.answer
         tags: list[Tag] = ["think", search, self.environment.observation, answer]
         turns = [box_sequence(text, tags) for text in trajectory.response]
-        given = [text for role, text in trajectory.segments if role == ENVIRONMENT]
-        wanted = [["think", search]] * (len(turns) - 1) + [["think", answer]]
-        return turns == wanted and all(enclosed_content(text) is not None for text in given)
+        observations = [text for role, text in trajectory.segments if role == ENVIRONMENT]
+        expected = [["think", search]] * (len(turns) - 1) + [["think", answer]]
+        return turns == expected and all(enclosed_content(text) is not None for text in observations)
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
     def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """A scripted expert: think what is needed, search each hop, think what was read, answer."""
+        """See `Recipe.demonstrate`: think of the facts needed, search each hop, think about what was read, answer."""
         return think_and_search(self.environment, item, retrieve, item.question.answers[0])

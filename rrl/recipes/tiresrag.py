@@ -1,7 +1,7 @@
-"""TIRESRAG-R1 (2025): think, search, answer, reflect; rewards for sufficiency, thinking and reflection beside the answer's.
+"""TIRESRAG-R1 (2025): think, search, answer, reflect; rewards for the answer, sufficiency, thinking and reflection.
 
-Numbers of sections, equations, figures and tables are the paper's. Where it is silent, the authors' released code is
-followed, and called "released" here.
+Sections, equations, figures and tables are numbered as in the paper. "Released" marks details of the authors' code that the
+paper does not give.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ INSTRUCT_PROMPT = "\n\n".join(
         f"After outputting the final answer in <answer></answer>, {_REFLECTION} <answer></answer>.",
     )
 )
-"""Figure 9: the system's turn (as released), the question being the user's."""
+"""Figure 9: the system turn (as released); the question is the user's turn."""
 
 BASE_PROMPT = "\n\n".join(
     (
@@ -71,68 +71,73 @@ BASE_PROMPT = "\n\n".join(
         f"After outputting the final answer in <answer> </answer>, {_REFLECTION} <answer> </answer>.",
     )
 )
-"""Figure 10: plain text, which the question follows (as released)."""
+"""Figure 10: plain text; the question follows it (as released)."""
 
 PROMPTS = ("instruct", "base", "bare")
+"""Values of `TiresRag.opening`."""
 REFLECTIONS = ("paper", "released")
+"""Values of `TiresRag.reflect_table`."""
 ANSWER_RULE = RULES["tiresrag-r1"]
-"""How the answer's reward (Eq. 1) and the released table of reflections compare answers; Eq. 4 and metrics compare as
-everywhere."""
+"""How Eq. 1 and the released reflection table compare answers. Eq. 4 and the metrics use the default rule."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TiresRagEnvironment(Stream):
-    """Section 4.1: what follows an answer belongs to the same turn, so that the policy may think and search again.
+    """The protocol of section 4.1: a turn does not end at `</answer>`, so the policy may reflect, search and answer again.
 
-    A turn ends at </search>, at the end of the text, or after 512 tokens; one that does none of these ends the episode.
+    A turn ends at `</search>`, at the end of the text, or after 512 tokens. A turn without a search ends the episode.
     """
 
     observation: str = "information"
     max_searches: int = 8
     turn_tokens: int = 512
     correction: str = ""
-    """The paper tells of no message to a turn that neither searches nor answers."""
+    """Empty: the paper has no message for a turn that neither searches nor answers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TiresRag:
-    """Protocol of 4.1 (Figures 9 and 10); rewards of Eqs. 1-5; advantages of 4.4. Table 7's ablations are single fields."""
+    """The protocol of 4.1 (Figures 9 and 10), the rewards of Eqs. 1-5 and the advantages of 4.4.
+
+    Each ablation of Table 7 is one field.
+    """
 
     opening: str = "instruct"
-    """The prompt: "instruct" (Figure 9), "base" (Figure 10, without a chat template), or "bare", the question alone, for a
-    policy too small to follow instructions, which is cold-started without one."""
+    """The prompt: "instruct" (Figure 9), "base" (Figure 10, no chat template), or "bare": the question alone, for a policy
+    that is too small to follow instructions and was cold-started without any."""
     thinking_weight: float = 0.6
-    """w_t (C.1). 0 is "w/o Thinking" (Table 7)."""
+    """w_t of Eq. 5 (C.1). 0: "w/o Thinking" (Table 7)."""
     sufficient_weight: float = 0.3
-    """w_s (C.1). 0 is "w/o Sufficient"."""
+    """w_s of Eq. 5 (C.1). 0: "w/o Sufficient" (Table 7)."""
     reflect_weight: float = 0.3
-    """w_r (C.1). 0 is "w/o Reflect"."""
+    """w_r of Eq. 5 (C.1). 0: "w/o Reflect" (Table 7)."""
     schedule: str = "paper"
-    """Of a_t, the weight of the three together: see `rrl.rl.shaping.auxiliary_weight`."""
+    """Schedule of a_t, the common weight of these three rewards: see `tiresrag_shaping.auxiliary_weight`."""
     reflect_table: str = "paper"
-    """"paper" is Eq. 4; "released" never gives more than 0 (see `reflect_reward`)."""
+    """The reflection reward: "paper" is Eq. 4; "released" gives at most 0 (see `reflect_reward`)."""
     use_filter: bool = True
-    """Groups whose answers are all right or all wrong are not learned from (4.4). False is "w/o Filter"."""
+    """Whether to exclude groups whose answers are all right or all wrong (4.4). False: "w/o Filter" (Table 7)."""
     filter_low: float = 0.1
+    """A group whose largest answer F1 is at most this is all wrong (Algorithm 1, line 14)."""
     filter_high: float = 0.9
-    """Algorithm 1, line 14: a group stays iff its largest answer F1 is above the one and its smallest below the other."""
+    """A group whose smallest answer F1 is at least this is all right (Algorithm 1, line 14)."""
     use_difficulty: bool = True
-    """Eq. 6. False is "w/o Difficulty"."""
+    """Whether to multiply advantages by the difficulty weight of Eq. 6. False: "w/o Difficulty" (Table 7)."""
     difficulty_low: float = 0.4
     """A of Eq. 6 (C.1)."""
     difficulty_high: float = 1.5
-    """B."""
+    """B of Eq. 6 (C.1)."""
     difficulty_middle: float = 0.75
-    """rho_0."""
+    """rho_0 of Eq. 6 (C.1)."""
     difficulty_steepness: float = 10.0
-    """k."""
+    """k of Eq. 6 (C.1)."""
     penalty_weight: float = 0.1
-    """lambda_p of Eq. 7 (C.1). 0 is "w/o Penalty"."""
+    """lambda_p of Eq. 7 (C.1). 0: "w/o Penalty" (Table 7)."""
     advantage: str = "grpo_population"
-    """What totals become before they are shaped: one of `rrl.rl.advantages.ESTIMATORS`. Algorithm 1's line 15 has the deviation
-    of all samples; "reinforce_plus_plus" is Table 4's and appendix D's."""
+    """The advantage estimator before shaping: a name in `rrl.rl.advantages.ESTIMATORS`. "grpo_population" divides by the
+    population standard deviation of the group (Algorithm 1, line 15). "reinforce_plus_plus" is for Table 4 and appendix D."""
     shown_reflections: float = 0.3
-    """Share of the scripted expert's demonstrations, of questions with more than one step, that show a reflection."""
+    """Fraction of the scripted expert's demonstrations that show a reflection, among questions with more than one step."""
     environment: TiresRagEnvironment = dataclasses.field(default_factory=TiresRagEnvironment)
 
     def __post_init__(self) -> None:
@@ -141,14 +146,14 @@ class TiresRag:
         for field in ("filter_low", "filter_high", "difficulty_middle"):
             if not 0 <= getattr(self, field) <= 1:
                 raise UserError(
-                    f"{field}={getattr(self, field)} must lie in 0..1, as what it is held against does"
+                    f"{field}={getattr(self, field)} must lie in 0..1, the range of the reward that it is compared with"
                 )
         one_of(PROMPTS, self, "opening")
         one_of(SCHEDULES, self, "schedule")
         one_of(REFLECTIONS, self, "reflect_table")
         one_of(ESTIMATORS, self, "advantage")
         if not 0 <= self.shown_reflections <= 1:
-            raise UserError(f"shown_reflections={self.shown_reflections} must lie in 0..1, a share")
+            raise UserError(f"shown_reflections={self.shown_reflections} must lie in 0..1, a fraction")
 
     curves: ClassVar[Curves] = Curves(
         {
@@ -176,7 +181,7 @@ class TiresRag:
         return self.thinking_weight > 0 or self.penalty_weight > 0
 
     def prompt(self, question: Question) -> Prompt:
-        """The thought is opened for the policy."""
+        """See `Recipe.prompt`; the prompt opens the thought (`<think>`) for the policy."""
         if self.opening == "base":
             text = f"{BASE_PROMPT}\n\nQuestion:{question.text}\n\n"
             return Prompt(text, prefill="<think>", chat=False)
@@ -186,7 +191,7 @@ class TiresRag:
     # -- rewards -----------------------------------------------------------------------------------------------------
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """Eqs. 1-5. Components are unweighted; "total" is R^A + a_t·(w_t·R^T + w_s·R^S + w_r·R^R)."""
+        """Set the rewards of Eqs. 1-5. Components are unweighted; "total" is R^A + a_t·(w_t·R^T + w_s·R^S + w_r·R^R)."""
         weight = auxiliary_weight(scoring.step, scoring.steps, self.schedule)
         for trajectory in trajectories:
             answers = [
@@ -209,28 +214,28 @@ class TiresRag:
             }
         self._judge(trajectories, scoring)
         for trajectory in trajectories:
-            found = trajectory.rewards
+            rewards = trajectory.rewards
             auxiliary = (
-                self.thinking_weight * found["thinking"]
-                + self.sufficient_weight * found["sufficient"]
-                + self.reflect_weight * found["reflect"]
+                self.thinking_weight * rewards["thinking"]
+                + self.sufficient_weight * rewards["sufficient"]
+                + self.reflect_weight * rewards["reflect"]
             )
-            found["total"] = found["answer"] + weight * auxiliary
+            rewards["total"] = rewards["answer"] + weight * auxiliary
 
     def _judge(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """Eqs. 2 and 3; answers of the judge that say nothing count 0, and in the metric "judge_unread"."""
+        """Set the rewards of Eqs. 2 and 3. Unparsed answers of the judge count 0 and are counted in the metric "judge_unread"."""
         if scoring.judge is None or not self.needs_judge:
             return
-        asked: list[tuple[Trajectory, str, JudgePrompt]] = []
+        prompts: list[tuple[Trajectory, str, JudgePrompt]] = []
         for trajectory in trajectories:
-            told = transcript_of(trajectory, self.environment.answer, "<think>")
+            transcript = transcript_of(trajectory, self.environment.answer, "<think>")
             if self._uses_sufficiency:
-                asked.append((trajectory, "sufficient", Sufficiency(trajectory.question, told)))
+                prompts.append((trajectory, "sufficient", Sufficiency(trajectory.question, transcript)))
             if self._uses_thinking:
-                asked.append((trajectory, "thinking", Thinking(trajectory.question, told)))
+                prompts.append((trajectory, "thinking", Thinking(trajectory.question, transcript)))
             trajectory.metrics["judge_unread"] = 0.0
-        scores = scoring.judge.grade([case for *_, case in asked])
-        for (trajectory, name, _), score in zip(asked, scores, strict=True):
+        scores = scoring.judge.grade([prompt for *_, prompt in prompts])
+        for (trajectory, name, _), score in zip(prompts, scores, strict=True):
             trajectory.rewards[name] = trajectory.metrics[name] = score or 0.0
             trajectory.metrics["judge_unread"] += score is None
 
@@ -240,19 +245,19 @@ class TiresRag:
         """See `rrl.recipes.base.RequiresGroups`."""
         if samples == 1 and self.use_filter:
             raise UserError(
-                "recipe.use_filter leaves out groups whose answers are all right or all wrong, as the one answer of a group of "
-                "train.samples=1 mostly is: raise it, or take recipe.use_filter=False"
+                "recipe.use_filter excludes groups whose answers are all right or all wrong. With train.samples=1 a group has "
+                "one answer, so almost every group is excluded: raise train.samples, or set recipe.use_filter=False"
             )
 
     def excluded(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
-        """Group filtering (4.4)."""
+        """Return the trajectories of saturated groups: the group filter of 4.4."""
         if not self.use_filter or not trajectories:
             return np.zeros(len(trajectories), bool)
         answers, groups = _rewards(trajectories, "answer"), np.array([t.group for t in trajectories])
         return saturated(answers, groups, self.filter_low, self.filter_high)
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
-        """A' = (A - A^P)·W (4.4)."""
+        """Return A' = (A - A^P)·W (4.4)."""
         _, groups = np.unique([t.group for t in trajectories], return_inverse=True)
         advantages = ESTIMATORS[self.advantage](_rewards(trajectories, "total"), groups)
         sufficient = _rewards(trajectories, "sufficient")
@@ -278,27 +283,28 @@ class TiresRag:
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
     def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """A scripted expert: think what is needed, search each hop, think what was read, answer.
+        """See `Recipe.demonstrate`: think of the facts needed, search each hop, think about what was read, answer.
 
-        In some demonstrations an answer stands too early, wrong or "unknown": words that it shall see and not learn to
-        write. It then says what is still to be found, goes on, and answers again.
+        Some demonstrations contain an early answer, wrong or "unknown", which carries no loss. The expert then states what
+        is still missing, continues, and answers again.
         """
-        told = DemonstrationBuilder(self.environment, item, retrieve)
+        builder = DemonstrationBuilder(self.environment, item, retrieve)
         early, mistake = self._mistake(item)
-        said = [boxed("think", thought) for thought in thoughts(item.plan)]
-        said[0] = said[0].removeprefix("<think>")  # the prompt has opened it
-        for place, hop in enumerate(item.plan.hops):
-            if place == early:
-                told.segments += [said[place], Append(f"\n{boxed(self.environment.answer, mistake)}\n")]
-                said[place] = boxed("think", f"Not yet. To find : {hop.query}")
-            told.search(f"{said[place]}\n", hop)
-        told.segments.append(f"{said[-1]}\n{boxed(self.environment.answer, item.question.answers[0])}")
-        return told.segments
+        texts = [boxed("think", thought) for thought in thoughts(item.plan)]
+        texts[0] = texts[0].removeprefix("<think>")  # the prompt has opened it
+        for index, hop in enumerate(item.plan.hops):
+            if index == early:
+                builder.segments += [texts[index], Append(f"\n{boxed(self.environment.answer, mistake)}\n")]
+                texts[index] = boxed("think", f"Not yet. To find : {hop.query}")
+            builder.search(f"{texts[index]}\n", hop)
+        builder.segments.append(f"{texts[-1]}\n{boxed(self.environment.answer, item.question.answers[0])}")
+        return builder.segments
 
     def _mistake(self, item: MiniQuestion) -> tuple[int, str]:
-        """Before which hop an answer stands too early, and that answer; a pure function of the question. Else -1.
+        """Return the index of the hop before which an early answer stands, and that answer; -1 for no early answer.
 
-        Wrong is what the last fact read says (Table 2: the chain ends too soon), or the opposite of yes and no.
+        Both are a pure function of the question. A wrong answer is the value of the last fact read (Table 2: the reasoning
+        ends too early), or the opposite of yes and no.
         """
         draw = zlib.crc32(item.question.id.encode())
         hops = item.plan.hops
@@ -314,16 +320,19 @@ class TiresRag:
 
 
 def answer_reward(answer: str, gold: Sequence[str]) -> float:
-    """Eq. 1: token F1, where yes and no count as a whole and punctuation parts words."""
+    """Return Eq. 1: token F1. Yes and no must match as a whole, and punctuation separates words."""
     return token_f1(answer, gold, ANSWER_RULE)
 
 
 def reflect_reward(answers: Sequence[str], gold: Sequence[str], table: str = "paper") -> float:
-    """What a second thought earned, from all answers of a trajectory in their order; the first and the last count.
+    """Return the reflection reward, which compares the first and the last answer of a trajectory.
 
-    "paper" (Eq. 4): 1 for a wrong answer made right, -1 for a right one made wrong, else 0, by cover exact match.
-    "released": an answer is right with an F1 above 0.5 too. -1 where the last is wrong, or has a lower F1 than a right
-    first one; 0 for everything else, no answer among it.
+    Args:
+      answers: all answers of the trajectory, in order.
+      gold: the gold answers.
+      table: "paper" is Eq. 4: 1 if a wrong answer becomes right, -1 if a right answer becomes wrong, else 0, by cover exact
+        match. "released" also accepts an answer with F1 above 0.5. It gives -1 if the last answer is wrong, or if the first
+        is right and the last has a lower F1; else 0, also without an answer.
     """
     if table == "released":
         if not answers:

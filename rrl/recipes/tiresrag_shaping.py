@@ -1,4 +1,4 @@
-"""What TIRESRAG-R1 adds to GRPO: the weight of auxiliary rewards, difficulty, consistency, and its filter of groups."""
+"""What TIRESRAG-R1 adds to GRPO: weight of auxiliary rewards, difficulty weight, consistency penalty and group filter."""
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -6,18 +6,21 @@ from jaxtyping import Bool, Float, Int
 from rrl.errors import UserError
 
 SCHEDULES = ("paper", "fixed", "linear", "fast")
+"""Schedules of `auxiliary_weight`."""
 
 
 def auxiliary_weight(step: int, steps: int, schedule: str = "paper") -> float:
-    """a_t, the weight of rewards that are not the answer's (TIRESRAG-R1, section 4.3; variants of its appendices E and G.2).
+    """Return a_t, the weight of the auxiliary rewards (TIRESRAG-R1, section 4.3; variants of appendices E and G.2).
 
-    "paper" is 1 / (1 + exp((t - 0.9 T) / 10)): whole for most of the run, falling at its end. "fixed" is 1, "linear" falls
-    from 1 to 0. "fast", which the paper draws (Figure 4) and does not print, is the paper's curve with its middle at 0.1 T.
+    "paper" is 1 / (1 + exp((t - 0.9 T) / 10)): near 1 for most of the run, then it falls. "fixed" is 1. "linear" falls from
+    1 to 0. "fast" is the paper's curve with its middle at 0.1 T; Figure 4 plots it, but the paper prints no formula.
 
     Args:
       step: t, updates made.
-      steps: T, updates of the run; 0 where there is none, for which the weight is 1.
+      steps: T, updates of the run; 0 outside training, where the weight is 1.
       schedule: one of SCHEDULES.
+
+    Raises UserError for an unknown schedule.
     """
     if schedule not in SCHEDULES:
         raise UserError(f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
@@ -26,7 +29,7 @@ def auxiliary_weight(step: int, steps: int, schedule: str = "paper") -> float:
     if schedule == "linear":
         return 1.0 - step / steps
     middle = (0.9 if schedule == "paper" else 0.1) * steps
-    with np.errstate(over="ignore"):  # long after the middle it is 0
+    with np.errstate(over="ignore"):  # far after the middle the weight is 0
         return float(1 / (1 + np.exp((step - middle) / 10)))
 
 
@@ -38,7 +41,7 @@ def difficulty_weight(
     middle: float = 0.75,
     steepness: float = 10.0,
 ) -> Float[np.ndarray, "N"]:
-    """W = A + (B - A) / (1 + exp(k·(R - rho_0))): more weight where the group seldom found enough (TIRESRAG-R1, Eq. 6).
+    """Return W = A + (B - A) / (1 + exp(k·(R - rho_0))): harder questions weigh more (TIRESRAG-R1, Eq. 6).
 
     Args:
       mean_sufficient: R, the mean sufficient reward of the trajectory's group, in 0..1.
@@ -57,9 +60,10 @@ def consistency_penalty(
     *,
     weight: float = 0.1,
 ) -> Float[np.ndarray, "N"]:
-    """P = -lambda_p·A^S·A^T·A^A where that product is negative, else 0 (TIRESRAG-R1, Eq. 7, whose second A^T is A^S).
+    """Return P = -lambda_p·A^S·A^T·A^A if that product is negative, else 0 (TIRESRAG-R1, Eq. 7).
 
-    It is never negative, and is subtracted: the final advantage is (A - P)·W (section 4.4).
+    The second A^T in the printed equation is a slip for A^S. P is at least 0 and is subtracted: the final advantage is
+    (A - P)·W (section 4.4).
 
     Args:
       sufficient: group-normalised sufficient rewards.
@@ -74,10 +78,15 @@ def consistency_penalty(
 def saturated(
     answers: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"], low: float = 0.1, high: float = 0.9
 ) -> Bool[np.ndarray, "N"]:
-    """True where the answers of a trajectory's group are all at most `low` or all at least `high`: TIRESRAG-R1's filter.
+    """Return which trajectories belong to saturated groups: TIRESRAG-R1's group filter (4.4; Algorithm 1, line 14).
 
-    A group stays iff its largest answer F1 is above `low` and its smallest below `high` (4.4; Algorithm 1, line
-    14).
+    A group stays only if its largest answer F1 is above `low` and its smallest is below `high`.
+
+    Args:
+      answers: answer F1 of each trajectory.
+      groups: group of each trajectory.
+      low: threshold of the largest F1 in a group.
+      high: threshold of the smallest F1 in a group.
     """
     _, index = np.unique(groups, return_inverse=True)
     best = np.full(index.max(initial=-1) + 1, -np.inf)

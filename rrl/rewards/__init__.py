@@ -1,1 +1,1 @@
-"""How to score: pure reward functions and the models that judge."""
+"""Models that score trajectories: judges and readers, their prompts, and the parsing of their replies."""

@@ -1,8 +1,7 @@
-"""A model behind an OpenAI-compatible endpoint (POST URL/chat/completions), asked many prompts at a time.
+"""A model behind an OpenAI-compatible endpoint (POST URL/chat/completions), with concurrent requests, retries and a cache.
 
-Answers are kept on disk, by everything that they depend on, so that a run that continues, or another that asks the same,
-pays for nothing twice. The key is read from an environment variable when something is asked; it is in no attribute, message,
-log or file of ours.
+Replies are cached on disk under everything that they depend on, so that a resumed run or a second run pays nothing twice. The
+API key is read from an environment variable for each request; it is never stored in an attribute, message, log or file.
 """
 
 import dataclasses
@@ -34,79 +33,82 @@ from rrl.text.chat import Prompt
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 16 << 20
-"""Bytes of a reply beyond which it is no answer."""
+"""Most bytes of a reply; a longer one is an error."""
 MAX_REFUSAL_BYTES = 1 << 16
-"""Bytes that are read of why a prompt was refused; 300 characters are shown."""
+"""Most bytes that are read of an error body; messages show 300 characters."""
 TRANSIENT_STATUSES = (408, 409, 425, 429)
-"""Refusals that may pass; so may all from 500 on."""
+"""HTTP statuses that are worth a retry, besides all from 500 on."""
 PROMPT_REFUSALS = (400, 413, 422)
-"""Refusals of this prompt (too long, filtered): it gets no answer, and the others go on."""
+"""HTTP statuses that refuse one prompt (too long, filtered). It gets no answer, and the other prompts continue."""
 SETTING_REFUSALS = ("unsupported_parameter", "unsupported_value", "unknown_parameter")
-"""Codes of an error that refuse a setting of ours, whatever the prompt is."""
+"""Error codes that refuse a setting of the request, whatever its prompt."""
 TOKEN_LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
-"""Names of the most tokens of an answer: services that refuse the first ask for the second (OpenAI's reasoning models)."""
+"""Names of the field that limits the tokens of an answer. Services that refuse the first take the second (OpenAI's reasoning
+models)."""
 MIN_REFUSED_PROMPTS = 8
-"""Prompts refused, and none ever answered, after which it is not the prompts."""
+"""If at least this many prompts are refused and none is answered, the settings are wrong, not the prompts."""
 POLL_SECONDS = 0.1
-"""Seconds between two looks at whether an attempt is to be given up."""
+"""Seconds between two checks whether to give up an attempt."""
 KEY_VARIABLE = "OPENAI_API_KEY"
-"""Where the key is looked for."""
+"""The default environment variable of the API key."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig:
-    """Where the model is, and how patiently it is asked."""
+    """The address of the model, and how it is asked."""
 
     url: str = ""
-    """Up to the version, such as http://127.0.0.1:8000/v1."""
+    """The address up to the version, such as http://127.0.0.1:8000/v1."""
     model: str = ""
-    """The name by which the service knows it."""
+    """The name of the model at the service."""
     key_variable: str = KEY_VARIABLE
-    """Environment variable that holds the key; where it is not set, none is sent (a service of one's own)."""
+    """The environment variable with the API key. If it is not set, no key is sent (for your own service)."""
     answer_tokens: int = 1024
     """Most tokens of an answer."""
     temperature: float = 0.0
+    """0 is greedy."""
     seed: int | None = None
-    """Sent where it is given: another one asks for another sample at the same temperature."""
+    """The sampling seed, sent if given. Another seed gives another sample at the same temperature."""
     thinking: bool | None = None
-    """Whether a model that may think before it answers does: sent, where it is given, as the variable enable_thinking of its chat
-    template, which vLLM and SGLang pass on and other services may refuse."""
+    """Whether a model that can think before it answers does so. If given, it is sent as the variable enable_thinking of the
+    chat template; vLLM and SGLang support this, other services may refuse it."""
     concurrency: int = 16
-    """Prompts asked at a time, over all processes of a run."""
+    """Concurrent requests, over all processes of a run."""
     time_out: float = 120.0
-    """Seconds from the start of an attempt after which it is given up, whatever still comes."""
+    """Seconds after which an attempt is given up, even if data still arrives."""
     retries: int = 6
     """Attempts after the first."""
     backoff: float = 1.0
-    """Seconds before the first retry, doubled before each further one, up to `max_backoff`; a part of it is random. What
-    the service asks for (Retry-After) is waited for instead, within the same bound."""
+    """Seconds before the first retry, doubled before each further one up to `max_backoff`, with random jitter. A Retry-After
+    of the service replaces it, up to the same maximum."""
     max_backoff: float = 60.0
+    """Most seconds between two attempts."""
     cache: str = ""
-    """Folder for answers; empty: ~/.cache/rrl/answers."""
+    """Folder of the cache; empty: ~/.cache/rrl/answers."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise UserError(
                 f"url={self.url!r} must begin with http:// or https://, such as http://127.0.0.1:8000/v1"
             )
-        # Not shown: it holds a password or a key.
+        # The message does not show the URL, which holds a password or a key.
         if "@" in self.url.split("/")[2] or "?" in self.url or "#" in self.url:
             raise UserError(
-                "url must hold no name, password, query (?) or fragment (#), for it stands in messages and logs; put the key "
-                f"into the environment variable {KEY_VARIABLE}, or name another with key_variable"
+                "url must not contain a user name, password, query (?) or fragment (#), because messages and logs show it; put "
+                f"the key into the environment variable {KEY_VARIABLE}, or name another with key_variable"
             )
         if not _has_host(self.url):
             raise UserError(
                 f"url={self.url!r} must name a host, and a port in digits if any, such as http://127.0.0.1:8000/v1"
             )
-        name = self.key_variable  # not shown: it may be the key itself
+        name = self.key_variable  # messages do not show it: it may be the key itself
         if not (name.isascii() and name.isidentifier()):
             raise UserError(
                 "key_variable must be the name of an environment variable (letters, digits and underscores) that holds the key, "
                 f"not the key itself; such as {KEY_VARIABLE}"
             )
         if not self.model:
-            raise UserError("model='' names no model; give the name by which the service knows it")
+            raise UserError("model='' is empty; give the name of the model at the service")
         at_least(1, self, "answer_tokens", "concurrency")
         at_least(0, self, "temperature", "retries", "backoff", "max_backoff")
         if not self.time_out > 0:
@@ -114,60 +116,60 @@ class EndpointConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What an answer depends on, apart from its prompt."""
-        found = {name: getattr(self, name) for name in ("model", "answer_tokens", "temperature")}
-        return found | {
+        """What a reply depends on, besides its prompt."""
+        fields = {name: getattr(self, name) for name in ("model", "answer_tokens", "temperature")}
+        return fields | {
             name: value for name in ("seed", "thinking") if (value := getattr(self, name)) is not None
         }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndpointReply:
-    """What a service says to a prompt."""
+    """The reply of a service to a prompt."""
 
     text: str = ""
     truncated: bool = False
-    """Whether it ended at `EndpointConfig.answer_tokens`."""
+    """Whether it reached `EndpointConfig.answer_tokens`."""
     refused: bool = False
-    """Whether the service or its model would not answer this prompt (too long, filtered, a refusal)."""
+    """Whether the service or its model refused to answer this prompt (too long, filtered, a refusal)."""
 
 
 class Endpoint:
-    """Answers prompts as `rrl.rewards.reader.Reader` does, by asking a service."""
+    """Answers prompts like `rrl.rewards.reader.Reader`, by requests to a service."""
 
     def __init__(self, config: EndpointConfig) -> None:
         self.config = config
         self.cache = pathlib.Path(config.cache or "~/.cache/rrl/answers").expanduser()
         self.sent = self.cached = self.refused = 0
-        """Prompts of this process that were sent, that were found in the cache, and that the service would not answer."""
+        """Number of prompts of this process that were sent, answered from the cache, and refused by the service."""
         self._refusal = ""
         self._limit = TOKEN_LIMIT_FIELDS[0]
         self._warned = False
-        """Whether the log says of this call that an attempt failed."""
+        """Whether the current call has logged a failed attempt."""
         self._lock = threading.Lock()
-        # urllib would send the key on to wherever a redirect points.
+        # By default urllib sends the key to the target of a redirect.
         self._open = urllib.request.build_opener(_NoRedirect).open
 
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
-        """The model's answer to each prompt, in their order; "" where the service refuses a prompt, or where an answer was cut:
-        what half an answer says is not what the whole one would have said.
+        """Return the answer to each prompt, in order; "" if the service refuses the prompt or the answer was truncated.
 
-        Raises as `replies`.
+        A truncated answer may say something else than the complete one. Raises the errors of `replies`.
         """
         return ["" if reply.truncated else reply.text for reply in self.replies(prompts)]
 
     def replies(self, prompts: Sequence[str | Prompt]) -> list[EndpointReply]:
-        """The same, and whether an answer was cut or refused.
+        """Return the reply to each prompt, in order, with the flags for truncated and refused ones.
 
-        Equal prompts are asked once. In several processes each asks a share, and all get every answer.
+        Equal prompts are sent once. With several processes each one sends a part of the prompts, and all get every reply.
 
-        Raises UserError where the service refuses us (key, model, address, a setting that it does not take), Unavailable where
-        it does not answer in spite of all retries, or where the run is to stop (`rrl.stopping`): then at once.
+        Raises:
+          UserError: the service refuses the request (key, model, address, or a setting that it does not support).
+          ServiceUnavailable: the service does not answer after all retries, or the run must stop (`rrl.stopping`).
         """
-        wanted = list(dict.fromkeys(prompts))
+        distinct = list(dict.fromkeys(prompts))
         rank, count = jax.process_index(), jax.process_count()
-        mine = wanted[rank::count]
-        found: list[EndpointReply] = []
+        mine = distinct[rank::count]
+        own: list[EndpointReply] = []
         errors: list[Exception] = []
         stop = threading.Event()
         self._warned = False
@@ -177,29 +179,31 @@ class Endpoint:
                 return self._answer(prompt, stop)
             except Exception as failure:
                 errors.append(failure)
-                stop.set()  # the others shall not go on trying
+                stop.set()  # the other prompts must not keep trying
                 return EndpointReply()
 
         with on_stop(stop.set), ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
             try:
-                found = list(pool.map(one, mine))
+                own = list(pool.map(one, mine))
             finally:
                 stop.set()
         if not errors and self.refused == self.sent >= MIN_REFUSED_PROMPTS and not self.cached:
             errors.append(
                 UserError(
-                    f"{self._refusal}; all of {self.sent} prompts were refused so: check model={self.config.model!r}, "
+                    f"{self._refusal}; all {self.sent} prompts were refused: check model={self.config.model!r}, "
                     f"answer_tokens={self.config.answer_tokens} and temperature={self.config.temperature}"
                 )
             )
         error = errors[0] if errors else None
-        parts = gather_objects((dict(zip(mine, found)), error and repr(error)))
+        parts = gather_objects((dict(zip(mine, own)), error and repr(error)))
         if error is not None:
             raise error
-        if elsewhere := [words for _, words in parts if words]:
-            raise ServiceUnavailable(f"asking {self.config.url} failed in another process: {elsewhere[0]}")
-        known = {prompt: reply for part, _ in parts for prompt, reply in part.items()}
-        return [known[prompt] for prompt in prompts]
+        if elsewhere := [message for _, message in parts if message]:
+            raise ServiceUnavailable(
+                f"a request to {self.config.url} failed in another process: {elsewhere[0]}"
+            )
+        replies = {prompt: reply for part, _ in parts for prompt, reply in part.items()}
+        return [replies[prompt] for prompt in prompts]
 
     # -- one prompt --------------------------------------------------------------------------------------------------
 
@@ -217,9 +221,7 @@ class Endpoint:
             with self._lock:
                 self.refused += 1
             return reply
-        if (
-            reply.text or reply.truncated
-        ):  # a service that says nothing may say something when it is asked again
+        if reply.text or reply.truncated:  # an empty reply may differ the next time
             _write_cached(file, self.config.model, reply)
         return reply
 
@@ -242,47 +244,48 @@ class Endpoint:
         return body
 
     def _file(self, body: Mapping[str, Any]) -> pathlib.Path:
-        """Where the answer to a request is kept. The address is no part of it: the same model may be served elsewhere."""
+        """Return the cache file of a request. It does not depend on the address: another service may have the same model."""
         text = json.dumps(body, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()
         return self.cache / name[:2] / f"{name[2:]}.json"
 
     def _ask(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
-        """Asks until there is an answer, or the service refuses this prompt."""
+        """Send a request until there is a reply or the service refuses the prompt."""
         config = self.config
         why = ""
         for attempt in range(config.retries + 1):
             if stop.is_set():
                 raise ServiceUnavailable(
-                    f"{config.url}: given up, since another prompt failed or the run is to stop"
+                    f"{config.url}: given up, because another prompt failed or the run must stop"
                 )
-            asked: float | None = None
+            retry_after: float | None = None
             try:
                 return self._attempt_by_either_name(body, stop)
             except _Refused as refusal:
-                why, asked = str(refusal), refusal.wait
+                why, retry_after = str(refusal), refusal.wait
                 if refusal.status in PROMPT_REFUSALS and refusal.code not in SETTING_REFUSALS:
                     return self._refused(why)
                 if refusal.status < 500 and refusal.status not in TRANSIENT_STATUSES:
-                    raise self._refuses_us(refusal) from None
+                    raise self._request_error(refusal) from None
             except UserError:
                 raise
             except (OSError, http.client.HTTPException, ValueError, RecursionError) as failure:
-                why = self._clean(f"{config.url}: {_words(failure)}")
+                why = self._clean(f"{config.url}: {_describe(failure)}")
             if attempt < config.retries and not stop.is_set():
                 with self._lock:
-                    told, self._warned = self._warned, True
-                if not told:
+                    warned, self._warned = self._warned, True
+                if not warned:
                     log.warning("%s; up to %d attempts follow", why, config.retries)
                 doubled = config.backoff * 2**attempt * random.uniform(0.75, 1.25)
-                # "Retry-After: 0", or a date that is past, names no time: all attempts would be made at once.
-                stop.wait(min(asked or doubled, config.max_backoff))
+                # "Retry-After: 0" or a past date must not replace the backoff, or all attempts would happen at once.
+                stop.wait(min(retry_after or doubled, config.max_backoff))
         raise ServiceUnavailable(
-            f"{why} (after {attempt + 1} attempts); check the address and the service of model={config.model!r}. Answers that "
-            "came are kept"
+            f"{why} (after {attempt + 1} attempts); check the address and the service of model={config.model!r}. The "
+            "answers received so far are cached"
         )
 
-    def _refuses_us(self, refusal: "_Refused") -> UserError:
+    def _request_error(self, refusal: "_Refused") -> UserError:
+        """Return the error for a request that the service refuses whatever the prompt."""
         config, settings = self.config, ""
         if refusal.code in SETTING_REFUSALS:
             settings = f", temperature={config.temperature}, seed={config.seed}, thinking={config.thinking}"
@@ -297,7 +300,7 @@ class Endpoint:
         return EndpointReply(refused=True)
 
     def _attempt_by_either_name(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
-        """`_attempt`, with the limit of the answer under the name of `TOKEN_LIMIT_FIELDS` that the service takes."""
+        """Call `_attempt` with the name in `TOKEN_LIMIT_FIELDS` that the service supports."""
         name = self._limit
         try:
             return self._attempt(_renamed(body, name), stop)
@@ -312,7 +315,7 @@ class Endpoint:
             return self._attempt(_renamed(body, TOKEN_LIMIT_FIELDS[1]), stop)
 
     def _attempt(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
-        """`_post`, given up after `time_out` seconds, or as soon as `stop` is set, wherever it hangs."""
+        """Call `_post`, and give up after `time_out` seconds or as soon as `stop` is set, wherever it hangs."""
         ended: Future[EndpointReply] = Future()
         refused: list[_Refused] = []
 
@@ -322,79 +325,85 @@ class Endpoint:
             except BaseException as failure:
                 ended.set_exception(failure)
 
-        # A daemon, so that what was given up does not keep the program from ending.
+        # A daemon thread, so that an abandoned attempt does not keep the program alive.
         threading.Thread(target=post, name="rrl-endpoint", daemon=True).start()
         until = time.monotonic() + self.config.time_out
         while not ended.done():
             if stop.is_set():
-                raise TimeoutError("given up, since another prompt failed or the run is to stop")
+                raise TimeoutError("given up, because another prompt failed or the run must stop")
             if (left := until - time.monotonic()) <= 0:
-                if refused:  # its reason never came
+                if refused:  # the body with the reason did not arrive
                     raise refused[0]
-                raise TimeoutError(f"no whole reply within time_out={self.config.time_out:g} seconds")
+                raise TimeoutError(f"no complete reply within time_out={self.config.time_out:g} seconds")
             wait([ended], min(left, POLL_SECONDS))
         return ended.result()
 
     def _post(self, body: Mapping[str, Any], refused: Callable[["_Refused"], None]) -> EndpointReply:
-        """One attempt. Raises _Refused for a refusal, which `refused` is told of before its reason is read, and OSError or
-        ValueError for anything else that is no answer."""
+        """Make one attempt.
+
+        Args:
+          body: the request.
+          refused: receives a refusal before its body with the reason is read.
+
+        Raises _Refused for a refusal, and OSError or ValueError for any other failure.
+        """
         config = self.config
         headers = {"Content-Type": "application/json"}
         if key := self._key():
             headers["Authorization"] = f"Bearer {key}"
         url = config.url.rstrip("/") + "/chat/completions"
-        # Half a surrogate pair is legal in Python; ASCII escapes carry it.
+        # A lone surrogate is legal in a Python string; JSON with ASCII escapes can encode it.
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         until = time.monotonic() + config.time_out
         try:
             with self._open(request, timeout=config.time_out) as reply:
-                said = json.loads(_read(reply, until))
+                content = json.loads(_read(reply, until))
         except urllib.error.HTTPError as error:
             status, again = error.code, _wait(error.headers.get("Retry-After"))
             text = self._clean(f"{url} answered {status} {error.reason}")
             refused(_Refused(status, text, again))
             with error:
-                words = _refusal(error, until)
-            # Cleaned before it is cut: half a key is no key that could be found.
-            words = self._clean(words)
-            raise _Refused(status, f"{text}: {words[:300]}", again, words) from None
+                reason = _refusal(error, until)
+            # Remove the key before the text is truncated: a truncated key would not be found.
+            reason = self._clean(reason)
+            raise _Refused(status, f"{text}: {reason[:300]}", again, reason) from None
         try:
-            choice = said["choices"][0]
+            choice = content["choices"][0]
             message, ended = choice["message"], choice.get("finish_reason")
             refusal = message.get("refusal")
-            content = None if refusal else message["content"]
+            answer = None if refusal else message["content"]
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ValueError("the reply has no choices[0].message.content") from None
         if refusal or ended == "content_filter":
             return self._refused(self._clean(f"{url}: {refusal or 'filtered'}")[:300])
-        return EndpointReply(self._clean(_text(content)), ended == "length")
+        return EndpointReply(self._clean(_text(answer)), ended == "length")
 
     def _key(self) -> str:
-        """The key. Raises UserError for one that no header can hold; the message does not show it."""
+        """Return the API key. Raises UserError for characters that a header cannot hold; the message does not show the key."""
         key = os.environ.get(self.config.key_variable, "").strip()
         if not (key.isascii() and key.isprintable()):
             raise UserError(
-                f"the environment variable {self.config.key_variable} holds characters that no key has; set it again"
+                f"the environment variable {self.config.key_variable} holds characters that no API key has; set it again"
             )
         return key
 
     def _clean(self, text: str) -> str:
-        """A message without the key: services repeat what they were sent."""
+        """Return a text without the API key, because services may repeat what they received."""
         key = os.environ.get(self.config.key_variable, "").strip()
         return text.replace(key, "***") if key else text
 
 
 class _Refused(Exception):
-    """The service answered with an HTTP status that is no success."""
+    """The service answered with an HTTP error status."""
 
     def __init__(self, status: int, text: str, wait: float | None, reason: str = "") -> None:
         super().__init__(text)
         self.status, self.wait, self.reason = status, wait, reason
-        """`reason`: the body of the refusal."""
+        """`wait`: seconds of Retry-After. `reason`: the body of the reply."""
 
     @property
     def code(self) -> str:
-        """The code of the error, where the service gives one in OpenAI's form."""
+        """The error code in OpenAI's form; "" if there is none."""
         try:
             return str(json.loads(self.reason)["error"]["code"])
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -407,11 +416,11 @@ def _renamed(body: Mapping[str, Any], limit: str) -> dict[str, Any]:
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        return None  # which makes it an HTTPError
+        return None  # urllib then raises HTTPError
 
 
 def _read(reply: Any, until: float, largest: int = MAX_REPLY_BYTES) -> bytes:
-    """The body of a reply. A socket's time-out is for each piece: a service that drips would never meet it."""
+    """Return the body of a reply. A socket's time-out is per chunk, so a slow stream of chunks would never reach it."""
     parts, size = [], 0
     while part := reply.read1(1 << 16):
         parts.append(part)
@@ -424,15 +433,15 @@ def _read(reply: Any, until: float, largest: int = MAX_REPLY_BYTES) -> bytes:
 
 
 def _refusal(error: urllib.error.HTTPError, until: float) -> str:
-    """Why something was refused, or as much of it as comes."""
+    """Return the reason of a refusal, or why it could not be read."""
     try:
         return _read(error, until, MAX_REFUSAL_BYTES).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as failure:
-        return f"({_words(failure)})"
+        return f"({_describe(failure)})"
 
 
 def _text(content: Any) -> str:
-    """What an answer says; some services send it in parts."""
+    """Return the text of a content, which some services send in parts."""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
     return content if isinstance(content, str) else ""
@@ -441,14 +450,14 @@ def _text(content: Any) -> str:
 def _has_host(url: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(url)
-        parts.port  # noqa: B018 (raises for one that is no number)
+        parts.port  # noqa: B018 (raises if it is not a number)
     except ValueError:
         return False
     return bool(parts.hostname) and not any(letter.isspace() for letter in url)
 
 
 def _wait(header: str | None) -> float | None:
-    """Seconds that Retry-After asks for: a number, or a date."""
+    """Return the seconds of a Retry-After header, a number or a date; None if it has neither."""
     if header is None:
         return None
     try:
@@ -461,25 +470,25 @@ def _wait(header: str | None) -> float | None:
         return None
 
 
-def _words(failure: Exception) -> str:
+def _describe(failure: Exception) -> str:
     reason = failure.reason if isinstance(failure, urllib.error.URLError) else failure
     return f"{type(failure).__name__}: {reason}"
 
 
 def _read_cached(file: pathlib.Path) -> EndpointReply | None:
-    """A kept answer; None where there is none, or only half of one."""
+    """Return a cached reply; None if the file is missing or broken."""
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        text, cut = kept["answer"], kept["cut"]
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        text, truncated = stored["answer"], stored["cut"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return EndpointReply(text, cut) if isinstance(text, str) and isinstance(cut, bool) else None
+    return EndpointReply(text, truncated) if isinstance(text, str) and isinstance(truncated, bool) else None
 
 
 def _write_cached(file: pathlib.Path, model: str, reply: EndpointReply) -> None:
-    """Keeps an answer, whole or not at all, whoever else writes the same one."""
+    """Write a reply to the cache, atomically: other processes may write the same file."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps({"model": model, "answer": reply.text, "cut": reply.truncated}))
     except OSError as error:
-        log.warning("an answer could not be kept in %s: %s", file.parent, error)
+        log.warning("cannot write to the cache %s: %s", file.parent, error)

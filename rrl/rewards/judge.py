@@ -1,8 +1,8 @@
-"""Judges: one interface, three kinds behind it.
+"""The `Judge` interface, and the judge that asks a language model.
 
-A frozen decoder run by the rollout engine (`ModelJudge` over `rrl.rewards.reader.Reader.answers`), a service behind an
-OpenAI-compatible endpoint (the same over `rrl.rewards.endpoint.Endpoint.answers`), and an oracle where the data holds the
-truth (`rrl.rewards.oracle.Oracle`).
+There are three kinds of judge: a frozen decoder in the rollout engine (`ModelJudge` with
+`rrl.rewards.reader.Reader.answers`), a service behind an OpenAI-compatible endpoint (`ModelJudge` with
+`rrl.rewards.endpoint.Endpoint.answers`), and an oracle that reads the gold passages (`rrl.rewards.oracle.Oracle`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,24 +13,24 @@ from rrl.rewards.judge_prompts import JudgePrompt
 from rrl.text.chat import Prompt
 
 AnswerFn = Callable[[Sequence[str | Prompt]], list[str]]
-"""A model that is asked: prompts in, answers out, in their order."""
+"""A model as a function: prompts -> answers, in the same order."""
 
 
 class Judge(Protocol):
-    """Scores cases (see `rrl.rewards.judge_prompts`)."""
+    """Scores judge prompts (see `rrl.rewards.judge_prompts`)."""
 
-    def grade(self, cases: Sequence[JudgePrompt]) -> list[float | None]:
-        """A score in 0..1 for each case, in their order; None where the judge said none."""
+    def grade(self, prompts: Sequence[JudgePrompt]) -> list[float | None]:
+        """Return a score in 0..1 for each prompt, in order; None if the judge's reply contains no score."""
 
 
 class ModelJudge:
-    """Asks a model each case's own prompt, or what its card makes of it, and reads its answer."""
+    """Sends each prompt to a model, in the form that the model's card requires, and parses its reply."""
 
     def __init__(self, answers: AnswerFn, card: JudgeCard | None = None) -> None:
         self.answers = answers
         self.card = card or JudgeCard()
 
-    def grade(self, cases: Sequence[JudgePrompt]) -> list[float | None]:
-        """See `Judge`; no case costs nothing. Raises UserError for a kind of case that the model was not trained on."""
-        said = self.answers([self.card.prompt_for(case) for case in cases]) if cases else []
-        return [case.parse(text) for case, text in zip(cases, said, strict=True)]
+    def grade(self, prompts: Sequence[JudgePrompt]) -> list[float | None]:
+        """See `Judge`. Raises UserError for a kind of prompt that the model was not trained on."""
+        replies = self.answers([self.card.prompt_for(prompt) for prompt in prompts]) if prompts else []
+        return [prompt.parse(reply) for prompt, reply in zip(prompts, replies, strict=True)]

@@ -1,6 +1,7 @@
-"""What a judge's folder says about how it is asked, kept beside its weights: a small model cannot follow the papers' words.
+"""The judge card: a file in a judge's folder that says which prompts the judge takes, and in which form.
 
-A folder without a card is asked in those words, whatever the case.
+A small judge cannot follow the papers' instructions, so it is trained without them. A judge without a card takes every prompt
+as the paper prints it.
 """
 
 import dataclasses
@@ -17,47 +18,48 @@ FILE = "rrl_judge.json"
 
 @dataclasses.dataclass(frozen=True)
 class JudgeCard:
-    """What `rrl_judge.json` holds."""
+    """The content of `rrl_judge.json`."""
 
     instructions: bool = True
-    """False: the system's turn, in which the papers say what to judge by, is left out: the judge was trained without."""
+    """Whether prompts keep their system turn, which holds the paper's criteria. False: the judge was trained without it."""
     context: int = 8192
-    """Most tokens of a prompt and its answer."""
+    """Most tokens of a prompt and its reply."""
     answer_tokens: int = 1024
-    """Most tokens of an answer. TIRESRAG-R1's sufficiency prompt has it reason first."""
+    """Most tokens of a reply. TIRESRAG-R1's sufficiency prompt asks for reasoning before the score."""
     cases: tuple[str, ...] = ()
-    """Classes of `rrl.rewards.judge_prompts` that it was trained on, and judges no other; empty: all."""
+    """Names of the classes in `rrl.rewards.judge_prompts` that the judge was trained on. It refuses others. Empty: all."""
 
     def __post_init__(self) -> None:
         for name, kind in (("instructions", bool), ("context", int), ("answer_tokens", int)):
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name}={getattr(self, name)!r} is no {kind.__name__}")
-        object.__setattr__(self, "cases", tuple(self.cases))  # a list, as JSON has it
+                raise TypeError(f"{name}={getattr(self, name)!r} must be a {kind.__name__}")
+        object.__setattr__(self, "cases", tuple(self.cases))  # JSON has a list
         at_least(1, self, "context", "answer_tokens")
 
-    def prompt_for(self, case: JudgePrompt) -> Prompt:
-        """What the judge is asked about a case. Raises UserError for a kind of case that it was not trained on."""
-        self.check(type(case))
-        return case.prompt if self.instructions else dataclasses.replace(case.prompt, system="")
+    def prompt_for(self, judge_prompt: JudgePrompt) -> Prompt:
+        """Return the prompt in the judge's form. Raises UserError for a kind that the judge was not trained on."""
+        self.check(type(judge_prompt))
+        prompt = judge_prompt.prompt
+        return prompt if self.instructions else dataclasses.replace(prompt, system="")
 
     def check(self, *kinds: type) -> None:
-        """Raises UserError for a kind of case that the judge was not trained on."""
+        """Raise UserError for a kind of prompt that the judge was not trained on."""
         for kind in kinds:
             if self.cases and kind.__name__ not in self.cases:
                 raise UserError(
-                    f"this judge was trained on {', '.join(self.cases)} alone ({FILE} in its folder), and is asked for "
-                    f"{kind.__name__}: choose another judge, or a recipe or method that does not ask for it"
+                    f"this judge was trained only on {', '.join(self.cases)} ({FILE} in its folder), but is asked for "
+                    f"{kind.__name__}: choose another judge, or a recipe or method that does not need {kind.__name__}"
                 )
 
 
 def write_judge_card(folder: str | pathlib.Path, card: JudgeCard) -> None:
-    """Writes the card into a judge's folder."""
+    """Write the card into a judge's folder."""
     text = json.dumps(dataclasses.asdict(card), indent=2)
     write_atomically(pathlib.Path(folder, FILE), text + "\n")
 
 
 def read_judge_card(folder: str | pathlib.Path) -> JudgeCard | None:
-    """The card of a judge's folder, or None where there is none. Raises UserError for one that cannot be read."""
+    """Return the card of a judge's folder, or None if it has none. Raises UserError if the card cannot be read."""
     file = shipped(folder) / FILE
     if not file.is_file():
         return None
@@ -65,5 +67,5 @@ def read_judge_card(folder: str | pathlib.Path) -> JudgeCard | None:
         return JudgeCard(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{file}: not a judge's card ({error}); make the folder again, or remove it"
+            f"{file}: not a judge card ({error}); make the folder again, or remove the card"
         ) from error

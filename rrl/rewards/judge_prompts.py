@@ -1,6 +1,6 @@
-"""What a judge may be asked: each question with the paper's prompt for it, and how the answer is read.
+"""The judge prompts of the papers: each class has the prompt for one judgement, and parses the judge's reply to it.
 
-`read` gives a score in 0..1, or None for an answer that says none; who asks counts those, and takes them for 0.
+`parse` returns a score in 0..1, or None if the reply contains no score. Callers count None as 0 and report how often it occurs.
 """
 
 import collections
@@ -62,7 +62,7 @@ SUFFICIENCY_SYSTEM = (
     "Finally, use these answers to evaluate the criteria. Output the ### EXPLANATION (Text). Then, use the EXPLANATION to "
     "output the ### EVALUATION (JSON)"
 )
-"""TIRESRAG-R1, Figure 11, whose criteria and steps stand in it twice."""
+"""TIRESRAG-R1, Figure 11; criteria and steps appear twice, as in the figure."""
 
 THINKING_SYSTEM = (
     "You are an expert reasoning evaluator for Retrieval-Augmented Generation (RAG) tasks. Your goal is to judge the "
@@ -133,7 +133,7 @@ RELEVANCE_SYSTEM = (
     "Give one score for the documents together, one of 0, 0.1, 0.2, ..., 1: 0 means that nothing in them helps, 1 that they "
     "state what is needed. Write the score alone."
 )
-"""In our words: R3-RAG (Eq. 3, section 3.2.2) describes this instruction, its scores included, and prints it nowhere."""
+"""In our own words: R3-RAG describes this instruction and its scores (Eq. 3, section 3.2.2), but does not print it."""
 
 ERROR_ANALYSIS_TEMPLATE = (
     "A search agent was asked a question and answered it wrongly. You see what it thought and found.\n\n"
@@ -144,62 +144,61 @@ ERROR_ASPECTS = {
     "faithful": "Does what it thought agree with what it had found, without anything that was not found?",
     "reached": "Did it arrive at the right answer in its thoughts?",
 }
-"""What tells the five kinds of error of TIRESRAG-R1's Table 2 apart, whose examples the authors sorted by hand; our words."""
+"""Questions in our own words that determine the error type of TIRESRAG-R1's Table 2; the authors classified by hand."""
 
 
 class JudgePrompt(Protocol):
-    """One thing to be judged."""
+    """One judgement that a judge is asked for."""
 
     @property
     def question(self) -> Question:
-        """What it is about."""
+        """The question that the judged answer or reasoning belongs to."""
 
     @property
     def prompt(self) -> Prompt:
-        """What a model is asked."""
+        """The prompt for a language model."""
 
     def parse(self, text: str) -> float | None:
-        """The score that a model's answer says, in 0..1; None where it says none."""
+        """Return the score in 0..1 that a model's reply contains; None if it contains none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transcript:
-    """What was thought and found in an episode, without its answers: RD of TIRESRAG-R1, section 3.1."""
+    """The reasoning and the documents of an episode, without its answers: RD of TIRESRAG-R1, section 3.1."""
 
     segments: tuple[tuple[int, str], ...]
-    """(POLICY or ENVIRONMENT, text) in order."""
+    """(POLICY or ENVIRONMENT, text) pairs in order: reasoning and documents."""
     titles: tuple[str, ...] = ()
-    """Of all passages that were found."""
+    """Titles of all passages shown."""
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole transcript."""
         return "".join(text for _, text in self.segments).strip()
 
     def text_of(self, role: int) -> str:
-        """All that the policy, or the environment, said."""
+        """Return all text of one role, POLICY or ENVIRONMENT."""
         return "\n".join(text.strip() for who, text in self.segments if who == role)
 
 
 def transcript_of(
     trajectory: Trajectory, answer: Tag, prefill: str = "", searches: int | None = None
 ) -> Transcript:
-    """What was thought and found in a trajectory, its answers (boxes of the tag `answer`) taken out, as TIRESRAG-R1's
-    released code does.
+    """Return the reasoning and the documents of a trajectory without its answers, as in TIRESRAG-R1's released code.
 
-    Where the policy is asked anew in another context (R3-RAG), what that shows beyond the one before is what was found.
+    If the protocol starts new contexts (R3-RAG), the documents are what a context shows beyond the one before.
 
     Args:
-      trajectory: the episode; its prompt is no part of it.
-      answer: the answers' tag.
-      prefill: what the prompt had opened for the policy, which its first words continue; by default a thought that the chat
-        template opened.
-      searches: up to what was thought after so many searches; None: all of them.
+      trajectory: the episode. Its first prompt is not part of the transcript.
+      answer: the tag of answers; its contents are removed.
+      prefill: the text that the prompt opened for the policy, such as "<think>". By default it is the `<think>` that the chat
+        template opened, if any.
+      searches: stop before search number `searches` + 1; None: use all searches.
     """
     segments: list[tuple[int, str]] = []
     prompts: list[str] = []
-    asked = collections.Counter(search.turn for search in trajectory.searches)
-    found = 0
+    searches_per_turn = collections.Counter(search.turn for search in trajectory.searches)
+    count = 0
     for role, text in trajectory.segments:
         if role == POLICY:
             segments.append((role, prefill + without_boxes(text, answer)))
@@ -210,20 +209,20 @@ def transcript_of(
             prefill = prefill or opened_thought(text)
             if len(prompts) == 1:
                 continue
-            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts[-2:]))
-            text, new = text[len(list(same)) :], asked[len(prompts) - 2]
+            common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts[-2:]))
+            text, new = text[len(list(common)) :], searches_per_turn[len(prompts) - 2]
         else:
-            new = int(enclosed_content(text) is not None)  # a correction is no search: it stands in no box
-        if searches is not None and found + new > searches:
+            new = int(enclosed_content(text) is not None)  # a correction has no observation tag
+        if searches is not None and count + new > searches:
             break
-        found += new
+        count += new
         segments.append((ENVIRONMENT, text))
     titles = (title for search in shown_searches(trajectory)[:searches] for title in search.titles)
     return Transcript(tuple(segments), tuple(dict.fromkeys(titles)))
 
 
 def shown_searches(trajectory: Trajectory) -> Sequence[Search]:
-    """The searches whose passages the policy was shown: all but those for which there was no room."""
+    """Return the searches whose passages the policy saw: all but those that did not fit the context."""
     if trajectory.ended != "context_limit":
         return trajectory.searches
     segments = trajectory.segments
@@ -235,7 +234,7 @@ def shown_searches(trajectory: Trajectory) -> Sequence[Search]:
 
 @dataclasses.dataclass(frozen=True)
 class Sufficiency:
-    """Can the gold answer be inferred from what was thought and found? 0 or 1 (TIRESRAG-R1, Eq. 2)."""
+    """Can the gold answer be inferred from the reasoning and the documents? 0 or 1 (TIRESRAG-R1, Eq. 2)."""
 
     question: Question
     transcript: Transcript
@@ -249,16 +248,16 @@ class Sufficiency:
         )
 
     def parse(self, text: str) -> float | None:
-        found = re.findall(
+        labels = re.findall(
             r"sufficient[ _]context[^:\n]{0,40}:[\s\"'*]*(?:([01])(?:\.0+)?(?![\d.]*\d)|(true|false)\b)",
             after_thought(text).lower(),
         )
-        return float(found[-1][0] or found[-1][1] == "true") if found else None
+        return float(labels[-1][0] or labels[-1][1] == "true") if labels else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Thinking:
-    """How good is the reasoning, whatever its answer? A score in tenths (TIRESRAG-R1, Eq. 3)."""
+    """How good is the reasoning, regardless of its answer? A score in tenths (TIRESRAG-R1, Eq. 3)."""
 
     question: Question
     transcript: Transcript
@@ -278,7 +277,7 @@ class Thinking:
 
 @dataclasses.dataclass(frozen=True)
 class Correctness:
-    """Does the prediction mean what the gold answer means? 0 or 1 (TIRESRAG-R1, Figure 13)."""
+    """Is the predicted answer correct? 0 or 1 (TIRESRAG-R1, Figure 13)."""
 
     question: Question
     predicted: str
@@ -297,7 +296,7 @@ class Correctness:
 
 @dataclasses.dataclass(frozen=True)
 class Validation:
-    """The same question as `Correctness`, in R2AG's words (Figure A.4)."""
+    """Is the predicted answer correct? 0 or 1, with R2AG's prompt (Figure A.4)."""
 
     question: Question
     predicted: str
@@ -308,13 +307,13 @@ class Validation:
         return Prompt(text, system=VALIDATION_SYSTEM)
 
     def parse(self, text: str) -> float | None:
-        found = re.findall(r"validation\W*(correct|wrong)\b", after_thought(text).lower())
-        return float(found[-1] == "correct") if found else None
+        labels = re.findall(r"validation\W*(correct|wrong)\b", after_thought(text).lower())
+        return float(labels[-1] == "correct") if labels else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Relevance:
-    """How relevant are the documents that a step found? A score in tenths (R3-RAG, Eq. 3)."""
+    """How relevant are the documents of a step? A score in tenths (R3-RAG, Eq. 3)."""
 
     question: Question
     passages: tuple[Passage, ...]
@@ -332,32 +331,32 @@ class Relevance:
 
 @dataclasses.dataclass(frozen=True)
 class ShortAnswer:
-    """A metric of the short forms of a long answer, which the model extracts (R3-RAG, 4.1); of several the best counts."""
+    """A metric of the short answers that the model extracts from a long answer (R3-RAG, 4.1); the best one counts."""
 
     question: Question
     predicted: str
     metric: str
-    """Of `AnswerScores`: "em", "f1" or "cem". Those of one answer are asked for in the same words."""
+    """A field of `AnswerScores`: "em", "f1" or "cem". The prompt does not depend on it."""
     rule: Rule = RRL
-    """How the forms are compared."""
+    """How answers are compared."""
 
     @property
     def prompt(self) -> Prompt:
         return Prompt(EXTRACT_TEMPLATE.format(question=self.question.text, answer=self.predicted))
 
     def parse(self, text: str) -> float | None:
-        forms = listed_answers(after_thought(text))
-        return None if forms is None else self.score(forms)
+        answers = listed_answers(after_thought(text))
+        return None if answers is None else self.score(answers)
 
-    def score(self, forms: Sequence[str]) -> float:
-        """The metric of these short forms."""
-        scores: AnswerScores = score_answer(forms, self.question.answers, self.rule)
+    def score(self, answers: Sequence[str]) -> float:
+        """Return the metric of these short answers."""
+        scores: AnswerScores = score_answer(answers, self.question.answers, self.rule)
         return float(getattr(scores, self.metric))
 
 
 @dataclasses.dataclass(frozen=True)
 class ErrorAnalysis:
-    """One thing about how a wrong answer came about: 0 or 1 (for TIRESRAG-R1, Table 2)."""
+    """One question about the cause of a wrong answer: 0 or 1 (for the error types of TIRESRAG-R1, Table 2)."""
 
     question: Question
     transcript: Transcript
@@ -365,7 +364,7 @@ class ErrorAnalysis:
     aspect: str
     """One of ERROR_ASPECTS."""
     last_titles: tuple[str, ...] = ()
-    """Titles of the passages that the last search found."""
+    """Titles of the passages of the last search."""
 
     @property
     def prompt(self) -> Prompt:
@@ -381,7 +380,7 @@ class ErrorAnalysis:
 
 
 def gold_text(question: Question) -> str:
-    """The gold answers as a judge reads them."""
+    """Return the gold answers as a judge reads them."""
     return " or ".join(question.answers)
 
 
@@ -395,7 +394,7 @@ _SCALE = re.compile(
 _TENTHS = r"(?<![\w.,/-])(0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\w%/]|[.,]\d)"
 _NAMED = re.compile(rf"score\W*[:=]\W*?{_TENTHS}", re.IGNORECASE)
 _OPENING = re.compile(rf"\A[\s*\"'(]*(?!1\.\s){_TENTHS}(?=[\s*\"')]*(?:$|[,;:(\n–-]|\.(?!\d)))")
-"""Not "1 of the documents ...", which counts, nor the "1." of a list."""
+"""Matches neither the count in "1 of the documents ..." nor the "1." of a list."""
 _CLOSING = re.compile(rf"(?:^|[:=]|\bis\b)[\s*\"'(]*{_TENTHS}[\s*\"').]*\Z", re.MULTILINE)
 
 
@@ -405,25 +404,30 @@ _REFUSAL = re.compile(
     r" (?:\w+ly )?(?:assist|help|answer|comply|determine|judge|evaluate|verify|assess|decide|say|tell|rate|score|give)\b)",
     re.IGNORECASE,
 )
-"""How an answer opens that refuses to judge. What numbers and verdicts it names after that are none of its own."""
+"""Matches the start of a reply that refuses to judge. Numbers and verdicts after it are not a score."""
 
 
 def parse_tenths(text: str) -> float | None:
-    """The number in 0..1 of an answer ("7", "70%", "7/10", "high"), to the tenth; None if it has none, and for a refusal.
+    """Return the score in 0..1 of a reply, rounded to tenths; None if the reply refuses or has no such score.
 
-    One that is called the score counts, else the one that the answer opens with, else the last with a decimal point, else a
-    whole one that the answer ends with, after a colon, an equals sign, "is", or alone on its line: elsewhere whole ones count or
-    name documents ("document 1 is irrelevant"). The ends of the scale, where an answer tells them ("out of 1", "from 0 to 1",
-    "0 = irrelevant"), are no score.
+    "7", "70%", "7/10" and "high" are not such scores.
+
+    The first of these rules that applies gives the score:
+    1. the last number that is named "score";
+    2. the number that the reply starts with;
+    3. the last number with a decimal point;
+    4. a whole number at the end, after a colon, an equals sign, "is", or alone on its line. Elsewhere whole numbers count or
+       name documents ("document 1 is irrelevant").
+    Descriptions of the scale ("out of 1", "from 0 to 1", "0 = irrelevant") are ignored.
     """
-    said = after_thought(text)
-    if _REFUSAL.match(said):
+    reply = after_thought(text)
+    if _REFUSAL.match(reply):
         return None
-    said = _SCALE.sub(" ", said)
-    decimals = [number for number in re.findall(_TENTHS, said) if "." in number]
-    # Of the opening and the closing number there is one at most: they are anchored.
-    chosen = _NAMED.findall(said) or _OPENING.findall(said) or decimals or _CLOSING.findall(said)
-    return round(float(chosen[-1]), 1) if chosen else None
+    reply = _SCALE.sub(" ", reply)
+    decimals = [number for number in re.findall(_TENTHS, reply) if "." in number]
+    # `_OPENING` and `_CLOSING` are anchored, so each matches at most once.
+    candidates = _NAMED.findall(reply) or _OPENING.findall(reply) or decimals or _CLOSING.findall(reply)
+    return round(float(candidates[-1]), 1) if candidates else None
 
 
 _NO = r"no\b(?=\W*$|\s*[^\w\s]|\s+(?:it|the|this|that|they|there|he|she|because|since|as)\b)"
@@ -432,18 +436,20 @@ _VERDICT = re.compile(r"(\bnot\s+(?:\w+ly\s+)?|n['’]t\s+(?:\w+ly\s+)?)?\b(true
 
 
 def parse_verdict(text: str) -> float | None:
-    """1 for true or yes, 0 for false or no; None where an answer says neither, and for a refusal.
+    """Return 1 for true or yes, 0 for false or no; None if the reply contains neither or refuses.
 
-    The word that it opens with counts, whatever is explained after it ("No doubt" opens with no verdict); else the last true or
-    false, turned round by a "not" before it; else the last yes or no.
+    The first of these rules that applies gives the verdict:
+    1. the word that the reply starts with, whatever follows ("No doubt" is not a verdict);
+    2. the last true or false, negated by a "not" before it;
+    3. the last yes or no.
     """
-    said = after_thought(text).lower()
-    if _REFUSAL.match(said):
+    reply = after_thought(text).lower()
+    if _REFUSAL.match(reply):
         return None
-    if opening := _OPENING_VERDICT.match(said):
+    if opening := _OPENING_VERDICT.match(reply):
         return float(opening[1] in ("true", "yes"))
-    if found := _VERDICT.findall(said):
-        turned, word = found[-1]
-        return float((word == "true") != bool(turned))
-    plain = re.findall(r"\b(yes|no)\b", said)
+    if verdicts := _VERDICT.findall(reply):
+        negation, word = verdicts[-1]
+        return float((word == "true") != bool(negation))
+    plain = re.findall(r"\b(yes|no)\b", reply)
     return float(plain[-1] == "yes") if plain else None

@@ -1,4 +1,4 @@
-"""The judge of a run, from its config."""
+"""Makes the judge of a run from its config."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,43 +25,44 @@ KINDS = ("oracle", "model", "endpoint")
 
 @dataclasses.dataclass(frozen=True)
 class JudgeConfig:
-    """Which judge, and the section of its kind."""
+    """Config section "judge": the kind of judge and its settings."""
 
     kind: str = "oracle"
-    """oracle: the questions' gold passages, where the data has them; model: a frozen decoder in the run's own engine;
-    endpoint: a service (section judge_endpoint)."""
+    """"oracle": scores by the gold passages that the data names. "model": a frozen decoder in the rollout engine. "endpoint": a
+    service, see section judge_endpoint."""
     folder: str = ""
-    """Of a model: its Hugging Face folder; a card in it (`rrl.rewards.judge_card`) says how it is asked."""
+    """kind="model": its Hugging Face folder. A judge card in it (`rrl.rewards.judge_card`) determines the form of the prompts."""
     answer_tokens: int = JudgeCard.answer_tokens
-    """Of a model: most tokens of an answer, its thoughts among them."""
+    """kind="model": most tokens of a reply, with its thoughts."""
     thinking: bool = False
-    """Of a model that may think before it answers (Qwen3): whether it does. Then give it tokens for that."""
+    """kind="model": whether a model that can think before it answers (Qwen3) does so. Raise `answer_tokens` then."""
 
     def __post_init__(self) -> None:
         one_of(KINDS, self, "kind")
         at_least(1, self, "answer_tokens")
         if self.folder and self.kind != "model":
             raise UserError(
-                f"judge.folder={self.folder!r} goes with judge.kind=model, not {self.kind}; leave it out"
+                f"judge.folder={self.folder!r} needs judge.kind=model, not {self.kind}; leave it out"
             )
         if self.thinking and self.kind != "model":
             raise UserError(
-                f"judge.thinking=True goes with judge.kind=model, not {self.kind}; a service is told by judge_endpoint.thinking"
+                f"judge.thinking=True needs judge.kind=model, not {self.kind}; for a service set judge_endpoint.thinking"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgeSettings:
-    """A judge's sections of a config, checked."""
+    """The validated config sections of a judge."""
 
     judge: JudgeConfig
     rollout: EngineConfig
-    """Sizes of a model's engine."""
+    """kind="model": sizes of its engine."""
     endpoint: EndpointConfig | None
+    """kind="endpoint": the service."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "JudgeSettings":
-        """From a config's sections. Raises UserError for a wrong field."""
+        """Read the sections of a config. Raises UserError for a wrong field."""
         judge = build(JudgeConfig, values.get("judge", {}), "judge")
         rollout = build(EngineConfig, values.get("judge_rollout", {}), "judge_rollout")
         if judge.kind == "model" and rollout.context < judge.answer_tokens + 3:
@@ -74,12 +75,12 @@ class JudgeSettings:
         return cls(judge, rollout, endpoint)
 
     def check(self) -> None:
-        """Raises UserError for a model that is not there."""
+        """Raise UserError if the model's folder is missing."""
         if self.judge.kind == "model":
             require_folder("judge.folder", self.judge.folder)
 
     def identity(self) -> dict[str, Any]:
-        """What decides its scores: a model by content, a service by the name of its model."""
+        """Return what determines the scores: the content hash of a model, or the model name of a service."""
         if self.endpoint is not None:
             return {"kind": "endpoint"} | self.endpoint.identity
         if self.judge.kind == "oracle":
@@ -96,9 +97,12 @@ class JudgeSettings:
         return identity if card is None else identity | {"card": dataclasses.asdict(card)}
 
     def load(self, questions: Sequence[Question], compute: ComputeConfig, mesh: Mesh) -> Judge:
-        """The judge itself.
+        """Load the judge.
 
-        Raises UserError where `questions`, which it will be asked about, say too little for an oracle.
+        Args:
+          questions: the questions that it will judge. Raises UserError if an oracle lacks their gold passages.
+          compute: dtype of a model.
+          mesh: devices of a model.
         """
         if self.endpoint is not None:
             return ModelJudge(Endpoint(self.endpoint).answers)
@@ -129,27 +133,31 @@ SECTIONS: Mapping[str, type] = {
     "judge_rollout": EngineConfig,
     "judge_endpoint": EndpointConfig,
 }
-"""The sections of a config that has a judge, and the dataclass behind each."""
+"""Config sections of a judge -> their dataclasses."""
 
 
 def judge_sections(judge: str, model: str = "", context: int = 0) -> dict[str, dict[str, Any]]:
-    """The sections of a config for a judge that is named in one word: "oracle", a folder, or the http address of a service
-    whose `model` it is. `context`: most tokens of a model's prompt and answer; 0: what its card says.
+    """Return the config sections of a judge.
 
-    Raises UserError for a `model` beside anything else than a service.
+    Args:
+      judge: "oracle", the folder of a model, or the http address of a service.
+      model: name of the service's model.
+      context: most tokens of a model's prompt and reply; 0: the value in its judge card.
+
+    Raises UserError for a `model` without a service.
     """
     kind = "oracle" if judge == "oracle" else "endpoint" if judge.startswith("http") else "model"
     if model and kind != "endpoint":
         raise UserError(
-            f"judge_model={model!r} names a service's model, but judge={judge!r} is no service: give its address, "
+            f"judge_model={model!r} names a service's model, but judge={judge!r} is not a service: give its address, "
             "judge=http://..., or leave judge_model out"
         )
-    found: dict[str, Any] = {"kind": kind, "folder": judge if kind == "model" else ""}
+    section: dict[str, Any] = {"kind": kind, "folder": judge if kind == "model" else ""}
     if (card := read_judge_card(judge) if kind == "model" else None) is not None:
-        found |= {"answer_tokens": card.answer_tokens}
+        section |= {"answer_tokens": card.answer_tokens}
     context = context or (card or JudgeCard()).context
     return {
-        "judge": found,
+        "judge": section,
         "judge_endpoint": {"url": judge if kind == "endpoint" else "", "model": model},
         "judge_rollout": {"rows": 64, "context": context, "prefill_tokens": 2048},
     }

@@ -1,4 +1,4 @@
-"""A judge that knows: for data whose questions name their gold passages, as the built-in world's and 2Wiki's do."""
+"""A judge that scores by gold passages, for data that names them, such as the built-in world and 2WikiMultihopQA."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -25,43 +25,43 @@ _SENTENCE = re.compile(r"<[^<>]*>|[.!?:\n]+")
 
 
 class Oracle:
-    """Scores by the gold passages and answers of each question.
+    """Scores by the gold passages and the gold answers of each question.
 
-    - sufficiency: 1 where all gold passages were found;
-    - thinking: the share of gold passages whose titles the reasoning names (is the chain whole?) times the share of the
-      names and numbers in it that stood in the question or in what had been found before (is it grounded?), in tenths;
-    - relevance: the share of the question's gold passages that the documents hold, in tenths, as the
-      papers' judges say it (of four passages one is 0.2);
-    - correctness: cover exact match;
-    - short answers: the answer as it stands;
-    - findings: something else was mistaken for what was asked where the last search found passages and none of them gold,
-      thoughts are faithful where they are grounded, and reached the answer where they name it after the last search.
+    - `Sufficiency`: 1 if all gold passages were found.
+    - `Thinking`: the fraction of gold passages that the reasoning names (is the chain complete?) times the fraction of its
+      names and numbers that appeared before in the question or a document (is it grounded?), in tenths.
+    - `Relevance`: the fraction of the question's gold passages among the documents, rounded to tenths as in the papers'
+      judges (one of four passages gives 0.2).
+    - `Correctness`, `Validation`: cover exact match.
+    - `ShortAnswer`: the metric of the unchanged answer.
+    - `ErrorAnalysis`: "mistaken" is 1 if the last search found passages and none of them is gold; "faithful" is 1 if the
+      reasoning is fully grounded; "reached" is 1 if the reasoning after the last search contains the gold answer.
     """
 
-    def grade(self, cases: Sequence[JudgePrompt]) -> list[float | None]:
-        """See `rrl.rewards.judge.Judge`. Raises UserError for a question without gold passages where they are needed."""
-        return [self._grade(case) for case in cases]
+    def grade(self, prompts: Sequence[JudgePrompt]) -> list[float | None]:
+        """See `rrl.rewards.judge.Judge`. Raises UserError if a score needs gold passages and the question names none."""
+        return [self._grade(prompt) for prompt in prompts]
 
-    def _grade(self, case: JudgePrompt) -> float:
-        match case:
-            case Sufficiency(question, told):
-                return float(_keys(gold_titles(question)) <= _keys(told.titles))
-            case Thinking(question, told):
-                return round(chain_coverage(question, told) * groundedness(question, told), 1)
+    def _grade(self, prompt: JudgePrompt) -> float:
+        match prompt:
+            case Sufficiency(question, transcript):
+                return float(_keys(gold_titles(question)) <= _keys(transcript.titles))
+            case Thinking(question, transcript):
+                return round(chain_coverage(question, transcript) * groundedness(question, transcript), 1)
             case Relevance(question, passages):
                 gold = _keys(gold_titles(question))
                 return round(len(_keys(passage.title for passage in passages) & gold) / len(gold), 1)
             case Correctness(question, predicted) | Validation(question, predicted):
                 return cover_exact_match(predicted, question.answers)
             case ShortAnswer():
-                return case.score([case.predicted])
-            case ErrorAnalysis(question, _, _, "mistaken", last):
-                return float(bool(last) and not _keys(last) & _keys(gold_titles(question)))
-            case ErrorAnalysis(question, told, _, "faithful"):
-                return float(groundedness(question, told) == 1.0)
-            case ErrorAnalysis(question, told, _, "reached"):
-                return cover_exact_match(final_thought(told), question.answers)
-        raise TypeError(f"the oracle knows nothing of {type(case).__name__}")
+                return prompt.score([prompt.predicted])
+            case ErrorAnalysis(question, _, _, "mistaken", last_titles):
+                return float(bool(last_titles) and not _keys(last_titles) & _keys(gold_titles(question)))
+            case ErrorAnalysis(question, transcript, _, "faithful"):
+                return float(groundedness(question, transcript) == 1.0)
+            case ErrorAnalysis(question, transcript, _, "reached"):
+                return cover_exact_match(final_thought(transcript), question.answers)
+        raise TypeError(f"the oracle has no rule for {type(prompt).__name__}")
 
 
 def _keys(titles: Iterable[str]) -> set[str]:
@@ -69,57 +69,57 @@ def _keys(titles: Iterable[str]) -> set[str]:
 
 
 def gold_titles(question: Question) -> tuple[str, ...]:
-    """Titles of the gold passages. Raises UserError where the data does not name them."""
+    """Return the titles of the gold passages. Raises UserError if the question names none."""
     if not question.gold:
         raise UserError(
-            f"question {question.id!r} names no gold passages, so that an oracle cannot judge: give judge=FOLDER of a model, or "
-            "judge=http://… of a service and its judge_model (flags --judge and --judge_model of a launcher that has them)"
+            f"question {question.id!r} names no gold passages, so an oracle cannot judge it: give judge=FOLDER of a model, or "
+            "judge=http://… of a service and its judge_model (or the flags --judge and --judge_model)"
         )
     return question.gold
 
 
 def require_gold(questions: Iterable[Question]) -> None:
-    """Raises UserError for the first question of which an oracle knows too little."""
+    """Raise UserError for the first question that names no gold passages."""
     for question in questions:
         gold_titles(question)
 
 
-def chain_coverage(question: Question, told: Transcript) -> float:
-    """Share of the gold passages whose titles the reasoning names."""
-    thought = f" {normalize_answer(' '.join(text for who, text in told.segments if who != ENVIRONMENT))} "
-    named = [f" {normalize_answer(title)} " in thought for title in gold_titles(question)]
+def chain_coverage(question: Question, transcript: Transcript) -> float:
+    """Return the fraction of gold passages whose titles the reasoning names."""
+    reasoning = " ".join(text for role, text in transcript.segments if role != ENVIRONMENT)
+    reasoning = f" {normalize_answer(reasoning)} "
+    named = [f" {normalize_answer(title)} " in reasoning for title in gold_titles(question)]
     return sum(named) / len(named)
 
 
-def groundedness(question: Question, told: Transcript) -> float:
-    """Share of the names and numbers in the reasoning that stood in the question or in what had been found before; 1 where
-    there are none.
+def groundedness(question: Question, transcript: Transcript) -> float:
+    """Return the fraction of `claims` that are grounded; 1 if there are no claims."""
+    grounded = [grounded for _, grounded in claims(question, transcript)]
+    return sum(grounded) / len(grounded) if grounded else 1.0
 
-    A word counts that has a digit, or begins with a capital letter and not a sentence.
+
+def claims(question: Question, transcript: Transcript) -> list[tuple[str, bool]]:
+    """Return each claim in the reasoning, and whether it is grounded.
+
+    A claim is a word that contains a digit, or that begins with a capital letter and does not start a sentence. It is
+    grounded if it appeared in the question or in an earlier document.
     """
-    checked = [stood for _, stood in claims(question, told)]
-    return sum(checked) / len(checked) if checked else 1.0
-
-
-def claims(question: Question, told: Transcript) -> list[tuple[str, bool]]:
-    """The names and numbers in the reasoning, word by word, and whether each stood in the question or in what had been found
-    before."""
     seen = _words(question.text)
     found = []
-    for who, text in told.segments:
-        if who == ENVIRONMENT:
+    for role, text in transcript.segments:
+        if role == ENVIRONMENT:
             seen |= _words(text)
             continue
         found += [(word, word.lower() in seen) for word in _claims(text)]
     return found
 
 
-def final_thought(told: Transcript) -> str:
-    """What was thought after the last search."""
-    after: list[str] = []
-    for who, text in told.segments:
-        after = [] if who == ENVIRONMENT else [*after, text]
-    return " ".join(after)
+def final_thought(transcript: Transcript) -> str:
+    """Return the reasoning after the last search."""
+    texts: list[str] = []
+    for role, text in transcript.segments:
+        texts = [] if role == ENVIRONMENT else [*texts, text]
+    return " ".join(texts)
 
 
 def _words(text: str) -> set[str]:
@@ -127,8 +127,8 @@ def _words(text: str) -> set[str]:
 
 
 def _claims(text: str) -> Iterable[str]:
-    """The names and numbers of a text."""
+    """Yield the names and numbers of a text."""
     for sentence in _SENTENCE.split(text):
-        for place, word in enumerate(_WORD.findall(sentence)):
-            if any(c.isdigit() for c in word) or (place and len(word) > 1 and word[0].isupper()):
+        for index, word in enumerate(_WORD.findall(sentence)):
+            if any(c.isdigit() for c in word) or (index and len(word) > 1 and word[0].isupper()):
                 yield word

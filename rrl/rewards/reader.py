@@ -1,4 +1,4 @@
-"""A frozen model that answers prompts: R-Search's reader of another family (Eq. 4), and judges."""
+"""A frozen model that answers prompts in one turn: R-Search's reader of another family (Eq. 4), and judges."""
 
 import hashlib
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class ReaderReply(NamedTuple):
-    """An answer, and the tokens that were read and written for it."""
+    """An answer, and the number of tokens of its prompt and of the answer."""
 
     text: str
     prompt_tokens: int
@@ -34,7 +34,7 @@ class ReaderReply(NamedTuple):
 
 
 class Reader:
-    """Answers prompts greedily in one turn; equal prompts are answered once, the latest `cache_size` answers kept."""
+    """Answers prompts greedily in one turn. Equal prompts are answered once; a cache holds the latest `cache_size` answers."""
 
     def __init__(
         self,
@@ -48,36 +48,48 @@ class Reader:
         thinking: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        """`require_complete`: an answer that `answer_tokens` cut is none, "", as a judge's is: what half of it says is not what
-        the whole would have said. `thinking`: whether a model that may think before it answers does; of a thought
-        nothing is in the answer. Raises UserError where an answer leaves the prompt no room."""
+        """Make a reader.
+
+        Args:
+          decoder: the frozen model.
+          tokenizer: its tokenizer.
+          config: the sizes of its engine.
+          answer_tokens: most tokens of an answer.
+          cache_size: answers in the cache.
+          require_complete: return "" for an answer that reaches `answer_tokens`. A judge needs this, because a truncated reply
+            may say something else than the complete one.
+          thinking: whether a model that can think before it answers does so. Thoughts are never part of the answer.
+          mesh: the devices; None: one device.
+
+        Raises UserError if the answer leaves the prompt no room in the context.
+        """
         if config.context < answer_tokens + 3:
             raise UserError(
-                f"context={config.context} must be at least answer_tokens={answer_tokens} and 3 more, for the prompt"
+                f"context={config.context} must be at least answer_tokens={answer_tokens} plus 3, to leave room for the prompt"
             )
         self.engine = Engine(decoder, tokenizer, config, mesh=mesh)
         self.params = nnx.state(decoder)
         self.environment = SingleTurn(turn_tokens=answer_tokens)
         self.cache_size, self.require_complete, self.thinking = cache_size, require_complete, thinking
         self.cache: dict[bytes, ReaderReply] = {}
-        """Answers by the digest of their prompt: 100,000 of a judge's prompts, each with a trajectory, would be gigabytes."""
+        """Replies by the digest of their prompt. Prompts themselves would need gigabytes: a judge's prompt has a trajectory."""
         self.truncated = 0
-        """Prompts that did not fit the context."""
+        """Number of prompts that did not fit the context and were truncated."""
 
     def close(self) -> None:
-        """Gives back the engine's compiled programs; later questions raise UserError."""
+        """Release the engine's compiled programs. Later calls raise UserError."""
         self.engine.close()
 
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
-        """The model's answer to each prompt; a text is the user's turn of its chat template.
+        """Return the model's answer to each prompt; a string is the user's turn of the chat template.
 
-        A prompt that does not fit the model's context is cut: its body at the front, and a text at its own front, where
-        the evidence begins. The first time that this happens a warning says of how many, and `truncated` counts them.
+        A prompt that does not fit the context is truncated at the front: a `Prompt` at the front of its body, a string at its
+        own front, where the evidence begins. `truncated` counts such prompts, and the first occurrence logs a warning.
         """
-        return [said.text for said in self.replies(prompts)]
+        return [reply.text for reply in self.replies(prompts)]
 
     def replies(self, prompts: Sequence[str | Prompt]) -> list[ReaderReply]:
-        """The same with the tokens of each, also of an answer that was remembered."""
+        """Return the same answers with their token counts. Cached replies have the counts of their first run."""
         keys = [hashlib.sha256(repr(prompt).encode()).digest() for prompt in prompts]
         new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.cache}
         before, room = self.truncated, self.engine.config.context - self.environment.turn_tokens - 2
@@ -93,25 +105,25 @@ class Reader:
         if requests:
             if self.truncated and not before:
                 log.warning(
-                    "%d of %d prompts are longer than the context of %d tokens of the model that is asked, and were cut at "
-                    "their front; give it a larger context, or show it less",
+                    "%d of %d prompts exceed the model's context of %d tokens and were truncated at their front; raise the "
+                    "context, or shorten the prompts",
                     self.truncated,
                     len(requests),
                     self.engine.config.context,
                 )
-            found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
-            for key, trajectory in zip(new, found, strict=True):
-                written = int((trajectory.roles == POLICY).sum())
+            trajectories = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
+            for key, trajectory in zip(new, trajectories, strict=True):
+                answer_tokens = int((trajectory.roles == POLICY).sum())
                 self.cache[key] = ReaderReply(
-                    self._text(trajectory), len(trajectory.roles) - written, written
+                    self._text(trajectory), len(trajectory.roles) - answer_tokens, answer_tokens
                 )
-        said = [self.cache[key] for key in keys]
+        replies = [self.cache[key] for key in keys]
         for key in list(self.cache)[: max(len(self.cache) - self.cache_size, 0)]:
             del self.cache[key]
-        return said
+        return replies
 
     def _text(self, trajectory: Trajectory) -> str:
-        """The answer; "" if logits were not finite, or if the text broke off before an answer that must be complete had ended."""
+        """Return the answer; "" if logits were not finite, or if a required complete answer was truncated."""
         if trajectory.ended == NOT_FINITE or (self.require_complete and trajectory.ended != "answer"):
             return ""
         return after_thought("".join(responses(trajectory.segments))).strip()

@@ -1,4 +1,4 @@
-"""Gradients summed over microbatches and divided once, then one optimiser step."""
+"""Gradient accumulation: sums gradients over microbatches, divides once, and takes one optimiser step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,14 +16,14 @@ from rrl.rl.batch import Batch
 from rrl.rl.optim import skipped_updates
 
 Loss = Callable[[PyTree, PyTree, Batch], tuple[jax.Array, dict[str, jax.Array]]]
-"""(trained parameters, frozen ones, a microbatch) -> the summed loss, and sums by name."""
+"""(trained parameters, frozen parameters, microbatch) -> (summed loss, other sums by name)."""
 
 
 class GradientAccumulator:
-    """Two jitted programs: `accumulate` adds a microbatch's gradient to the sum, `apply` takes the optimiser's step.
+    """Two jitted programs: `accumulate` adds a microbatch's gradient to the sum, `apply` takes the optimiser step.
 
-    With a mesh of several devices, rows are split over its axes data and fsdp, and everything that is shaped like a
-    parameter lies where `rrl.parallel.rules` puts that. Call it within `use_mesh`.
+    On a mesh of several devices, rows are split over the axes data and fsdp. Gradients and optimiser state are sharded
+    like their parameters (`rrl.parallel.rules`). Call `step` within `use_mesh`.
     """
 
     def __init__(
@@ -34,7 +34,15 @@ class GradientAccumulator:
         mesh: Mesh | None = None,
         parallel_microbatches: int = 1,
     ) -> None:
-        """`sums` are the names that `loss` returns; `streams` is as in `ObjectiveConfig`."""
+        """Builds the programs; nothing is compiled yet.
+
+        Args:
+          loss: see `Loss`.
+          optimizer: its state must count skipped updates (`rrl.rl.optim.make_optimizer`).
+          sums: names of the sums that `loss` returns.
+          mesh: devices; None: the default device.
+          parallel_microbatches: see `ObjectiveConfig`.
+        """
         self.mesh = mesh
         self.sums = (*sums, "loss")
         self.parallel_microbatches = parallel_microbatches_on(mesh, parallel_microbatches)
@@ -56,9 +64,7 @@ class GradientAccumulator:
 
         self.accumulate: Callable[..., Any] = jax.jit(accumulate, donate_argnums=(2, 3))
         self.apply: Callable[..., Any] = jax.jit(apply, donate_argnums=(0, 1))
-        self.join: Callable[..., Any] = jax.jit(
-            lambda *parts: jax.tree.map(jnp.add, *parts), donate_argnums=0
-        )
+        self.add: Callable[..., Any] = jax.jit(lambda *parts: jax.tree.map(jnp.add, *parts), donate_argnums=0)
 
     def step(
         self,
@@ -68,32 +74,37 @@ class GradientAccumulator:
         batches: Sequence[Batch],
         total: float,
     ) -> tuple[PyTree, optax.OptState, dict[str, float]]:
-        """One optimiser step on the loss summed over `batches` and divided by `total`; donates `params` and `opt_state`.
+        """Takes one optimiser step on the loss summed over `batches` and divided by `total`.
 
-        Returns new parameters, optimiser state, and the sums, with "loss" divided by `total`, "grad_norm", and "skipped"
-        (steps without a finite gradient since the start).
+        Donates `params` and `opt_state`.
+
+        Returns:
+          New parameters, new optimiser state, and metrics: the sums by name, "loss" divided by `total`, "grad_norm", and
+          "skipped" (updates skipped since the start because their gradient was not finite).
         """
-        # Zeros lie where `accumulate` returns them: from anywhere else the first call would compile it a second time.
+        # The zeros get the sharding of `accumulate`'s outputs; with another one, `accumulate` would compile twice.
         place = jax.tree.leaves(params)[0].sharding
         whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
-        streams = min(self.parallel_microbatches, len(batches)) or 1
-        shares = [batches[first::streams] for first in range(streams)]
+        threads = min(self.parallel_microbatches, len(batches)) or 1
+        shares = [batches[first::threads] for first in range(threads)]
 
         def zeros() -> tuple[PyTree, dict[str, jax.Array]]:
             grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
             return grads, {name: jnp.zeros((), device=whole) for name in self.sums}
 
-        def add(held: tuple[PyTree, dict[str, jax.Array]], share: Sequence[Batch]) -> Any:
+        def accumulate_share(carry: tuple[PyTree, dict[str, jax.Array]], share: Sequence[Batch]) -> Any:
             for batch in share:
-                held = self.accumulate(params, frozen, *held, put_rows(batch, self.mesh))
-                if streams > 1:  # else the device's queue would put all streams in one line
-                    jax.block_until_ready(held[1])
-            return held
+                carry = self.accumulate(params, frozen, *carry, put_rows(batch, self.mesh))
+                if (
+                    threads > 1
+                ):  # otherwise the device's queue would run all threads' programs one after another
+                    jax.block_until_ready(carry[1])
+            return carry
 
-        held = map_in_threads(streams, add, [zeros() for _ in shares], shares)
-        grads, sums = held[0]
-        for part in held[1:]:
-            grads, sums = self.join((grads, sums), part)
+        partial = map_in_threads(threads, accumulate_share, [zeros() for _ in shares], shares)
+        grads, sums = partial[0]
+        for part in partial[1:]:
+            grads, sums = self.add((grads, sums), part)
         params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
-        found = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
-        return params, opt_state, found | {"loss": found["loss"] / total}
+        metrics = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
+        return params, opt_state, metrics | {"loss": metrics["loss"] / total}

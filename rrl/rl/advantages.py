@@ -1,4 +1,4 @@
-"""Advantages without a critic: pure functions on the host, one number a trajectory or one a token."""
+"""Advantages without a critic, per trajectory or per token: pure NumPy functions on the host."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 Estimator = Callable[[Float[np.ndarray, "N"], Int[np.ndarray, "N"]], Float[np.ndarray, "N"]]
-"""From the rewards of the trajectories that are learned from, and their groups, to one advantage a trajectory."""
+"""(rewards, group ids) of the trajectories in an update -> one advantage per trajectory."""
 
 
 def group_normalize(
@@ -18,17 +18,17 @@ def group_normalize(
     unbiased: bool = True,
     scale: bool = True,
 ) -> Float[np.ndarray, "N"]:
-    """(r - mean of its group) / (std of its group + epsilon): GRPO's advantage (DeepSeekMath, section 4.1.2).
+    """GRPO's advantage: (r - group mean) / (group std + epsilon) (DeepSeekMath, section 4.1.2).
 
     Args:
-      rewards: one a trajectory.
-      groups: samples of one question share a number.
+      rewards: one per trajectory.
+      groups: group id of each trajectory; samples of one question share it.
       epsilon: added to the standard deviation.
-      unbiased: divide by n - 1 in the standard deviation (as released R-Search does); a group of one has std 0.
-      scale: False leaves the division out (Dr. GRPO: Liu et al. 2025, section 3.2).
+      unbiased: divide by n - 1 in the standard deviation, as released R-Search does; a group of one has std 0.
+      scale: False omits the division by the standard deviation (Dr. GRPO: Liu et al. 2025, section 3.2).
     """
     rewards = np.asarray(rewards, np.float64)
-    index, count, mean = _of_groups(rewards, groups)
+    index, count, mean = _group_statistics(rewards, groups)
     centred = rewards - mean[index]
     if scale:
         freedom = np.maximum(count - 1, 1) if unbiased else count
@@ -38,9 +38,9 @@ def group_normalize(
 
 
 def leave_one_out(rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """r - mean of the others of its group: RLOO (Ahmadian et al. 2024, Eq. 8); 0 in a group of one, which has no others."""
+    """RLOO's advantage: r - mean of the other rewards of the group (Ahmadian et al. 2024, Eq. 8); 0 in a group of one."""
     rewards = np.asarray(rewards, np.float64)
-    index, count, mean = _of_groups(rewards, groups)
+    index, count, mean = _group_statistics(rewards, groups)
     return ((rewards - mean[index]) * (count / np.maximum(count - 1, 1))[index]).astype(np.float32)
 
 
@@ -51,27 +51,27 @@ def batch_normalize(
     baseline: bool = False,
     epsilon: float = 1e-8,
 ) -> Float[np.ndarray, "N"]:
-    """(r - mean of the batch) / (std of the batch + epsilon): REINFORCE++'s normalisation over the whole batch, population std
-    (Hu et al. 2025, section 3.1; the alternative to GRPO in TIRESRAG-R1, Table 4 and appendix D).
+    """REINFORCE++'s advantage per trajectory: (r - batch mean) / (batch std + epsilon), with the population std.
 
-    Every trajectory counts once. Where the KL is part of the reward, tokens of a trajectory differ: then that paper whitens
-    rewards less KL over all tokens (`subtract_penalty_to_go`, `whiten`), of rewards that nothing normalised before ("reward").
+    Source: Hu et al. 2025, section 3.1; the alternative to GRPO in TIRESRAG-R1, Table 4 and appendix D. Every trajectory
+    counts once. If the KL is part of the reward, advantages differ between tokens. The paper then starts from raw rewards
+    (`raw_reward`), subtracts the KL to go (`subtract_penalty_to_go`) and whitens over all tokens (`whiten`).
 
     Args:
-      rewards: one a trajectory.
-      groups: samples of one question share a number; read with a baseline only.
-      baseline: subtract the mean of the group first: the group-baseline form ("REINFORCE++-baseline").
+      rewards: one per trajectory.
+      groups: group id of each trajectory; used only with `baseline`.
+      baseline: subtract the group mean first ("REINFORCE++-baseline").
       epsilon: added to the standard deviation.
     """
     rewards = np.asarray(rewards, np.float64)
     if baseline:
-        index, _, mean = _of_groups(rewards, groups)
+        index, _, mean = _group_statistics(rewards, groups)
         rewards = rewards - mean[index]
     return ((rewards - rewards.mean()) / (rewards.std() + epsilon)).astype(np.float32)
 
 
 def raw_reward(rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """r, with no baseline: what REINFORCE++ starts from where advantages are whitened token by token."""
+    """The reward without a baseline: REINFORCE++'s starting point when advantages are whitened over tokens."""
     return np.asarray(rewards, np.float32)
 
 
@@ -84,22 +84,22 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": functools.partial(batch_normalize, baseline=True),
     "reward": raw_reward,
 }
-"""What a recipe's field `advantage` may name."""
+"""Advantage estimators by the name that a recipe's field `advantage` takes."""
 GROUP_RELATIVE = ("grpo", "grpo_population", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
-"""Those that compare the samples of a question with each other: of a single one they say 0."""
+"""Estimators that compare the samples of a group; with one sample per question their advantage is 0."""
 
 
 def subtract_penalty_to_go(
     advantages: Float[np.ndarray, "N"], penalties: Sequence[Float[np.ndarray, "T"]]
 ) -> list[Float[np.ndarray, "T"]]:
-    """A - (sum of the penalties from the token to the end), for every token of every trajectory.
+    """Advantage per token: A - (sum of the penalties from this token to the end of the trajectory).
 
-    With penalties beta·k1 this is the undiscounted return of a reward that the KL is part of (REINFORCE++, Hu et al. 2025,
-    section 3.1; InstructGPT, Eq. 2); whitened, it is REINFORCE++'s advantage.
+    With penalties beta·k1 this is the undiscounted return of a reward that contains the KL (REINFORCE++, Hu et al. 2025,
+    section 3.1; InstructGPT, Eq. 2). Whitened, it is REINFORCE++'s advantage.
 
     Args:
-      advantages: one a trajectory: the reward, or the reward less a baseline that is the same for all its tokens.
-      penalties: of the tokens of each trajectory; 0 where the policy did not write.
+      advantages: one per trajectory: the reward, possibly minus a baseline.
+      penalties: one array per trajectory, one value per token; 0 on tokens that the policy did not write.
     """
     return [
         (advantage - np.cumsum(penalty[::-1], dtype=np.float64)[::-1]).astype(np.float32)
@@ -114,15 +114,16 @@ def whiten(
     center: bool = True,
     epsilon: float = 1e-8,
 ) -> list[Float[np.ndarray, "T"]]:
-    """(A - mean) / (std + epsilon) with mean and std over the policy tokens of the whole batch; 0 on all other tokens.
+    """(A - mean) / (std + epsilon), with mean and std over all policy tokens of the batch; 0 on all other tokens.
 
-    REINFORCE++ (Hu et al. 2025, section 3.1) and PPO as commonly run. Environment tokens enter neither moment (SPEC: the
-    released R-Search forgets that).
+    Used by REINFORCE++ (Hu et al. 2025, section 3.1) and by most PPO implementations. Environment tokens enter neither
+    mean nor std (released R-Search includes them, see SPEC).
 
     Args:
-      values: one array a trajectory.
-      masks: True on its policy tokens.
-      center: False divides only.
+      values: one array per trajectory, one value per token.
+      masks: True on the policy tokens of each trajectory.
+      center: False divides without subtracting the mean.
+      epsilon: added to the standard deviation.
     """
     chosen = np.concatenate([np.asarray(v, np.float64)[m] for v, m in zip(values, masks, strict=True)])
     mean, deviation = (chosen.mean(), chosen.std()) if len(chosen) else (0.0, 1.0)
@@ -133,25 +134,25 @@ def whiten(
 
 
 def low_spread(
-    rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"], most: float = 0.0
+    rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"], threshold: float = 0.0
 ) -> Bool[np.ndarray, "N"]:
-    """True where the rewards of a trajectory's group lie within `most` of each other.
+    """Mask of the trajectories whose group's rewards differ by at most `threshold`.
 
-    A group of equal rewards says nothing about what is better (DAPO, section 3.2); one whose rewards hardly differ says
-    as much as any other once it is divided by its standard deviation.
+    A group with equal rewards gives no learning signal (DAPO, section 3.2). A group whose rewards hardly differ counts as
+    much as any other after division by its standard deviation.
     """
     _, index = np.unique(groups, return_inverse=True)
     high = np.full(index.max(initial=-1) + 1, -np.inf)
     low = np.full_like(high, np.inf)
     np.maximum.at(high, index, rewards)
     np.minimum.at(low, index, rewards)
-    return (high - low)[index] <= most + 1e-8
+    return (high - low)[index] <= threshold + 1e-8
 
 
-def _of_groups(
+def _group_statistics(
     rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"]
 ) -> tuple[Int[np.ndarray, "N"], Int[np.ndarray, "G"], Float[np.ndarray, "G"]]:
-    """The index of each trajectory's group, and the sizes and means of the groups."""
+    """Group index of each trajectory, and size and mean reward of each group."""
     _, index = np.unique(groups, return_inverse=True)
     count = np.bincount(index)
     return index, count, np.bincount(index, rewards) / count

@@ -1,4 +1,4 @@
-"""What an update step reads: packed rows of tokens, as one pytree."""
+"""`Batch`: packed rows of tokens with their per-token arrays, as one pytree."""
 
 import dataclasses
 import functools
@@ -10,17 +10,17 @@ from jaxtyping import Array, Bool, Int, Shaped
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Several sequences a row, kept apart by `segment_ids`."""
+    """Rows that hold several sequences each; `segment_ids` separates them."""
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]
-    """Position in the sequence, from 0; restarts with each sequence."""
+    """Position of each token in its sequence, from 0."""
     segment_ids: Int[Array, "B T"]
-    """1, 2, ... by sequence of the row; 0 is padding."""
+    """Number of the sequence within its row: 1, 2, ...; 0 is padding."""
     loss_mask: Bool[Array, "B T"]
-    """True where the token itself is a target (it is predicted from the token before it)."""
+    """True if the token is a target of the loss. A target is predicted from the token before it."""
     extras: dict[str, Shaped[Array, "B T"]] = dataclasses.field(default_factory=dict)
-    """Per-token side arrays by name: advantages, old log-probabilities, ..."""
+    """Other per-token arrays by name: advantages, old log-probabilities, ..."""
     branches: Int[Array, "B T"] | None = None
-    """Where sequences share a beginning: 0 on the segment's trunk, which all of the segment that stands right of it sees; 1, 2,
-    ... on what its own branch alone sees. None: no segment branches."""
+    """Branch of each token in a segment that is a prefix tree (`rrl.rl.prefix_tree`): 0 is the trunk, which all later tokens of
+    the segment see; 1, 2, ... are branches, visible only to their own tokens. None: no segment branches."""

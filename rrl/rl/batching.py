@@ -1,4 +1,4 @@
-"""Trajectories in packed rows of few lengths, to a model and back: per-token numbers without a gradient."""
+"""Packs trajectories into rows of a few lengths, runs a function on them, and unpacks its per-token outputs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -20,23 +20,25 @@ from rrl.rl.prefix_tree import PrefixTree, prefix_trees
 
 @dataclasses.dataclass(frozen=True)
 class PackedTrajectories:
-    """Trajectories in packed rows, and the way back."""
+    """Trajectories in packed rows, and where each of their tokens is."""
 
     buckets: Buckets
     prefix_trees: list[PrefixTree]
-    """Each sequence of the rows."""
+    """One per packed sequence, in the order in which they were packed."""
 
     def unpack(
         self, values: Sequence[Float[np.ndarray, "B T"]], trajectories: Sequence[Trajectory]
     ) -> list[Float[np.ndarray, "T"]]:
-        """Per-token values of each trajectory from those of the batches; those of tokens that contexts have in common are read
-        where the trunk has them."""
+        """Per-token values of each trajectory, from the outputs of all batches.
+
+        Contexts that share tokens read the shared values from the trunk of their tree.
+        """
         sizes = [len(t.tokens) for t in trajectories]
-        found = np.zeros(sum(sizes), np.float32)
+        flat = np.zeros(sum(sizes), np.float32)
         parts = self.buckets.unpack(values, [len(tree.tokens) for tree in self.prefix_trees])
         for tree, part in zip(self.prefix_trees, parts, strict=True):
-            found[tree.covered] = part[tree.columns]
-        return np.split(found, np.cumsum(sizes, dtype=int))[:-1]
+            flat[tree.covered] = part[tree.columns]
+        return np.split(flat, np.cumsum(sizes, dtype=int))[:-1]
 
 
 def pack_trajectories(
@@ -45,47 +47,58 @@ def pack_trajectories(
     shards: int = 1,
     extras: Mapping[str, Sequence[Float[np.ndarray, "T"]]] | None = None,
 ) -> PackedTrajectories:
-    """Trajectories in packed rows, whose targets are the policy's tokens, with per-token arrays beside them.
+    """Packs trajectories into rows; the policy's tokens are the targets.
 
-    Each context is a sequence of its own, as the policy saw it, or a branch of one (`rrl.rl.prefix_tree`). Raises UserError for
-    one longer than every length.
+    Each context of a trajectory becomes one sequence, as the policy saw it, or a branch of a prefix tree
+    (`rrl.rl.prefix_tree`).
+
+    Args:
+      trajectories: the trajectories to pack.
+      config: row lengths, tokens per microbatch, and whether prefixes are shared.
+      shards: devices over which the rows of a batch are split.
+      extras: per-token arrays of each trajectory, by name.
+
+    Raises:
+      UserError: a context is longer than the longest row.
     """
-    most = config.row_lengths[-1]
+    max_length = config.row_lengths[-1]
     longest = max((part.stop - part.start for t in trajectories for part in t.contexts), default=0)
-    if longest > most:
+    if longest > max_length:
         raise UserError(
             f"a trajectory of {longest} tokens is longer than the longest of objective.row_lengths={config.row_lengths}"
         )
-    laid = prefix_trees(trajectories, config.share_prefixes, most)
+    trees = prefix_trees(trajectories, config.share_prefixes, max_length)
 
-    def cut(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def per_sequence(values: Sequence[np.ndarray]) -> list[np.ndarray]:
         flat = np.concatenate([*values]) if trajectories else np.empty(0)
-        return [flat[tree.tokens] for tree in laid]
+        return [flat[tree.tokens] for tree in trees]
 
     buckets = pack_buckets(
-        cut([t.tokens for t in trajectories]),
-        cut([t.roles == POLICY for t in trajectories]),
+        per_sequence([t.tokens for t in trajectories]),
+        per_sequence([t.roles == POLICY for t in trajectories]),
         config.row_lengths,
         [config.rows_per_microbatch(length, shards) for length in config.row_lengths],
-        positions=[tree.positions for tree in laid],
-        branches=[tree.branches for tree in laid] if config.share_prefixes else None,
-        extras={name: cut(values) for name, values in (extras or {}).items()},
+        positions=[tree.positions for tree in trees],
+        branches=[tree.branches for tree in trees] if config.share_prefixes else None,
+        extras={name: per_sequence(values) for name, values in (extras or {}).items()},
     )
-    return PackedTrajectories(buckets, laid)
+    return PackedTrajectories(buckets, trees)
 
 
 def packed_token_counts(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> Int[np.ndarray, "N"]:
-    """How many tokens of the rows each trajectory takes, packed with these others: what contexts have in common may lie there
-    once, for one of them."""
-    whose = np.repeat(np.arange(len(trajectories)), [len(t.tokens) for t in trajectories])
+    """Number of row tokens that each trajectory takes when all are packed together.
+
+    A prefix that several contexts share counts once, for the trajectory whose tokens are in the trunk.
+    """
+    owner = np.repeat(np.arange(len(trajectories)), [len(t.tokens) for t in trajectories])
     sizes = np.zeros(len(trajectories), np.int64)
     for tree in prefix_trees(trajectories, config.share_prefixes, config.row_lengths[-1]):
-        sizes += np.bincount(whose[tree.tokens], minlength=len(sizes))
+        sizes += np.bincount(owner[tree.tokens], minlength=len(sizes))
     return sizes
 
 
 class PerTokenFunction:
-    """A jitted function of packed rows, applied to all trajectories of a step."""
+    """A jitted function that maps packed rows to per-token values without a gradient, applied to trajectories."""
 
     def __init__(
         self,
@@ -93,13 +106,13 @@ class PerTokenFunction:
         config: ObjectiveConfig,
         mesh: Mesh | None = None,
     ) -> None:
-        """`function` takes parameters in two parts (as they are split for training) and a microbatch."""
+        """`function` takes trained parameters, frozen parameters and a microbatch, and returns arrays [B, T] by name."""
         self.config = config
         self.mesh = mesh
-        # Whole on each device, so that every process reads all of it.
-        alone = mesh is None or mesh.size == 1
-        places = None if alone else NamedSharding(mesh, PartitionSpec())
-        self.program: Callable[..., dict[str, Array]] = jax.jit(function, out_shardings=places)
+        # Outputs are replicated, so that every process can read them whole.
+        single = mesh is None or mesh.size == 1
+        shardings = None if single else NamedSharding(mesh, PartitionSpec())
+        self.program: Callable[..., dict[str, Array]] = jax.jit(function, out_shardings=shardings)
         self.parallel_microbatches = parallel_microbatches_on(mesh, config.parallel_microbatches)
 
     def __call__(
@@ -109,13 +122,13 @@ class PerTokenFunction:
         trajectories: Sequence[Trajectory],
         extras: Mapping[str, Sequence[Float[np.ndarray, "T"]]] | None = None,
     ) -> dict[str, list[Float[np.ndarray, "T"]]]:
-        """What the function says of every token of each trajectory, by name; `extras` stand beside the tokens."""
+        """Values of every token of each trajectory, by name; `extras` become `Batch.extras`."""
 
-        def one(batch: Batch) -> dict[str, np.ndarray]:
+        def run(batch: Batch) -> dict[str, np.ndarray]:
             return jax.device_get(self.program(params, fixed, put_rows(batch, self.mesh)))
 
         with use_mesh(self.mesh):
-            rows = pack_trajectories(trajectories, self.config, data_shards(self.mesh), extras)
-            found = map_in_threads(self.parallel_microbatches, one, rows.buckets.batches)
-        names = found[0] if found else ()
-        return {name: rows.unpack([part[name] for part in found], trajectories) for name in names}
+            packed = pack_trajectories(trajectories, self.config, data_shards(self.mesh), extras)
+            outputs = map_in_threads(self.parallel_microbatches, run, packed.buckets.batches)
+        names = outputs[0] if outputs else ()
+        return {name: packed.unpack([part[name] for part in outputs], trajectories) for name in names}

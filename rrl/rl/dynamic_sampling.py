@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups of questions a step learns from, and how many more it has to ask."""
+"""Dynamic sampling: selects the groups that an update learns from, and sets how many more must be sampled."""
 
 import dataclasses
 import math
@@ -13,22 +13,25 @@ from rrl.rl.advantages import low_spread
 
 @dataclasses.dataclass(frozen=True)
 class DynamicSampling:
-    """Rounds of rollouts until enough groups have spread in their rewards (DAPO, section 3.2 and Algorithm 1).
+    """State of the rollout rounds of one training step: sample until enough groups have different rewards.
 
-    A value, not a process: `after` returns the next one, so that a step is a pure function of what was sampled.
+    Source: DAPO, section 3.2 and Algorithm 1. The state is immutable; `after` returns the next one, so that a step is a
+    pure function of its samples.
     """
 
     target_groups: int
-    """Groups that the update needs."""
+    """Number of groups that the update needs."""
     max_rounds: int = 3
-    """Rounds after which the update takes what there is: a policy that always or never succeeds must not loop for ever."""
+    """Rounds after which the update uses the groups found so far. Without it, a policy that always or never succeeds would
+    loop for ever."""
     drop_spread: float | None = 0.0
-    """A group whose rewards lie within this of each other is dropped (0: all equal); None: no group."""
+    """Groups whose rewards differ by at most this are dropped; 0: groups with equal rewards; None: no group."""
     rounds: int = 0
+    """Rounds so far."""
     sampled: int = 0
-    """Groups seen so far."""
+    """Number of groups sampled so far."""
     selected: tuple[int, ...] = ()
-    """Numbers of the groups to learn from, in the order they came, at most `wanted`."""
+    """Ids of the groups to learn from, in sampling order, at most `target_groups`."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "target_groups", "max_rounds")
@@ -41,29 +44,33 @@ class DynamicSampling:
         groups: Sequence[int] | Int[np.ndarray, "N"],
         left_out: Bool[np.ndarray, "N"] | None = None,
     ) -> "DynamicSampling":
-        """The state after one more round; groups must have numbers that no former round used.
+        """The state after one more round.
 
-        `left_out` marks groups that shall not be learned from, whatever their spread.
+        Args:
+          rewards: of the round's trajectories.
+          groups: group id of each trajectory; ids must differ from those of earlier rounds.
+          left_out: True on trajectories whose group must not be learned from, whatever its rewards.
         """
         groups = np.asarray(groups)
-        names = list(dict.fromkeys(groups.tolist()))
+        ids = list(dict.fromkeys(groups.tolist()))
         dropped = np.zeros(len(groups), bool) if left_out is None else left_out
         if self.drop_spread is not None:
             dropped = dropped | low_spread(rewards, groups, self.drop_spread)
         informative = set(groups[~dropped].tolist())
-        selected = (*self.selected, *(name for name in names if name in informative))[: self.target_groups]
+        selected = (*self.selected, *(group for group in ids if group in informative))[: self.target_groups]
         return dataclasses.replace(
-            self, rounds=self.rounds + 1, sampled=self.sampled + len(names), selected=selected
+            self, rounds=self.rounds + 1, sampled=self.sampled + len(ids), selected=selected
         )
 
     @property
     def done(self) -> bool:
-        """True when there are enough groups, or no round is left."""
+        """True if enough groups are selected or no round is left."""
         return len(self.selected) >= self.target_groups or self.rounds >= self.max_rounds
 
     @property
     def next_round(self) -> int:
-        """Groups to ask for now: those missing, divided by the share that had spread so far; at most `wanted`."""
+        """Number of groups to sample next: the missing groups divided by the fraction selected so far, at most
+        `target_groups`."""
         if self.done:
             return 0
         missing = self.target_groups - len(self.selected)

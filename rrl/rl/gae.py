@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over the policy's own tokens of packed rows."""
+"""Generalised advantage estimation (GAE) over the policy tokens of packed rows."""
 
 import functools
 
@@ -17,50 +17,50 @@ def gae(
     discount: float = 1.0,
     gae_lambda: float = 1.0,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Advantages and returns (advantage + value) of policy tokens; 0 elsewhere.
+    """Advantages and returns (advantage + value) of policy tokens; 0 on all other tokens.
 
-    With t' the policy's next token in the segment (V = 0 after its last):
-    A_t = delta_t + discount·gae_lambda·A_t', delta_t = r_t + discount·V_t' - V_t (Schulman et al. 2016, Eqs. 11 and 16; R3-RAG,
-    Eq. 8). Environment tokens are no steps of the policy: their values and rewards are not read, and no discount is paid
-    for their length. Segments are independent.
+    A_t = delta_t + discount·gae_lambda·A_t' with delta_t = r_t + discount·V_t' - V_t, where t' is the next policy token of
+    the segment, and A_t' = V_t' = 0 after the last (Schulman et al. 2016, Eqs. 11 and 16; R3-RAG, Eq. 8). Environment
+    tokens are not steps of the policy: their values and rewards are ignored, and they cost no discount. Segments are
+    independent.
 
-    R3-RAG's default form needs nothing else: each step of an episode is a segment of its own (a fresh prompt), its reward
-    stands on its last token, discount = gae_lambda = 1, and the result is whitened over the batch. Its Eq. 8, where later
-    steps count too, is this function on segments that are whole episodes (`CriticConfig.across_contexts`).
+    R3-RAG's default: each step of an episode is one segment (a new prompt) with its reward on its last token, discount =
+    gae_lambda = 1, and the result is whitened over the batch. R3-RAG's Eq. 8, in which later steps count too, is this
+    function with one segment per episode (`CriticConfig.across_contexts`).
 
     Args:
       rewards: of each policy token.
       values: V of the state in which token t was chosen, that is, after token t - 1.
       policy: True on the policy's tokens.
-      segment_ids: which trajectory of its row a token belongs to; 0 is padding.
+      segment_ids: number of the token's segment in its row; 0 is padding.
       discount: gamma.
       gae_lambda: lambda.
     """
-    # What stands right of a token matters only within its segment; what stands there, seen from t, is carried leftwards
-    # by the linear recurrence x_t = a_t + b_t·x_(t+1), which associates: logarithmic depth instead of T steps.
+    # The linear recurrence x_t = a_t + b_t·x_(t+1) is associative, so a scan takes log T steps. b_t = 0 at the end of a
+    # segment keeps segments apart.
     follows = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1))).astype(jnp.float32)
     values, rewards = jnp.where(policy, values, 0.0), jnp.where(policy, rewards, 0.0)
-    first_value = _carry_left(values, jnp.where(policy, 0.0, follows))
-    following = follows * _left(first_value)
+    first_value = _scan_left(values, jnp.where(policy, 0.0, follows))
+    following = follows * _shift_left(first_value)
     delta = jnp.where(policy, rewards + discount * following - values, 0.0)
-    advantage = _carry_left(delta, follows * jnp.where(policy, discount * gae_lambda, 1.0))
+    advantage = _scan_left(delta, follows * jnp.where(policy, discount * gae_lambda, 1.0))
     advantage = jnp.where(policy, advantage, 0.0)
     return advantage, jnp.where(policy, advantage + values, 0.0)
 
 
 def before_token(values: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """From values after each token to values of the state in which each token was chosen; 0 for the first of a row."""
+    """Shifts values after each token to values of the state in which each token was chosen; 0 for a row's first token."""
     return jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
 
 
-def _left(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
+def _shift_left(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
     return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
 
 
-def _carry_left(added: Float[Array, "B T"], kept: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """x_t = added_t + kept_t·x_(t+1), from the right end."""
+def _scan_left(added: Float[Array, "B T"], decay: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """x_t = added_t + decay_t·x_(t+1), from the right end."""
 
     def join(right: tuple[Array, Array], left: tuple[Array, Array]) -> tuple[Array, Array]:
         return left[0] + left[1] * right[0], left[1] * right[1]
 
-    return jax.lax.associative_scan(join, (added, kept), reverse=True, axis=1)[0]
+    return jax.lax.associative_scan(join, (added, decay), reverse=True, axis=1)[0]

@@ -1,9 +1,8 @@
-"""Log-probabilities of target tokens without ever holding logits of the whole batch.
+"""Log-probabilities of target tokens, computed in chunks so that the logits [B, T, V] never exist. Read `token_logprobs` first.
 
-Only targets pay for the head: in each row the positions that predict a target are moved to the front, and the head runs over
-chunks of them; chunks without a target are skipped. The chunks' logits are recomputed in the backward pass where keeping them
-would cost more memory than `KEEP_BYTES`: there the head's gradient is summed in place, chunk by chunk, and a chunk without a
-target does not touch it. Used by supervised training and by reinforcement learning alike.
+In each row the positions that predict a target are moved to the front. The output head then runs over chunks of positions
+and skips chunks without a target. If the logits would take more than `MAX_KEPT_LOGIT_BYTES`, the backward pass recomputes
+them chunk by chunk and sums the head's gradient in place. Supervised training and reinforcement learning both use this module.
 """
 
 import dataclasses
@@ -18,16 +17,16 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from rrl.rl.batch import Batch
 
-KEEP_BYTES = 512 * 2**20
-"""Logits of a batch up to this size are kept for the backward pass."""
-CHUNK_BYTES = 320 * 2**20
-"""Logits of a chunk up to this size exist at a time: 512 positions of 152k words."""
-MOST_POSITIONS = 2048
-"""More of them in a chunk are no faster."""
+MAX_KEPT_LOGIT_BYTES = 512 * 2**20
+"""Logits of a batch up to this size are kept for the backward pass; larger ones are recomputed."""
+MAX_CHUNK_LOGIT_BYTES = 320 * 2**20
+"""Largest size of one chunk's logits on a device: 512 positions with a vocabulary of 152k tokens."""
+MAX_CHUNK_POSITIONS = 2048
+"""Largest number of positions in a chunk; more are not faster."""
 
 
 class LanguageModel(Protocol):
-    """What the log-probabilities need of a decoder."""
+    """The methods of a decoder that `token_logprobs` uses."""
 
     def __call__(
         self,
@@ -44,14 +43,14 @@ class LanguageModel(Protocol):
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class TokenScores:
-    """What the model says of each target token; 0 (False) where a token is no target."""
+    """Scores of each target token; 0 (False) on all other tokens."""
 
     logp: Float[Array, "B T"]
-    """Natural log of the token's probability given the tokens before it."""
+    """Natural log-probability of the token given the tokens before it."""
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the distribution that the token is drawn from."""
     greedy: Bool[Array, "B T"] | None = None
-    """True where the token is the most probable one."""
+    """True if the token is the most probable one."""
 
 
 def token_logprobs(
@@ -64,19 +63,19 @@ def token_logprobs(
     temperature: float = 1.0,
     remat: bool | None = None,
 ) -> TokenScores:
-    """Runs the decoder over packed rows and scores the tokens whose `batch.loss_mask` is True.
+    """Runs the decoder over packed rows and scores the target tokens (`batch.loss_mask`).
 
     Args:
-        decoder: gives hidden states [B, T, D] and, from them, logits [..., V].
+        decoder: returns hidden states [B, T, D]; its `unembed` returns logits [..., V].
         batch: rows [B, T].
-        chunk: number of positions, over all rows, whose logits exist at a time; None: see `chunk_positions`.
+        chunk: number of positions, over all rows, whose logits exist at a time; None: `chunk_positions`.
         entropy: also compute the entropy (differentiable).
-        greedy: also tell whether the target is the argmax.
+        greedy: also return whether the target is the argmax.
         temperature: divides the logits.
-        remat: recompute logits in the backward pass; None: when [B, T, V] in float32 exceeds `KEEP_BYTES`.
+        remat: recompute logits in the backward pass; None: if [B, T, V] in float32 exceeds `MAX_KEPT_LOGIT_BYTES`.
 
     Returns:
-        Scores of shape [B, T] aligned with `batch.tokens`: entry t is about token t.
+        Scores [B, T] aligned with `batch.tokens`: entry t belongs to token t.
     """
     hidden = decoder(
         batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids, branches=batch.branches
@@ -95,18 +94,25 @@ def token_logprobs(
 
 
 def chunk_positions(vocabulary: int, shares: int = 1) -> int:
-    """Positions, over all rows, whose logits exist at a time: `MOST_POSITIONS`, or what `CHUNK_BYTES` hold in whole 128s where
-    each device has one of so many shares of them (its rows, its part of the vocabulary)."""
-    held = CHUNK_BYTES * shares // (4 * vocabulary)
-    return min(MOST_POSITIONS, max(128, held // 128 * 128))
+    """Number of positions in a chunk, over all rows.
+
+    It is the largest multiple of 128 whose logits fit in `MAX_CHUNK_LOGIT_BYTES` per device, from 128 to
+    `MAX_CHUNK_POSITIONS`.
+
+    Args:
+        vocabulary: V.
+        shares: number of devices among which the logits are split, by rows or by vocabulary.
+    """
+    fitting = MAX_CHUNK_LOGIT_BYTES * shares // (4 * vocabulary)
+    return min(MAX_CHUNK_POSITIONS, max(128, fitting // 128 * 128))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """From the hidden states of a chunk to its scores: what is asked for, as static values."""
+    """The output head as a function from hidden states to scores; all fields are static."""
 
     unembed: Callable[..., Array]
-    """(hidden states, weights...) -> logits."""
+    """(hidden states, *weights) -> logits."""
     entropy: bool
     greedy: bool
     temperature: float
@@ -117,7 +123,7 @@ class _Head:
     def scores(
         self, states: Float[Array, "B c D"], targets: Int[Array, "B c"], weights: Sequence[Array]
     ) -> dict[str, Array]:
-        """By name, with "norm", the log of the sum of the logits' exponentials."""
+        """Scores by name, and "norm", the log-sum-exp of the logits."""
         logits = self.logits(states, *weights)
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
         norm = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
@@ -129,29 +135,32 @@ class _Head:
             out["greedy"] = logits.argmax(-1) == targets
         return out
 
-    def nothing(self, targets: Int[Array, "B c"]) -> dict[str, Array]:
-        """The scores of no target."""
+    def zeros(self, targets: Int[Array, "B c"]) -> dict[str, Array]:
+        """The scores of a chunk without a target."""
         zero = jnp.zeros(targets.shape, jnp.float32)
         out = {"logp": zero, "norm": zero}
         return (
             out | ({"entropy": zero} if self.entropy else {}) | ({"greedy": zero > 0} if self.greedy else {})
         )
 
-    def slope(
+    def logits_gradient(
         self,
         logits: Float[Array, "B c V"],
         targets: Int[Array, "B c"],
-        kept: dict[str, Array],
+        scores: dict[str, Array],
         grads: dict[str, Array],
     ) -> Float[Array, "B c V"]:
-        """The gradient of the logits, given those of the scores: with p = softmax(l) and H its entropy,
-        d logp_y / dl = [y] - p and dH / dl = -p (log p + H)."""
-        logp = logits - kept["norm"][..., None]
-        slope = -grads["logp"][..., None]
+        """Gradient of the logits, given the scores and their gradients.
+
+        With logits l, p = softmax(l), its entropy H and the one-hot target e_y:
+        d logp_y / dl = e_y - p and dH / dl = -p (log p + H).
+        """
+        logp = logits - scores["norm"][..., None]
+        gradient = -grads["logp"][..., None]
         if self.entropy:
-            slope = slope - grads["entropy"][..., None] * (logp + kept["entropy"][..., None])
-        chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
-        return jnp.exp(logp) * slope + jnp.where(chosen, grads["logp"][..., None], 0.0)
+            gradient = gradient - grads["entropy"][..., None] * (logp + scores["entropy"][..., None])
+        is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+        return jnp.exp(logp) * gradient + jnp.where(is_target, grads["logp"][..., None], 0.0)
 
 
 @functools.partial(
@@ -159,22 +168,22 @@ class _Head:
 )
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """Which positions each chunk is about."""
+    """The positions of each chunk, with the tokens and targets of all rows."""
 
     tokens: Int[Array, "B T"]
     loss_mask: Bool[Array, "B T"]
     slots: Int[Array, "chunks B c"]
-    """Positions that predict; the last one of a row stands for none."""
+    """Positions whose next token is scored. A row's last position predicts nothing and serves as padding."""
 
     def at(self, slots: Int[Array, "B c"]) -> tuple[Int[Array, "B c"], Int[Array, "B c"], Bool[Array, "B c"]]:
-        """Where a chunk's states are, its targets, and which of these are real."""
+        """Positions of a chunk's hidden states, its target tokens, and which of them are targets."""
         length = self.tokens.shape[1]
         targets = jnp.minimum(slots + 1, length - 1)
         real = jnp.take_along_axis(self.loss_mask, targets, axis=1) & (slots < length - 1)
         return jnp.minimum(slots, length - 2), jnp.take_along_axis(self.tokens, targets, axis=1), real
 
     def inverse(self) -> Int[Array, "B T-1"]:
-        """The place of each predicting position among the chunks' slots."""
+        """Index of each position among the slots of all chunks: the inverse of the sort."""
         rows, length = self.tokens.shape
         return jnp.argsort(self.slots.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], axis=1)
 
@@ -182,7 +191,7 @@ class _Chunks:
 def _forward(
     head: _Head, chunks: _Chunks, hidden: Float[Array, "B T D"], weights: Sequence[Array]
 ) -> dict[str, Shaped[Array, "chunks B c"]]:
-    """The scores of all chunks, one chunk at a time."""
+    """Scores of all chunks, computed one chunk at a time."""
 
     def one_chunk(slots: Int[Array, "B c"]) -> dict[str, Array]:
         at, targets, real = chunks.at(slots)
@@ -190,7 +199,7 @@ def _forward(
         out = jax.lax.cond(
             real.any(),
             lambda states: head.scores(states, targets, weights),
-            lambda states: head.nothing(targets),
+            lambda states: head.zeros(targets),
             states,
         )
         return {name: jnp.where(real, x, False if name == "greedy" else 0.0) for name, x in out.items()}
@@ -200,11 +209,11 @@ def _forward(
     return jax.lax.map(one_chunk, chunks.slots)
 
 
-_recomputed = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-"""`_forward` whose backward pass has the logits of one chunk at a time too."""
+_forward_remat = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+"""`_forward` with a backward pass that recomputes the logits, one chunk at a time."""
 
 
-def _kept(
+def _forward_residuals(
     head: _Head, chunks: _Chunks, hidden: Float[Array, "B T D"], weights: Sequence[Array]
 ) -> tuple[dict[str, Array], tuple[Any, ...]]:
     out = _forward(head, chunks, hidden, weights)
@@ -212,35 +221,35 @@ def _kept(
 
 
 def _backward(
-    head: _Head, kept: tuple[Any, ...], grads: dict[str, Array]
+    head: _Head, residuals: tuple[Any, ...], grads: dict[str, Array]
 ) -> tuple[None, Float[Array, "B T D"], Sequence[Array]]:
-    chunks, hidden, weights, out = kept
-    wanted = [name for name in ("logp", "entropy") if name in out]
+    chunks, hidden, weights, out = residuals
+    differentiable = [name for name in ("logp", "entropy") if name in out]
 
     def one_chunk(
-        found: tuple[Array, ...], chunk: tuple[Array, dict[str, Array], dict[str, Array]]
+        weight_grads: tuple[Array, ...], chunk: tuple[Array, dict[str, Array], dict[str, Array]]
     ) -> tuple[tuple[Array, ...], Float[Array, "B c D"]]:
         slots, out, grads = chunk
         at, targets, real = chunks.at(slots)
         states = jnp.take_along_axis(hidden, at[..., None], axis=1)
         grads = {name: jnp.where(real, grad, 0.0) for name, grad in grads.items()}
 
-        def learn(found: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
-            logits, pull = jax.vjp(head.logits, states, *weights)
-            slope, *more = pull(head.slope(logits, targets, out, grads))
-            return tuple(old + new for old, new in zip(found, more, strict=True)), slope
+        def add(weight_grads: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+            logits, pullback = jax.vjp(head.logits, states, *weights)
+            state_grad, *more = pullback(head.logits_gradient(logits, targets, out, grads))
+            return tuple(old + new for old, new in zip(weight_grads, more, strict=True)), state_grad
 
-        return jax.lax.cond(real.any(), learn, lambda found: (found, jnp.zeros_like(states)), found)
+        return jax.lax.cond(real.any(), add, lambda sums: (sums, jnp.zeros_like(states)), weight_grads)
 
-    given = chunks.slots, out, {name: grads[name] for name in wanted}
-    found, slopes = jax.lax.scan(one_chunk, tuple(jnp.zeros_like(w) for w in weights), given)
+    inputs = chunks.slots, out, {name: grads[name] for name in differentiable}
+    weight_grads, state_grads = jax.lax.scan(one_chunk, tuple(jnp.zeros_like(w) for w in weights), inputs)
     rows, _, width = hidden.shape
-    flat = slopes.swapaxes(0, 1).reshape(rows, -1, width)
+    flat = state_grads.swapaxes(0, 1).reshape(rows, -1, width)
     placed = jnp.take_along_axis(flat, chunks.inverse()[..., None], axis=1)
-    return None, jnp.pad(placed, ((0, 0), (0, 1), (0, 0))), list(found)
+    return None, jnp.pad(placed, ((0, 0), (0, 1), (0, 0))), list(weight_grads)
 
 
-_recomputed.defvjp(_kept, _backward)
+_forward_remat.defvjp(_forward_residuals, _backward)
 
 
 def score_targets(
@@ -255,25 +264,27 @@ def score_targets(
     temperature: float = 1.0,
     remat: bool | None = None,
 ) -> TokenScores:
-    """As `token_logprobs`, from hidden states that are already there. Token 0 of a row is never a target."""
+    """Like `token_logprobs`, but from given hidden states. Token 0 of a row is never a target."""
     rows, length = tokens.shape
     vocabulary = jax.eval_shape(unembed, hidden[:1, :1]).shape[-1]
     if remat is None:
-        remat = 4 * rows * length * vocabulary > KEEP_BYTES
+        remat = 4 * rows * length * vocabulary > MAX_KEPT_LOGIT_BYTES
     if chunk is None:
         mesh = jax.sharding.get_abstract_mesh()
         chunk = chunk_positions(vocabulary, 1 if mesh.empty else math.prod(mesh.shape.values()))
-        chunk = min(chunk, rows * (length // 2))  # at least two, one of which few targets leave out
+        chunk = min(
+            chunk, rows * (length // 2)
+        )  # at least two chunks, so that the second is skipped if targets are few
     width = min(max(1, chunk // rows), length - 1)
     number = -(-(length - 1) // width)
-    # Compacting each row by itself keeps rows where they are when the batch is sharded over devices.
+    # Each row is sorted by itself, so that rows stay on their device if the batch is sharded.
     order = jnp.argsort(~loss_mask[:, 1:], axis=1, stable=True)
     order = jnp.pad(order, ((0, 0), (0, number * width - (length - 1))), constant_values=length - 1)
     chunks = _Chunks(tokens, loss_mask, order.reshape(rows, number, width).swapaxes(0, 1))
     apply, weights = jax.closure_convert(unembed, hidden[:, :width])
     head = _Head(apply, entropy, greedy, temperature)
-    stacked = (_recomputed if remat else _forward)(head, chunks, hidden, weights)
-    # Back to the places they came from: the inverse permutation, shifted by one from predictor to target.
+    stacked = (_forward_remat if remat else _forward)(head, chunks, hidden, weights)
+    # Undo the sort, and shift by one from the predicting position to the target.
     inverse = chunks.inverse()
 
     def unsort(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Policy objectives on token arrays: sums and weights, so that any split into microbatches gives the same gradient."""
+"""Policy losses per token, and the weights that make any split into microbatches give the same gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,19 @@ def clipped_objective(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
-    """PPO's clipped surrogate as a loss per token (PPO, Eq. 7; clip-higher as in DAPO, Eq. 10).
+    """PPO's clipped surrogate as a loss per token (PPO, Eq. 7; with two clip bounds as in DAPO, Eq. 10).
 
-    `dual_clip` c > 1 bounds the loss of a negative advantage by c·|A|, which else grows with the ratio without end
-    (Ye et al. 2020, Eq. 5).
+    Args:
+      logp: log-probabilities under the current policy.
+      old_logp: log-probabilities that the ratio is taken against.
+      advantage: one per token.
+      clip_low: the ratio is clipped below at 1 - clip_low.
+      clip_high: the ratio is clipped above at 1 + clip_high.
+      dual_clip: c > 1 bounds the loss of a token with a negative advantage by c·|A| (Ye et al. 2020, Eq. 5). Without it
+        that loss grows with the ratio without bound. None: no bound.
 
-    Returns the loss, the ratio, and 1.0 where a clip decided.
+    Returns:
+      Loss, ratio, and 1.0 on tokens whose loss was clipped.
     """
     ratio = jnp.exp(logp - old_logp)
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
@@ -41,11 +48,13 @@ def clipped_objective(
 def kl_estimate(
     logp: Float[Array, "B T"], reference: Float[Array, "B T"], estimator: str = "k3"
 ) -> Float[Array, "B T"]:
-    """Estimate of KL(policy || reference) from sampled tokens (Schulman 2020, "Approximating KL divergence").
+    """Estimates KL(policy || reference) per sampled token (Schulman 2020, "Approximating KL divergence").
 
-    With d = ref - logp: k1 = -d (unbiased, any sign; as a *loss* its gradient is zero on average, so it belongs in the
-    reward), k2 = d²/2 (biased; its gradient is that of the KL on policy), k3 = e^d - d - 1 (unbiased, never negative; GRPO,
-    DeepSeekMath, Eq. 4). The difference in k3 is bounded to +-20 so that one wild token stays finite.
+    With d = reference - logp:
+    k1 = -d is unbiased and may be negative. As a loss its gradient is zero on average, so use it in the reward.
+    k2 = d²/2 is biased; on policy, its gradient is that of the KL.
+    k3 = e^d - d - 1 is unbiased and never negative (GRPO; DeepSeekMath, Eq. 4). d is clipped to [-20, 20], so that a single
+    outlier stays finite.
     """
     if estimator == "k1":
         return logp - reference
@@ -58,17 +67,18 @@ def kl_estimate(
 
 
 def truncated_importance(
-    logp: Float[Array, "*shape"], sampled_logp: Float[Array, "*shape"], most: float
+    logp: Float[Array, "*shape"], sampled_logp: Float[Array, "*shape"], cap: float
 ) -> Float[Array, "*shape"]:
-    """min(pi / mu, most), a constant weight of each token's loss (Yao et al. 2025, "truncated importance sampling").
+    """min(pi / mu, cap): a weight without gradient for each token's loss ("truncated importance sampling", Yao et al. 2025).
 
     Args:
-      logp: log-probability of the token under the policy that the update starts from, as the trainer computes it.
-      sampled_logp: the same under the distribution that it was drawn from: another kernel, dtype, temperature or top-p.
-      most: the bound of the weight.
+      logp: log pi, the token's log-probability at the start of the update, as the trainer computes it.
+      sampled_logp: log mu, its log-probability under the distribution it was sampled from, which may differ in kernel,
+        dtype, temperature or top-p.
+      cap: upper bound of the weight.
     """
-    # Bounded in the exponent first: exp of a wild difference would be infinite before it is cut.
-    return jax.lax.stop_gradient(jnp.exp(jnp.minimum(logp - sampled_logp, np.log(most))))
+    # The exponent is clipped rather than its exponential, which could overflow.
+    return jax.lax.stop_gradient(jnp.exp(jnp.minimum(logp - sampled_logp, np.log(cap))))
 
 
 def sequence_weights(
@@ -77,12 +87,18 @@ def sequence_weights(
     groups: Int[np.ndarray, "N"] | None = None,
     constant_tokens: int = 1,
 ) -> tuple[Float[np.ndarray, "N"], float]:
-    """Weight of each policy token of each sequence, and what the weighted sum of losses is divided by.
+    """Per-token weight of each sequence, and the number that the weighted sum of losses is divided by.
 
-    "token_mean": every policy token of the batch counts the same (DAPO, Eq. 8, over the batch). "sequence_mean": the mean
-    over the sequences of each sequence's mean (GRPO as published). "group_token_mean": the mean over the groups of each
-    group's token mean (R2AG, Eq. 6). "constant": the mean over the sequences of each one's sum divided by
-    `constant_tokens` (Dr. GRPO: Liu et al. 2025, Listing 1; with 1, TIRESRAG-R1's objective as printed in 4.2).
+    Args:
+      policy_tokens: number of policy tokens of each sequence.
+      aggregation: how the loss is averaged:
+        "token_mean": over all policy tokens of the batch (DAPO, Eq. 8, over the batch).
+        "sequence_mean": token mean per sequence, then mean over sequences (GRPO as published).
+        "group_token_mean": token mean per group, then mean over groups (R2AG, Eq. 6).
+        "constant": token sum per sequence divided by `constant_tokens`, then mean over sequences (Dr. GRPO: Liu et al.
+        2025, Listing 1; with 1, TIRESRAG-R1's objective as printed in section 4.2).
+      groups: group id of each sequence; needed by "group_token_mean".
+      constant_tokens: the divisor of "constant".
     """
     sequences = float(max(len(policy_tokens), 1))
     if aggregation == "token_mean":
@@ -91,7 +107,7 @@ def sequence_weights(
         return (1.0 / np.maximum(policy_tokens, 1)).astype(np.float32), sequences
     if aggregation == "group_token_mean":
         if groups is None:
-            raise UserError("aggregation='group_token_mean' needs the groups of the sequences")
+            raise UserError("aggregation='group_token_mean' needs the group ids: pass `groups`")
         names, index = np.unique(groups, return_inverse=True)
         tokens = np.bincount(index, policy_tokens, minlength=len(names))
         return (1.0 / np.maximum(tokens, 1))[index].astype(np.float32), float(max(len(names), 1))

@@ -1,4 +1,4 @@
-"""The policy's objective: its settings, and the loss of a microbatch."""
+"""The policy's objective: `ObjectiveConfig`, and `policy_loss`, the loss of a microbatch."""
 
 import dataclasses
 
@@ -16,48 +16,53 @@ KL_PLACES = ("loss", "reward")
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-    """The policy objective; defaults are R-Search's GRPO."""
+    """The policy objective; the defaults are R-Search's GRPO."""
 
     kl_coef: float = 0.001
-    """Weight of the estimate of KL(policy || reference)."""
+    """Weight of the estimated KL(policy || reference)."""
     kl_estimator: str = "k3"
-    """k1, k2 or k3; as a loss k1 has no gradient on average, in the reward it is the one to take."""
+    """k1, k2 or k3 (`rrl.rl.losses.kl_estimate`). Use k1 in the reward; as a loss its gradient is zero on average."""
     kl_in: str = "loss"
-    """Where the KL stands: added to the "loss", or subtracted from the "reward" of each token (PPO, REINFORCE++)."""
+    """Where the KL is applied: added to the "loss", or subtracted from each token's "reward" (PPO, REINFORCE++)."""
     clip_low: float = 0.2
+    """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
+    """The probability ratio is clipped above at 1 + clip_high; DAPO raises it to 0.28."""
     dual_clip: float | None = None
-    """Bound, in units of |advantage|, of what a token with a negative advantage may cost (usually 3); None: none."""
+    """Upper bound, in units of |advantage|, of the loss of a token with a negative advantage (usually 3); None: no bound."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     importance_cap: float | None = None
-    """Truncated importance sampling: tokens are weighed by what the trainer's log-probabilities say against those of the
-    distribution that was sampled, at most this much (usually 2). The ratio then starts from the trainer's log-probabilities,
-    which costs one more forward pass. None: the sampler's log-probabilities are taken as they are."""
+    """Truncated importance sampling: each token's loss is weighted by the ratio of the trainer's probability to the sampler's,
+    at most this (usually 2). The clipped ratio then starts from the trainer's log-probabilities, which costs one more forward
+    pass. None: no weights; the clipped ratio starts from the sampler's log-probabilities."""
     whiten: bool = False
-    """Advantages get mean 0 and deviation 1 over the policy tokens of the rollout batch (REINFORCE++)."""
+    """Whether advantages are normalised to mean 0 and std 1 over the policy tokens of the rollout batch (REINFORCE++)."""
     aggregation: str = "token_mean"
-    """What the loss is a mean over: policy tokens, sequences of token means ("sequence_mean"), groups of token means
-    ("group_token_mean"), or sequences of token sums over `constant_tokens` ("constant")."""
+    """How token losses are averaged: "token_mean", "sequence_mean", "group_token_mean" or "constant"
+    (`rrl.rl.losses.sequence_weights`)."""
     constant_tokens: int = 1024
-    """What "constant" divides each sequence's sum by: Dr. GRPO takes the longest output allowed."""
+    """Divisor of each sequence's loss sum with aggregation "constant". Dr. GRPO uses the longest output allowed."""
     drop_spread: float | None = None
-    """Leave out groups whose total rewards lie within this of each other (0: are all equal), and with them their KL;
-    None: no group."""
+    """Groups whose total rewards differ by at most this are left out of the update, including their KL; 0: groups with equal
+    rewards; None: no group is left out."""
     minibatches: int = 1
-    """Optimiser steps an epoch, each on its share of the groups."""
+    """Optimiser steps per epoch, each on its share of the groups."""
     epochs: int = 1
     """Passes over a rollout batch."""
     microbatch_tokens: int = 8192
-    """Tokens whose activations exist at a time."""
+    """Tokens per microbatch: those whose activations are in memory at a time."""
     row_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    """Row lengths that are compiled; the last is the longest trajectory, or tree of several (`share_prefixes`)."""
+    """Lengths of packed rows, in tokens; a program is compiled for each. The last must hold the longest context, and with
+    `share_prefixes` limits a prefix tree."""
     share_prefixes: bool = False
-    """Contexts that begin alike, the steps of one trajectory (R3-RAG) or the samples of one prompt (R2AG), lie in a row as one
-    tree, whose trunk is computed once (`rrl.rl.prefix_tree`). Splash attention cannot do it."""
+    """Whether contexts with a common prefix share it in a packed row, where it is computed once (`rrl.rl.prefix_tree`). Such
+    contexts are the steps of one trajectory (R3-RAG) or the samples of one prompt (R2AG). Splash attention does not support
+    it."""
     parallel_microbatches: int = 1
-    """On one CPU: microbatches that are computed at once, each stream adding to a sum of its own, since one by itself leaves
-    a part of a second core idle. Other devices have one. The last bits of a gradient depend on it, not on the cores."""
+    """Number of microbatches computed at the same time on a single CPU device, each in its own thread with its own gradient
+    sum; one microbatch does not keep two cores busy. Other devices use 1. The last bits of a gradient depend on this number,
+    but not on the number of cores."""
 
     def __post_init__(self) -> None:
         if (
@@ -65,7 +70,9 @@ class ObjectiveConfig:
             or list(self.row_lengths) != sorted(set(self.row_lengths))
             or self.row_lengths[0] < 1
         ):
-            raise UserError(f"objective.row_lengths={self.row_lengths} must be increasing row lengths")
+            raise UserError(
+                f"objective.row_lengths={self.row_lengths} must be increasing row lengths of at least 1 token"
+            )
         at_least(
             1,
             self,
@@ -77,7 +84,7 @@ class ObjectiveConfig:
             where="objective.",
         )
         at_least(0, self, "kl_coef", "clip_low", "clip_high", "entropy_coef", where="objective.")
-        at_most(1, self, "clip_low", where="objective.")  # no ratio is below 0
+        at_most(1, self, "clip_low", where="objective.")  # a ratio is never below 0
         if self.drop_spread is not None:
             at_least(0, self, "drop_spread", where="objective.")
         for field in ("dual_clip", "importance_cap"):
@@ -89,43 +96,45 @@ class ObjectiveConfig:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimiser steps a rollout batch, where it has that many groups."""
+        """Optimiser steps per rollout batch, if it has at least `minibatches` groups."""
         return self.minibatches * self.epochs
 
     @property
     def kl_in_reward(self) -> bool:
-        """True where the reward of each token pays for the KL."""
+        """Whether the KL is subtracted from the reward of each token."""
         return self.kl_in == "reward" and self.kl_coef > 0
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """The per-token arrays of an update's microbatches, all float32: what `policy_loss` reads, and the reference's
-        log-probabilities where the reward has asked for them already."""
+        """Names of the per-token float32 arrays in a microbatch (`Batch.extras`) that `policy_loss` reads.
+
+        They include the reference's log-probabilities if the KL is in the reward, since those were computed before.
+        """
         sampled = ("sampled_logp",) if self.importance_cap is not None else ()
         reference = ("reference_logp",) if self.kl_in_reward else ()
         return ("old_logp", "advantage", "weight", *sampled, *reference)
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """What `policy_loss` sums over the tokens of an update."""
-        weighed = ("importance",) if self.importance_cap is not None else ()
-        return ("kl", "entropy", "ratio", "clip_fraction", "step_kl", "logp_gap", "tokens", *weighed)
+        """Names of the sums over tokens that `policy_loss` returns."""
+        weights = ("importance",) if self.importance_cap is not None else ()
+        return ("kl", "entropy", "ratio", "clip_fraction", "step_kl", "logp_gap", "tokens", *weights)
 
     def rows_per_microbatch(self, length: int, shards: int = 1) -> int:
-        """Rows of this length in a microbatch: the same number, at least one, on each of the data shards."""
+        """Number of rows of this length in a microbatch; each data shard gets the same number, at least one."""
         return shards * max(1, self.microbatch_tokens // (length * shards))
 
 
 def policy_loss(
     scores: TokenScores, reference: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The weighted sum of the loss over a microbatch's policy tokens, and sums of what is told about them.
+    """The weighted sum of the loss over a microbatch's policy tokens, and sums for metrics (`ObjectiveConfig.sums`).
 
     Args:
-      scores: log-probability (with its gradient) and entropy of each policy token now.
+      scores: log-probability and entropy of each policy token under the current policy; both carry the gradient.
       reference: log-probabilities under the frozen reference.
-      batch: its extras are `config.extras`: log-probabilities that the ratio starts from, advantage, and the weight of the
-        aggregation (`rrl.rl.losses.sequence_weights`).
+      batch: with `config.extras`: "old_logp", the log-probabilities that the ratio is taken against; "advantage"; "weight",
+        from `rrl.rl.losses.sequence_weights`; and others that depend on `config`.
       config: the objective.
     """
     old = batch.extras["old_logp"]

@@ -1,8 +1,8 @@
-"""Optimisers and learning-rate schedules: one config, Optax underneath.
+"""Optimisers and learning-rate schedules, built with Optax from one config. Read `make_optimizer` first.
 
-Muon orthogonalises the update of each weight *matrix* (Jordan et al., 2024); embeddings, norms and biases go to AdamW. Our
-decoder stacks its layers on a leading axis, so that a parameter of shape [L, D, F] is L matrices: the leading axis is a batch
-axis, never part of the matrix. A gradient that is not finite leaves parameters and optimiser state as they were and is counted.
+Muon orthogonalises the update of each weight matrix (Jordan et al., 2024); embeddings, norms and biases use AdamW. The
+decoder stacks its layers on a leading axis, so a parameter of shape [L, D, F] is L matrices: the leading axis is a batch
+axis. An update with a gradient that is not finite is skipped and counted.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ OPTIMIZERS = ("adamw", "muon", "sgd")
 SCHEDULES = ("constant", "cosine", "linear")
 
 MatrixRules = Sequence[tuple[str, tuple[tuple[int, ...], tuple[int, ...]] | None]]
-"""(regex over the parameter's path, (input axes, output axes) counted from the end, or None for "not a matrix")."""
+"""(regex over the parameter's path, (input axes, output axes) counted from the end, or None if it is not a matrix)."""
 
 MATRIX_RULES: MatrixRules = (
     (r"embedding$|norm$|bias$|head$", None),
@@ -34,39 +34,44 @@ MATRIX_RULES: MatrixRules = (
     (r"/o$", ((-3, -2), (-1,))),
     (r"/(gate|up|down)$", ((-2,), (-1,))),
 )
-"""Of our decoder's parameters; first match wins, a parameter without a match is no matrix. Axes named on neither side (the
-leading layer axis) are batch axes."""
+"""Rules for the decoder's parameters. The first match wins; a parameter without a match is not a matrix. Axes that a rule
+does not name, such as the leading layer axis, are batch axes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """An optimiser with its schedule."""
+    """An optimiser and its learning-rate schedule."""
 
     name: str = "adamw"
     """One of adamw, muon, sgd."""
     lr: float = 1e-3
-    """Peak learning rate. For Muon: of the matrices, with updates scaled to the RMS size of Adam's (0.2), so that one
-    learning rate fits both."""
+    """Peak learning rate. Muon's updates are scaled to the RMS size of Adam's (0.2), so that one learning rate fits both."""
     schedule: str = "constant"
-    """What follows the warm-up: constant, cosine (to final_ratio · lr) or linear (likewise)."""
+    """Schedule after the warm-up: constant, cosine or linear; the latter two fall to final_ratio · lr."""
     final_ratio: float = 0.0
+    """Final learning rate as a fraction of lr."""
     warmup_ratio: float = 0.0
-    """Share of total_steps in which the rate rises linearly; R-Search uses 0.95."""
+    """Fraction of total_steps in which the rate rises linearly; R-Search uses 0.95."""
     warmup_steps: int = 0
-    """The same as a number of steps; give one of the two."""
+    """Warm-up as a number of steps; set either this or warmup_ratio."""
     weight_decay: float = 0.0
-    """Decoupled; on matrices only."""
+    """Decoupled weight decay, applied to matrices only."""
     b1: float = 0.9
+    """Adam's decay of the first moment; for sgd the momentum."""
     b2: float = 0.95
+    """Adam's decay of the second moment."""
     eps: float = 1e-8
+    """Added to the denominator of AdamW's update."""
     muon_beta: float = 0.95
+    """Muon's momentum."""
     adam_lr: float | None = None
-    """Rate of the parameters that Muon leaves to AdamW; None: lr."""
+    """Peak learning rate of the parameters that use AdamW with name=muon; None: lr."""
     clip_norm: float | None = 1.0
-    """Global gradient norm above which gradients are scaled down; None: never."""
+    """Global gradient norm above which gradients are scaled down; None: no clipping."""
     frozen: tuple[str, ...] = ()
-    """Parameters that keep their values: regular expressions searched in their paths, such as "^embedding$"."""
+    """Regular expressions; a parameter whose path one of them matches is not trained. Example: "^embedding$"."""
     total_steps: int = 1000
+    """Length of the schedule in optimiser steps; training commands set it."""
 
     def __post_init__(self) -> None:
         one_of(OPTIMIZERS, self, "name", where="optim.")
@@ -83,7 +88,7 @@ class OptimConfig:
         at_most(1, self, *shares, where="optim.")
         for field in ("b1", "b2", "muon_beta"):
             if getattr(self, field) == 1:
-                raise UserError(f"optim.{field}=1 must be below 1: a mean that takes in nothing new")
+                raise UserError(f"optim.{field}=1 must be below 1: with 1 the running mean never changes")
         if self.eps == 0:
             raise UserError("optim.eps=0 must be above 0: a parameter without a gradient would become 0/0")
         at_least(1, self, "total_steps", where="optim.")
@@ -92,7 +97,7 @@ class OptimConfig:
                 re.compile(pattern)
             except re.error as error:
                 raise UserError(
-                    f"optim.frozen={self.frozen}: {pattern!r} is no regular expression: {error}"
+                    f"optim.frozen={self.frozen}: {pattern!r} is not a regular expression: {error}"
                 ) from error
 
     @property
@@ -104,10 +109,13 @@ class OptimConfig:
 def make_schedule(
     config: OptimConfig, peak: float | None = None
 ) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
-    """The learning rate of update `step` (from 0).
+    """Returns the learning rate as a function of the update's number, from 0.
 
-    It rises as (step + 1) / warmup, so that the first update is not lost and the last one of a run that is all warm-up has
-    the peak rate.
+    The warm-up is (step + 1) / warmup. So the first update has a rate above 0, and the last warm-up step has the peak rate.
+
+    Args:
+      config: the schedule.
+      peak: peak learning rate; None: `config.lr`.
     """
     peak = config.lr if peak is None else peak
 
@@ -127,13 +135,13 @@ def make_schedule(
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A pytree path as "layers/attention/query/kernel"."""
+    """Formats a pytree path as "layers/attention/query/kernel"."""
     parts = (str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
     return "/".join(p for p in parts if p != "value")
 
 
 def matrix_dimensions(params: Any, rules: MatrixRules = MATRIX_RULES) -> Any:
-    """For each parameter the axes that form its matrix, or None where it is none (the form that optax's Muon wants)."""
+    """The matrix axes of each parameter, as optax's Muon takes them; None for a parameter that is not a matrix."""
 
     def of(path: tuple[Any, ...], leaf: Any) -> contrib.MuonDimensionNumbers | None:
         for pattern, axes in rules:
@@ -147,16 +155,16 @@ def matrix_dimensions(params: Any, rules: MatrixRules = MATRIX_RULES) -> Any:
 
 
 def make_optimizer(config: OptimConfig, rules: MatrixRules = MATRIX_RULES) -> optax.GradientTransformation:
-    """The optimiser of a config: clip, rule, schedule; updates that are not finite are skipped and counted.
+    """Builds the optimiser: gradient clipping, then the update rule with its schedule.
 
-    The skipped updates of its state are read with `skipped_updates`.
+    Updates that are not finite are skipped; `skipped_updates` reads their number from the state.
     """
     rate = make_schedule(config)
 
     def dimensions(params: Any) -> Any:
         return matrix_dimensions(params, rules)
 
-    def decayed(params: Any) -> Any:
+    def decay_mask(params: Any) -> Any:
         return jax.tree.map(
             lambda _, d: d is not None, params, dimensions(params), is_leaf=lambda x: x is None
         )
@@ -174,27 +182,40 @@ def make_optimizer(config: OptimConfig, rules: MatrixRules = MATRIX_RULES) -> op
         )
     elif config.name == "adamw":
         rule = optax.adamw(
-            rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed
+            rate,
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=decay_mask,
         )
     else:
         rule = optax.sgd(rate, momentum=config.b1 or None)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     rule = optax.chain(clip, rule)
-    # optax gives up after so many bad updates in a row; the count of a run never reaches this.
+    # After this many skipped updates in a row optax would apply one; the number is too large to be reached.
     return optax.apply_if_finite(rule, max_consecutive_errors=2**31 - 2)
 
 
 def split_trained(module: nnx.Module, frozen: Sequence[str] = ()) -> tuple[Any, nnx.State, nnx.State]:
-    """A module's graph, the parameters that training changes, and the others, which need no gradient and no state.
+    """Splits a module into its graph, its trained parameters and its frozen parameters.
 
-    Where there are adapters (`nnx.LoRAParam`), they alone are trained. `frozen` is `OptimConfig.frozen`; UserError for a
-    pattern that matches no parameter.
+    If the module has adapters (`nnx.LoRAParam`), only they are trained.
+
+    Args:
+      module: the model.
+      frozen: as `OptimConfig.frozen`.
+
+    Raises:
+      UserError: a pattern in `frozen` matches no parameter.
     """
     state = dict(nnx.to_flat_state(nnx.state(module)))
     paths = ["/".join(map(str, path)) for path in state]
-    idle = [pattern for pattern in frozen if not any(re.search(pattern, path) for path in paths)]
-    if idle:
-        raise UserError(f"optim.frozen={idle} match no parameter; there are {', '.join(paths)}.")
+    unmatched = [pattern for pattern in frozen if not any(re.search(pattern, path) for path in paths)]
+    if unmatched:
+        raise UserError(
+            f"optim.frozen={unmatched} match no parameter; the parameters are {', '.join(paths)}."
+        )
     kind = nnx.LoRAParam if any(isinstance(leaf, nnx.LoRAParam) for leaf in state.values()) else nnx.Param
 
     def trained(path: tuple[Any, ...], leaf: Any) -> bool:
@@ -209,25 +230,25 @@ def split_trained(module: nnx.Module, frozen: Sequence[str] = ()) -> tuple[Any, 
 def init_optimizer(
     optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None = None
 ) -> optax.OptState:
-    """The optimiser's first state, on a mesh of several devices made where its parameters lie."""
+    """The optimiser's initial state; on a mesh of several devices it is sharded like the parameters."""
     if mesh is None or mesh.size == 1:
         return optimizer.init(params)
-    places = optimizer_shardings(jax.eval_shape(optimizer.init, params), mesh)
-    return jax.jit(optimizer.init, out_shardings=places)(params)
+    shardings = optimizer_shardings(jax.eval_shape(optimizer.init, params), mesh)
+    return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
 @jax.jit
 def running_mean(mean: Any, params: Any, count: Int[Array, ""] | int) -> Any:
-    """The mean of `count` pytrees from that of the first count - 1 and the last one; of one, that one."""
+    """Updates a running mean: `mean` is over the first count - 1 pytrees, the result over `count`, `params` included."""
     return optax.incremental_update(params, mean, 1 / jnp.asarray(count, jnp.float32))
 
 
 def taken_updates(state: optax.OptState) -> int:
-    """How many updates were taken since the start: what the schedule counts. Skipped ones are none."""
+    """Number of updates applied since the start, without skipped ones; the schedule counts these."""
     counts = optax.tree_utils.tree_get_all_with_path(state, "count")
     return max((int(count) for _, count in counts), default=0)
 
 
 def skipped_updates(state: optax.ApplyIfFiniteState) -> Int[Array, ""]:
-    """How many updates were skipped since the start because their gradient was not finite."""
+    """Number of updates skipped since the start because their gradient was not finite."""
     return state.total_notfinite

@@ -1,4 +1,4 @@
-"""Packing: many short sequences into few long rows (first-fit decreasing), on the host."""
+"""Packing: places many short sequences into few long rows on the host (first-fit decreasing)."""
 
 import dataclasses
 import heapq
@@ -14,17 +14,17 @@ from rrl.rl.batch import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Rows, and where each sequence went."""
+    """Packed rows, and the place of each sequence."""
 
     batch: Batch
     """NumPy arrays [B, T]."""
     row: Int[np.ndarray, "N"]
-    """Row of each sequence; -1 where it was dropped."""
+    """Row of each sequence; -1 if it was dropped."""
     start: Int[np.ndarray, "N"]
-    """Its first column."""
+    """First column of each sequence."""
 
     def unpack(self, values: Shaped[np.ndarray, "B T"], lengths: Sequence[int]) -> list[np.ndarray]:
-        """Per-token values of each sequence, in the order in which the sequences were given."""
+        """Per-token values of each sequence, in the order of `pack`'s input."""
         return [
             values[row, start : start + length]
             for row, start, length in zip(self.row, self.start, lengths, strict=True)
@@ -34,14 +34,18 @@ class Packed:
 def first_fit_decreasing(
     lengths: Int[np.ndarray, "N"], row_length: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Places items of the given lengths into rows, longest first, each into the first row with room.
+    """Places items into rows, longest first, each into the first row with enough room.
+
+    Args:
+        lengths: of the items.
+        row_length: of a row.
 
     Returns:
-        Row and first column of each item, and the number of rows, which depends on the multiset of lengths only.
+        Row of each item, first column of each item, and number of rows. The number does not depend on the items' order.
     """
     order = np.argsort(-lengths, kind="stable")
     rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-    # A tree of maxima over the room of the rows finds the first row with room in log time.
+    # A binary tree with the maximal room of each range of rows finds the first row with enough room in log time.
     size = 1 << max(0, int(len(lengths) - 1).bit_length())
     room = [row_length] * (2 * size)
     used = 0
@@ -61,15 +65,20 @@ def first_fit_decreasing(
 
 
 def even_shares(sizes: Int[np.ndarray, "N"], shares: int) -> list[np.ndarray]:
-    """Indices of the items in so many shares of nearly equal sums (no share empty): the largest first, each to the least full
-    (Graham, 1969), so that no share needs more rows than the others."""
-    found: list[list[int]] = [[] for _ in range(min(shares, len(sizes)))]
-    sums = [(0, 0, place) for place in range(len(found))]
+    """Divides items into at most `shares` non-empty shares with nearly equal sums of sizes.
+
+    Takes the largest item first and gives it to the share with the smallest sum (Graham, 1969).
+
+    Returns:
+        Indices of the items in each share.
+    """
+    members: list[list[int]] = [[] for _ in range(min(shares, len(sizes)))]
+    sums = [(0, 0, share) for share in range(len(members))]
     for item in np.argsort(-sizes, kind="stable").tolist():
-        total, count, place = heapq.heappop(sums)
-        found[place].append(item)
-        heapq.heappush(sums, (total + int(sizes[item]), count + 1, place))
-    return [np.sort(share) for share in found]
+        total, count, share = heapq.heappop(sums)
+        members[share].append(item)
+        heapq.heappush(sums, (total + int(sizes[item]), count + 1, share))
+    return [np.sort(share) for share in members]
 
 
 def pack(
@@ -85,24 +94,24 @@ def pack(
     too_long: str = "error",
     pad_id: int = 0,
 ) -> Packed:
-    """Packs sequences into rows of tokens, positions, segment ids, target mask and any per-token side arrays.
+    """Packs sequences into rows: tokens, positions, segment ids, loss mask and other per-token arrays.
 
-    The first token of a sequence is never a target, since nothing predicts it.
+    The first token of a sequence is never a target, because no token predicts it.
 
     Args:
         tokens: the sequences.
-        loss_mask: for each token whether it is a target.
+        loss_mask: True on tokens that are targets of the loss.
         row_length: T.
-        positions: of each token; None: they count from 0.
-        branches: as `Batch.branches`, of each sequence; None: none branches.
-        extras: per-token arrays by name, one for each sequence; padding gets 0.
-        rows: B; more rows than needed are padding. None: as many as needed.
-        multiple: B is rounded up to a multiple of this (so that few shapes are compiled, or rows divide over devices).
+        positions: position of each token in its sequence; None: 0, 1, 2, ...
+        branches: branch of each token (`Batch.branches`); None: no sequence has branches.
+        extras: per-token arrays of each sequence, by name; padding gets 0.
+        rows: B; rows that are not needed are padding. None: as many rows as needed.
+        multiple: B is rounded up to a multiple of this, so that few shapes are compiled or rows divide over devices.
         too_long: what happens to a sequence longer than a row: "error", "cut" (its end is lost) or "drop".
         pad_id: token of the padding.
 
     Raises:
-        UserError: a sequence does not fit a row (with `too_long="error"`), or all do not fit `rows`.
+        UserError: a sequence is longer than a row (with `too_long="error"`), or the sequences do not fit in `rows`.
     """
     if too_long not in ("error", "cut", "drop"):
         raise UserError(f"too_long={too_long!r} is unknown; choose error, cut or drop.")
@@ -117,12 +126,12 @@ def pack(
     row_of, start_of, used = first_fit_decreasing(lengths, row_length)
     if rows is not None and used > rows:
         raise UserError(
-            f"{len(kept)} sequences need {used} rows of row_length={row_length}, more than rows={rows}; raise one."
+            f"{len(kept)} sequences need {used} rows of row_length={row_length}, more than rows={rows}; raise rows or row_length."
         )
     count = used if rows is None else rows
     count = max(1, -(-count // multiple)) * multiple
 
-    # Flat index of each token of all kept sequences, in order: one vectorised scatter an array.
+    # Flat index of each token of all packed sequences, in order: each array needs a single scatter.
     total = int(lengths.sum())
     first = np.cumsum(lengths) - lengths
     within = np.arange(total) - np.repeat(first, lengths)
@@ -135,7 +144,7 @@ def pack(
         out[flat] = joined
         return out.reshape(count, row_length)
 
-    # Segments count from 1 in the order of their columns.
+    # Segments of a row are numbered from 1, from left to right.
     by_place = np.lexsort((start_of, row_of))
     segment = np.zeros(len(kept), np.int32)
     new_row = np.diff(row_of[by_place], prepend=-1) != 0
@@ -161,18 +170,18 @@ def pack(
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Batches of few shapes, and where each sequence went."""
+    """Batches of a few shapes, and the place of each sequence."""
 
     batches: list[Batch]
     batch: Int[np.ndarray, "N"]
-    """Index of each sequence's batch; -1 where it is longer than every length."""
+    """Index of each sequence's batch; -1 if the sequence is longer than every row length."""
     row: Int[np.ndarray, "N"]
-    """Its row there."""
+    """Row of each sequence in its batch."""
     start: Int[np.ndarray, "N"]
-    """Its first column."""
+    """First column of each sequence."""
 
     def unpack(self, values: Sequence[Shaped[np.ndarray, "B T"]], lengths: Sequence[int]) -> list[np.ndarray]:
-        """Per-token values of each sequence, in the order in which the sequences were given, from those of the batches."""
+        """Per-token values of each sequence, in the order of `pack_buckets`' input, from the values of all batches."""
         places = zip(self.batch, self.row, self.start, lengths, strict=True)
         return [values[batch][row, start : start + length] for batch, row, start, length in places]
 
@@ -187,10 +196,17 @@ def pack_buckets(
     branches: Sequence[Int[np.ndarray, "T"]] | None = None,
     extras: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> Buckets:
-    """Packs sequences into batches of `rows[i]` rows of `lengths[i]` tokens (increasing), each sequence in the shortest; what
-    stands beside the tokens is as for `pack`.
+    """Packs sequences into batches of shape [rows[i], lengths[i]].
 
-    Those that do not fill a batch of their length move up to the next one, so that only the last is padded.
+    Each sequence goes to the shortest length that holds it. Sequences that do not fill a batch of that length move to the
+    next length, so that only batches of the last length have padding rows.
+
+    Args:
+        tokens: the sequences.
+        loss_mask: see `pack`.
+        lengths: row lengths, increasing.
+        rows: number of rows of a batch, for each length.
+        positions, branches, extras: see `pack`.
     """
     sizes = np.array([len(t) for t in tokens])
     batches: list[Batch] = []
@@ -223,7 +239,7 @@ def pack_buckets(
 
 
 def take_rows(batch: Batch, rows: Int[np.ndarray, "B"]) -> Batch:
-    """The given rows of a batch; an index of -1 gives a row of padding."""
+    """Selects rows of a batch; index -1 gives a row of padding."""
 
     def take(x: np.ndarray) -> np.ndarray:
         out = x[rows]

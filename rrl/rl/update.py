@@ -1,4 +1,7 @@
-"""One policy update: trajectories into length-bucketed packed rows, gradients summed over them, optimiser steps."""
+"""The policy update: packs trajectories into microbatches, sums gradients over them, and takes optimiser steps.
+
+Read `Updater.__call__` first.
+"""
 
 import math
 from collections.abc import Sequence
@@ -23,15 +26,15 @@ from rrl.rl.losses import kl_estimate, sequence_weights
 from rrl.rl.objective import ObjectiveConfig, policy_loss
 
 Advantages = Float[np.ndarray, "N"] | Sequence[Float[np.ndarray, "T"]]
-"""One number a trajectory, or one a token (read on policy tokens only)."""
+"""One number per trajectory, or one per token (used on policy tokens only)."""
 
 
 class ReferenceLogprobs(NamedTuple):
-    """What the reference says of each trajectory, 0 where a token is not the policy's."""
+    """Log-probabilities under the reference policy, one array per trajectory; 0 on tokens that the policy did not write."""
 
     logps: list[Float[np.ndarray, "T"]]
     kl_penalties: list[Float[np.ndarray, "T"]]
-    """kl_coef times the estimate between the sampler and the reference."""
+    """Per-token penalties: kl_coef times the estimated KL(sampler || reference)."""
 
 
 def microbatches(
@@ -42,17 +45,25 @@ def microbatches(
     old_logps: Sequence[Float[np.ndarray, "T"]] | None = None,
     reference_logps: Sequence[Float[np.ndarray, "T"]] | None = None,
 ) -> tuple[list[Batch], float]:
-    """Packs trajectories into rows of few lengths; returns the batches and what the summed loss is divided by.
+    """Packs the trajectories of one optimiser step into microbatches.
 
-    `old_logps` are those that the ratio starts from; None: the sampler's. `reference_logps` are the reference's, where
-    `config.extras` has them.
+    Args:
+      trajectories: to learn from.
+      advantages: one per trajectory or one per token.
+      config: the objective.
+      shards: devices over which the rows of a microbatch are split.
+      old_logps: log-probabilities that the ratio is taken against; None: the sampler's.
+      reference_logps: the reference's log-probabilities; needed if `config.extras` contains "reference_logp".
+
+    Returns:
+      The microbatches, and the number that the summed loss is divided by.
     """
     counts = np.array([t.policy_tokens for t in trajectories], np.int64)
     weights, total = sequence_weights(
         counts, config.aggregation, np.array([t.group for t in trajectories]), config.constant_tokens
     )
 
-    def along(values: Sequence[Any] | np.ndarray) -> list[np.ndarray]:
+    def per_token(values: Sequence[Any] | np.ndarray) -> list[np.ndarray]:
         return [
             np.broadcast_to(np.asarray(value, np.float32), len(t.tokens))
             for value, t in zip(values, trajectories, strict=True)
@@ -60,8 +71,8 @@ def microbatches(
 
     extras: dict[str, Sequence[np.ndarray]] = {
         "old_logp": [t.logps for t in trajectories] if old_logps is None else old_logps,
-        "advantage": along(advantages),
-        "weight": along(weights),
+        "advantage": per_token(advantages),
+        "weight": per_token(weights),
     }
     if "sampled_logp" in config.extras:
         extras["sampled_logp"] = [t.sampled_logps for t in trajectories]
@@ -71,7 +82,7 @@ def microbatches(
 
 
 class Updater:
-    """The policy's update for one model graph, as `split_trained` gives it: `accumulator` holds its jitted programs."""
+    """The policy's update for one model graph (from `rrl.rl.optim.split_trained`); it holds the jitted programs."""
 
     def __init__(
         self,
@@ -90,10 +101,10 @@ class Updater:
             reference, fixed = frozen
             scores = token_logprobs(nnx.merge(graph, params, fixed), batch, entropy=True)
             if config.kl_in_reward:
-                before = batch.extras["reference_logp"]
+                reference_logp = batch.extras["reference_logp"]
             else:
-                before = token_logprobs(nnx.merge(graph, reference, fixed), batch).logp
-            return policy_loss(scores, jax.lax.stop_gradient(before), batch, config)
+                reference_logp = token_logprobs(nnx.merge(graph, reference, fixed), batch).logp
+            return policy_loss(scores, jax.lax.stop_gradient(reference_logp), batch, config)
 
         self.accumulator = GradientAccumulator(
             loss, optimizer, config.sums, mesh, config.parallel_microbatches
@@ -103,37 +114,43 @@ class Updater:
             return {"logp": token_logprobs(nnx.merge(graph, params, fixed), batch).logp}
 
         def kl(reference: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
-            before = logps(reference, fixed, batch)["logp"]
-            found = kl_estimate(batch.extras["old_logp"], before, config.kl_estimator)
-            return {"logp": before, "kl": jnp.where(batch.loss_mask, config.kl_coef * found, 0.0)}
+            logp = logps(reference, fixed, batch)["logp"]
+            estimate = kl_estimate(batch.extras["old_logp"], logp, config.kl_estimator)
+            return {"logp": logp, "kl": jnp.where(batch.loss_mask, config.kl_coef * estimate, 0.0)}
 
         self.logps = PerTokenFunction(logps, config, mesh)
-        self.penalty = PerTokenFunction(kl, config, mesh)
+        self.kl_penalties = PerTokenFunction(kl, config, mesh)
 
     def reference_logprobs(
         self, reference: PyTree, fixed: PyTree, trajectories: Sequence[Trajectory]
     ) -> ReferenceLogprobs | None:
-        """What the reward of each token pays for the KL, and the reference's log-probabilities, which the update takes from
-        here; None where the reward pays nothing (then the update asks the reference itself)."""
+        """The reference's log-probabilities and the KL penalties of each token; None unless the KL is in the reward.
+
+        If it is None, the update computes the reference's log-probabilities itself.
+        """
         if not self.config.kl_in_reward:
             return None
-        found = self.penalty(reference, fixed, trajectories, {"old_logp": [t.logps for t in trajectories]})
-        return ReferenceLogprobs(found["logp"], found["kl"])
+        old_logps = [t.logps for t in trajectories]
+        values = self.kl_penalties(reference, fixed, trajectories, {"old_logp": old_logps})
+        return ReferenceLogprobs(values["logp"], values["kl"])
 
     def token_advantages(
         self,
         trajectories: Sequence[Trajectory],
         advantages: Float[np.ndarray, "N"],
-        before: ReferenceLogprobs | None = None,
+        reference_logprobs: ReferenceLogprobs | None = None,
     ) -> Advantages:
-        """What each token is learned from, given the recipe's advantages: less the KL still to come where the reward pays for
-        it (`before`), whitened where the objective asks for that; else they stay as they are."""
-        if before is None and not self.config.whiten:
+        """Final advantages, from the recipe's.
+
+        If the KL is in the reward, subtracts the KL penalties from each token to the end. If `ObjectiveConfig.whiten` is
+        set, whitens over the policy tokens of the batch. Otherwise returns the advantages unchanged.
+        """
+        if reference_logprobs is None and not self.config.whiten:
             return advantages
         penalties = (
             [np.zeros(len(t.tokens), np.float32) for t in trajectories]
-            if before is None
-            else before.kl_penalties
+            if reference_logprobs is None
+            else reference_logprobs.kl_penalties
         )
         tokens = subtract_penalty_to_go(advantages, penalties)
         return whiten(tokens, [t.roles == POLICY for t in trajectories]) if self.config.whiten else tokens
@@ -146,17 +163,25 @@ class Updater:
         fixed: PyTree,
         trajectories: Sequence[Trajectory],
         advantages: Advantages,
-        before: ReferenceLogprobs | None = None,
+        reference_logprobs: ReferenceLogprobs | None = None,
     ) -> tuple[PyTree, optax.OptState, dict[str, float]]:
-        """Updates on all trajectories, in `config.epochs` passes; the buffers of `params` and `opt_state` are donated.
+        """Trains on all trajectories for `config.epochs` epochs; donates the buffers of `params` and `opt_state`.
 
-        `params` and `reference` are trained parameters now and at the start, `fixed` the others, which both models share
-        (`rrl.rl.optim.split_trained`). `before` is what the method of that name gives; None: it is asked here.
+        Args:
+          params: trained parameters.
+          opt_state: optimiser state.
+          reference: the trained parameters of the reference, as they were at the start of the run.
+          fixed: frozen parameters, which policy and reference share (`rrl.rl.optim.split_trained`).
+          trajectories: scored trajectories to learn from.
+          advantages: from `token_advantages` or the critic.
+          reference_logprobs: from the method of that name; None: computed here if needed.
 
-        Returns new parameters, optimiser state, and means over policy tokens, and over the steps with a finite gradient where
-        there is one: kl (from the reference), step_kl (k3 of where the ratio starts from here), entropy, ratio,
-        clip_fraction, importance (where it is weighed). And logp_gap, |trainer's log-prob - sampler's| before anything has
-        moved: over the first minibatch, or over all where importance is weighed.
+        Returns:
+          New parameters, new optimiser state, and metrics. These are means over policy tokens, and over the steps with a
+          finite gradient if there are any: loss, grad_norm, kl (KL from the reference), step_kl (k3 estimate of
+          KL(old policy || current policy)), entropy, ratio, clip_fraction, and with
+          `config.importance_cap` importance. logp_gap is |trainer's log-probability - sampler's| before the first step, over
+          the first minibatch, or with `config.importance_cap` over all. skipped counts skipped updates since the start.
         """
         config = self.config
         old = [t.logps for t in trajectories]
@@ -165,13 +190,13 @@ class Updater:
             old = self.logps(params, fixed, trajectories)["logp"]
             gaps = [np.abs(o - t.logps)[t.roles == POLICY] for o, t in zip(old, trajectories, strict=True)]
             gap = {"logp_gap": float(np.concatenate(gaps).mean())}
-        if before is None:
-            before = self.reference_logprobs(reference, fixed, trajectories)
+        if reference_logprobs is None:
+            reference_logprobs = self.reference_logprobs(reference, fixed, trajectories)
         with use_mesh(self.mesh):
             groups = np.array([t.group for t in trajectories])
-            names = np.unique(groups)
+            group_ids = np.unique(groups)
             packed = []
-            for share in np.array_split(names, min(config.minibatches, len(names))):
+            for share in np.array_split(group_ids, min(config.minibatches, len(group_ids))):
                 inside = np.flatnonzero(np.isin(groups, share)).tolist()
                 packed.append(
                     microbatches(
@@ -180,16 +205,16 @@ class Updater:
                         config,
                         self.shards,
                         [old[i] for i in inside],
-                        None if before is None else [before.logps[i] for i in inside],
+                        None if reference_logprobs is None else [reference_logprobs.logps[i] for i in inside],
                     )
                 )
             steps: list[dict[str, float]] = []
             for batches, total in packed * config.epochs:
-                params, opt_state, found = self.accumulator.step(
+                params, opt_state, sums = self.accumulator.step(
                     params, opt_state, (reference, fixed), batches, total
                 )
-                tokens, whole = max(found.pop("tokens"), 1.0), ("loss", "grad_norm", "skipped")
-                steps.append({n: v if n in whole else v / tokens for n, v in found.items()})
+                tokens, not_sums = max(sums.pop("tokens"), 1.0), ("loss", "grad_norm", "skipped")
+                steps.append({n: v if n in not_sums else v / tokens for n, v in sums.items()})
         finite = [step for step in steps if math.isfinite(step["grad_norm"])] or steps
         metrics = {name: float(np.mean([step[name] for step in finite])) for name in steps[0]}
         metrics |= {"logp_gap": steps[0]["logp_gap"], "skipped": steps[-1]["skipped"], **gap}

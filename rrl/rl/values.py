@@ -1,4 +1,4 @@
-"""The critic's mathematics: clipped value loss, and how much of the returns' variance values explain."""
+"""The critic's mathematics: clipped value loss and explained variance."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 MOMENTS = ("count", "return", "return_squared", "error", "error_squared")
+"""Names of the sums that `value_moments` returns."""
 
 
 def value_loss(
@@ -15,16 +16,16 @@ def value_loss(
     *,
     clip: float | None = 0.5,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """½·max((V - R)², (clip(V, V_old ± clip) - R)²) per token, and 1.0 where the clip decided.
+    """½·max((V - R)², (clip(V, V_old ± clip) - R)²) per token, and 1.0 on tokens whose loss was clipped.
 
-    Source: PPO's released implementation (Dhariwal et al. 2017); the paper's Eq. 9 is the case without a clip. The larger
-    side wins, so that a value that has moved by more than `clip` towards its return learns no further from this batch.
+    Source: PPO's released implementation (Dhariwal et al. 2017); the paper's Eq. 9 is the case without a clip. With the
+    maximum, a value that has moved by more than `clip` towards its return gets no further gradient from this batch.
 
     Args:
-      value: V now.
-      old_value: V when the batch was made.
+      value: current V.
+      old_value: V before the update.
       returns: R.
-      clip: the largest useful change; None: no bound.
+      clip: largest change of a value that still gets a gradient; None: no clipping.
     """
     plain = jnp.square(value - returns)
     if clip is None:
@@ -36,15 +37,15 @@ def value_loss(
 def value_moments(
     value: Float[Array, "B T"], returns: Float[Array, "B T"], mask: Float[Array, "B T"]
 ) -> dict[str, Float[Array, ""]]:
-    """Sums over masked tokens, to be added over microbatches and given to `explained_variance`."""
+    """Sums over the masked tokens, by `MOMENTS`. Add them over microbatches and pass them to `explained_variance`."""
     error = returns - value
     parts = (jnp.ones_like(mask), returns, jnp.square(returns), error, jnp.square(error))
     return {name: jnp.sum(mask * part) for name, part in zip(MOMENTS, parts, strict=True)}
 
 
 def explained_variance(moments: Mapping[str, float]) -> float:
-    """1 - Var(R - V) / Var(R): 1 is a perfect critic, 0 one as good as a constant; 0 where the returns are all equal."""
+    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one as good as a constant, and 0 if all returns are equal."""
     count = max(moments["count"], 1.0)
     total = moments["return_squared"] / count - (moments["return"] / count) ** 2
-    left = moments["error_squared"] / count - (moments["error"] / count) ** 2
-    return 1.0 - left / total if total > 1e-12 else 0.0
+    residual = moments["error_squared"] / count - (moments["error"] / count) ** 2
+    return 1.0 - residual / total if total > 1e-12 else 0.0

@@ -1,1 +1,1 @@
-"""How to act: the episode engine, its stop automaton, sampling, and the protocols it speaks."""
+"""How a policy acts: the episode engine, its environments, stop strings, sampling and searches."""

@@ -1,8 +1,8 @@
-"""Stop strings matched on bytes: one transition per vocabulary token, so that jitted code advances one integer.
+"""Stop strings, matched on bytes: one transition per vocabulary token, so that jitted code advances one integer per token.
 
-A tokenizer may spell `</search>` in many ways and glue `>` to what follows; bytes do not care. The automaton is
-Aho-Corasick over the stop strings; its transition for a token is the transition over all the token's bytes, and a
-stop string that ends anywhere inside a token counts.
+A tokenizer may split `</search>` in many ways and merge `>` with the next characters, but its bytes are always the same. The
+automaton is Aho-Corasick over the stop strings. Its transition for a token runs over all bytes of the token; a stop string that
+ends inside a token counts.
 """
 
 import collections
@@ -17,37 +17,37 @@ from rrl.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class StopAutomaton:
-    """The compiled stop strings of a protocol for one tokenizer."""
+    """The compiled stop strings of one environment, for one tokenizer."""
 
     strings: tuple[str, ...]
     table: Int[np.ndarray, "states V"]
-    """Next state after a token; state 0 is the start, the last `len(strings)` states are absorbing accepts."""
+    """Next state after a token. State 0 is the start; the last `len(strings)` states are accepting and absorbing."""
 
     @property
     def first_accept(self) -> int:
-        """States from this one on mean that stop string `state - first_accept` has been seen."""
+        """First accepting state: state s from it on means that stop string `s - first_accept` was seen."""
         return self.table.shape[0] - len(self.strings)
 
 
 @dataclasses.dataclass(frozen=True)
 class StopSets:
-    """Automata of several sets of stop strings in one table, each with a start of its own."""
+    """The automata of several sets of stop strings in one table. Each set has its own start state."""
 
     strings: tuple[str, ...]
-    """All of them, each once."""
+    """The stop strings of all sets, without duplicates."""
     starts: dict[tuple[str, ...], int]
     """The start state of each set."""
     table: Int[np.ndarray, "states V"]
-    """As of a `StopAutomaton`, whose accepts are those of `strings`."""
+    """As in `StopAutomaton`; the accepting states are those of `strings`."""
 
     @property
     def first_accept(self) -> int:
-        """As of a `StopAutomaton`."""
+        """As in `StopAutomaton`."""
         return self.table.shape[0] - len(self.strings)
 
 
 def compile_sets(sets: Sequence[tuple[str, ...]], token_bytes: Sequence[bytes]) -> StopSets:
-    """Compiles sets of stop strings side by side; arguments and errors as for `compile_stops`."""
+    """Compile several sets of stop strings into one table. Arguments and errors are those of `compile_stops`."""
     parts = [compile_stops(strings, token_bytes) for strings in sets]
     strings = tuple(dict.fromkeys(string for part in parts for string in part.strings))
     starts = np.cumsum([0, *(part.first_accept for part in parts)])
@@ -66,23 +66,31 @@ def compile_sets(sets: Sequence[tuple[str, ...]], token_bytes: Sequence[bytes]) 
 
 
 def compile_stops(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopAutomaton:
-    """Compiles `strings` for a vocabulary given as the exact bytes of each token id.
+    """Compile stop strings for a vocabulary.
 
-    The first string to be completed wins; of two that end at the same byte, the longer. Raises UserError for an empty
-    stop string, a repeated one, or one that no bytes spell.
+    The string that is completed first wins; if two end at the same byte, the longer one.
+
+    Args:
+      strings: the stop strings.
+      token_bytes: the exact bytes of each token id.
+
+    Raises:
+      UserError: a stop string is empty, repeated, or not encodable in UTF-8.
     """
     try:
         patterns = [string.encode() for string in strings]
     except UnicodeEncodeError as error:
         raise UserError(
-            f"the stop string {error.object!r} has half a character, {error.object[error.start]!r}: no text holds it, give "
-            "whole ones"
+            f"the stop string {error.object!r} has half a character, {error.object[error.start]!r}, which no text contains; "
+            "use whole characters"
         ) from error
     if not all(patterns) or len(set(patterns)) != len(patterns):
         raise UserError(f"stop strings must be non-empty and distinct, found {list(strings)}")
     delta, first_accept = _byte_automaton(patterns)
     lengths = np.array([len(data) for data in token_bytes], np.int64)
-    order = np.argsort(-lengths, kind="stable")  # each byte is a step of those that have it, which come first
+    order = np.argsort(
+        -lengths, kind="stable"
+    )  # long tokens first: those with a byte at `place` are a prefix
     text = np.frombuffer(b"".join(token_bytes[token] for token in order), np.uint8)
     starts = np.cumsum(lengths[order]) - lengths[order]
     states = delta.shape[0]
@@ -98,7 +106,8 @@ def compile_stops(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopA
 
 
 def _byte_automaton(patterns: list[bytes]) -> tuple[np.ndarray, int]:
-    """Aho-Corasick as a dense table [states, 256]; accepts are absorbing."""
+    """Return the Aho-Corasick automaton as a dense table [states, 256] with absorbing accepting states, and its first accepting
+    state."""
     children: list[dict[int, int]] = [{}]
     ends: list[int] = [-1]
     for index, pattern in enumerate(patterns):

@@ -1,4 +1,4 @@
-"""Sizes and sampling of the rollout engine."""
+"""Sizes and sampling settings of the rollout engine."""
 
 import dataclasses
 
@@ -8,47 +8,50 @@ from rrl.models.decoder import MAX_DECODE_TOKENS
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and sampling of an engine; all static, so that one program serves a whole run."""
+    """Sizes and sampling settings of an engine. All are static: one compiled program serves a whole run."""
 
     rows: int = 64
-    """Episodes that decode side by side, over all data shards."""
+    """Rows of a decode step: the number of episodes that decode at the same time, over all data shards."""
     oversubscribed_slots: int = 0
-    """Episodes in flight beside them: one that waits for passages leaves its place to the one that has come least far. They take
-    the memory of their cache, and change no number. Each loop has as many, rounded up. Where far more requests than rows are run,
-    the longest end late."""
+    """Episodes in flight in addition to `rows`. An episode that waits for passages gives its row to the shortest other
+    episode. Each of these slots takes the memory of its KV cache; no result changes. The number per worker is rounded up.
+    If there are far more requests than rows, the longest episodes end late."""
     context: int = 8192
-    """Most tokens that the policy sees at a time, its own among them; a restart begins anew."""
+    """Maximum tokens in the context, including those that the policy writes. A restart begins an empty context."""
     wake_threshold: int = 16
-    """How many paused rows of a data shard interrupt decoding; as many queries are encoded together."""
+    """Number of paused slots of a data shard that interrupts decoding. Also the number of queries that are embedded
+    together."""
     prefill_tokens: int = 256
-    """Tokens prefilled together, per data shard: pieces of 32 of as many texts as have room (one piece, where it is less)."""
+    """Tokens that are prefilled together, per data shard: chunks of 32 tokens from as many slots as fit (one chunk if this
+    is below 32)."""
     draft_tokens: int = 0
-    """Speculative decoding: tokens guessed for each row in a decode step, by looking its last tokens up in what all have read and
-    written (`rrl.rollout.drafts`). A step takes longer, and writes several tokens of a row where they were guessed right. A
-    narrower step guesses more for each. The last bits of a log-probability depend on how many are guessed, not on what. On
-    one CPU this is tried before the first run, and the option left out, with a warning, where it is not so."""
+    """Speculative decoding: draft tokens per row and decode step, by prompt lookup (`rrl.rollout.drafts`). 0 is off. A step
+    takes longer and writes several tokens per row if the drafts are right. A step of fewer rows drafts more per row. The
+    last bits of a log-probability depend on the number of drafts, not on the drafted tokens. On one CPU the engine verifies
+    this before the first run; if it does not hold, the engine ignores this field with a warning."""
     max_wait_steps: int = 8
-    """Decode steps that a paused row waits at most while others run, twice as many where spare rows write in its place; one whose
-    query is being encoded waits for a quarter of them."""
+    """Decode steps that a paused slot waits at most while others decode; doubled if there are oversubscribed slots, and
+    a quarter of it while a query is being embedded."""
     workers: int = 0
-    """On one CPU: workers that share the rows and the requests, each on a core of its own; 0: one for all cores if reading the
-    weights is what a decode step costs, else one a core, of eight rows at least (`rrl.rollout.cpu.workers`).
-    Other devices have one.
-    Where XLA computes, the last bits of a log-probability depend on how many rows are computed together, and so on this."""
+    """On one CPU: workers that share the rows and the requests, each on its own core. 0 chooses: one worker for all cores if
+    reading the weights dominates a decode step, else one per core with at least eight rows each
+    (`rrl.rollout.cpu.workers`). Other devices have one. If XLA computes the layers, the last bits of a log-probability
+    depend on the number of rows that are computed together, and so on this field."""
     top_k: int = 3
-    """Passages a search returns."""
+    """Passages per search."""
     top_p: float = 1.0
+    """Nucleus sampling: the smallest set of tokens with this probability mass. 1 is off."""
     sample_top_k: int = 0
-    """Sampling among the k likeliest tokens; 0 is off."""
+    """Sampling among the k most likely tokens. 0 is off. (`top_k` counts passages.)"""
     share_prompts: bool = True
-    """Whether rows copy the beginning of a context from rows that hold it, instead of prefilling it again: a prompt, and what
-    samples of one question wrote and read alike after it. What is copied has the bits of what it stands for."""
+    """Whether slots copy a common prefix from each other's KV cache instead of prefilling it again: a prompt, and all that
+    samples of one question wrote and read identically after it. A copy is bitwise equal to prefilling."""
     search_seconds: float = 60.0
-    """A search that takes longer is given up: the policy is told that it failed. Each of three attempts at a search service
-    gets a third of it. Of queries that are searched together and fail, each is searched alone before that, and of a few that
-    take half of it."""
+    """Time limit of a search; a slower one fails, and the policy is informed. Each of three attempts at a search service gets
+    a third of it. If a batch of queries fails, each query is searched alone before the limit; so is each query of a small
+    batch that takes half of it."""
     stall_seconds: float = 300.0
-    """Without a word from the device for so long, the log says what everything is waiting for."""
+    """If nothing happens for this time, the log names what the rollout waits for. 0 is off."""
 
     def __post_init__(self) -> None:
         integer_at_least(
@@ -60,16 +63,16 @@ class EngineConfig:
         require_number(self, "search_seconds", "top_p")
         if not self.search_seconds > 0:
             raise UserError(
-                f"search_seconds={self.search_seconds} must be above 0: each search would be given up"
+                f"search_seconds={self.search_seconds} must be above 0: otherwise each search would fail"
             )
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must lie above 0 and not above 1")
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
 
     @property
     def slots(self) -> int:
-        """Episodes at a time, with those that wait."""
+        """Episodes in flight: those that decode and those that wait."""
         return self.rows + self.oversubscribed_slots
 
 
 RESULT_INVARIANT_FIELDS = ("search_seconds", "stall_seconds", "oversubscribed_slots")
-"""Fields of an EngineConfig that touch no number, unless a search is given up."""
+"""Fields of an EngineConfig that change no trajectory, unless a search times out."""

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning asks: which questions a step's rounds of rollouts get."""
+"""Curricula: which questions each round of rollouts of a training step gets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -10,30 +10,30 @@ from rrl.data.trajectory import Trajectory
 
 
 class Curriculum(Protocol):
-    """Gives the questions of each step, and may go by what came of those before.
+    """Selects the questions of each step; may depend on earlier trajectories.
 
-    What a step asks is a pure function of the arguments of `ask` and of `state`, which is kept with a checkpoint.
+    The selection is a pure function of the arguments of `select` and of `state`, which checkpoints hold.
     """
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What it has to remember, as JSON holds it."""
+        """The state, of JSON types."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
+        """Continue from a `state` of a checkpoint."""
 
     def select(self, step: int, number: int, count: int) -> list[Question]:
-        """The questions of a step's round `number` (both counted from 0): one at least, `count` at most."""
+        """Return at least one and at most `count` questions for round `number` of `step` (both from 0)."""
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:
-        """Is told what was sampled from what it asked."""
+        """Update the state with the trajectories of the selected questions."""
 
 
 class ShuffledQuestions:
-    """Questions in random order, epoch after epoch; each round goes through all of them in an order of its own."""
+    """All questions in random order, epoch after epoch. Each round of a step has its own order."""
 
     def __init__(self, questions: Sequence[Question], size: int, seed: int) -> None:
-        """`size` questions make a step."""
+        """`size` is the number of questions per step."""
         self.questions, self.size, self.seed = questions, size, seed
 
     @property
@@ -41,18 +41,19 @@ class ShuffledQuestions:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to remember."""
+        """Do nothing: the order has no state."""
 
     def select(self, step: int, number: int, count: int) -> list[Question]:
         order = question_order(len(self.questions), self.size, self.seed, step, number)
         return [self.questions[i] for i in order[:count]]
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:
-        """There is nothing to learn."""
+        """Do nothing: the order does not depend on trajectories."""
 
 
 def question_order(count: int, size: int, seed: int, step: int, number: int = 0) -> np.ndarray:
-    """Indices of the questions of a step's round: each epoch is a permutation, a pure function of its arguments."""
+    """Return the indices of the questions of round `number` of `step`. Each epoch is a permutation of all `count` questions,
+    determined by the arguments alone."""
     size = min(size, count)
     per_epoch = count // size
     epoch, place = divmod(step, per_epoch)

@@ -1,6 +1,9 @@
-"""The device's side of an episode batch: decoding until rows pause, and feeding rows what the host answers.
+"""The device's half of the rollout: decode until slots pause, then prefill what the scheduler sends.
 
-Pure functions over `DecodeState` and a KV cache; the jitted loop and the host-driven reference loop share them.
+Pure functions of a `DecodeState` and a KV cache. The jitted episode loop and the host-driven reference loop use the same
+functions. Read `decode`, then `prefill`.
+
+A slot holds one episode in flight: slot i is row i of the KV cache. A decode step computes some of the slots as its rows.
 """
 
 import functools
@@ -17,7 +20,7 @@ from rrl.models.cache import KVCache
 from rrl.models.cpu.layers import cpu_draw
 from rrl.models.decoder import MAX_DECODE_TOKENS, Decoder
 from rrl.parallel.mesh import ROW_AXES, data_shards
-from rrl.rollout.drafts import NgramDrafts, following, windows
+from rrl.rollout.drafts import NgramDrafts, preceding_tokens, shift_in
 from rrl.rollout.exchange import (
     BLOCKED,
     DECODING,
@@ -35,50 +38,54 @@ from rrl.rollout.sampling import is_greedy, row_keys, sample, uniform
 
 
 class DecodeState(NamedTuple):
-    """State of every row; R rows, at most A tokens a turn."""
+    """State of all slots; A is the maximum number of tokens of a turn."""
 
-    status: Int[Array, "R"]
+    status: Int[Array, "slots"]
     """DECODING, PAUSED, BLOCKED or OFF."""
-    stop: Int[Array, "R"]
-    """Why the row pauses: index of the stop string, or a STOP_* code."""
-    position: Int[Array, "R"]
-    """Position of `pending`: the slot it will be written to."""
-    recent: Int[Array, "R RECENT"]
-    """The last tokens of what was fed or sampled; the very last, `pending`, is not yet in the cache."""
-    tag: Int[Array, "R"]
+    stop: Int[Array, "slots"]
+    """Why the slot paused: index of the stop string, or a STOP_* code."""
+    position: Int[Array, "slots"]
+    """Cache position at which `pending` will be written."""
+    recent: Int[Array, "slots RECENT"]
+    """The last tokens that were prefilled or sampled. The last of them, `pending`, is not in the cache yet."""
+    stop_state: Int[Array, "slots"]
     """State of the stop automaton within this turn."""
-    request: Int[Array, "R"]
-    offset: Int[Array, "R"]
-    """Tokens of the trajectory before this context: where its position 0 is."""
-    limit: Int[Array, "R"]
-    """Most tokens of a turn, at most A."""
-    temperature: Float[Array, "R"]
-    ids: Int[Array, "R A"]
-    """What the policy wrote in this turn, with both log-probabilities."""
-    logps: Float[Array, "R A"]
-    sampled_logps: Float[Array, "R A"]
-    length: Int[Array, "R"]
+    seed: Int[Array, "slots"]
+    """Seed of the request, folded into the sampling key."""
+    offset: Int[Array, "slots"]
+    """Tokens of the trajectory before this context."""
+    turn_limit: Int[Array, "slots"]
+    """Maximum tokens of this turn, at most A."""
+    temperature: Float[Array, "slots"]
+    ids: Int[Array, "slots A"]
+    """Tokens that the policy wrote in this turn."""
+    logps: Float[Array, "slots A"]
+    """Their log-probabilities under the full distribution."""
+    sampled_logps: Float[Array, "slots A"]
+    """Their log-probabilities under the distribution that was sampled."""
+    length: Int[Array, "slots"]
+    """Number of these tokens."""
 
     @property
-    def pending(self) -> Int[Array, "R"]:
-        """The last token."""
+    def pending(self) -> Int[Array, "slots"]:
+        """The last token, whose successor is sampled next."""
         return self.recent[:, -1]
 
     @staticmethod
-    def create(rows: int, turn_tokens: int) -> "DecodeState":
-        """All rows wait for their first prompt."""
-        zeros = jnp.zeros(rows, jnp.int32)
-        turn = (rows, turn_tokens)
+    def create(slots: int, turn_tokens: int) -> "DecodeState":
+        """Return the initial state: all slots are paused and wait for their first prompt."""
+        zeros = jnp.zeros(slots, jnp.int32)
+        turn = (slots, turn_tokens)
         return DecodeState(
-            status=jnp.full(rows, PAUSED, jnp.int32),
+            status=jnp.full(slots, PAUSED, jnp.int32),
             stop=zeros,
             position=zeros,
-            recent=jnp.full((rows, RECENT), NO_TOKEN, jnp.int32),
-            tag=zeros,
-            request=zeros,
+            recent=jnp.full((slots, RECENT), NO_TOKEN, jnp.int32),
+            stop_state=zeros,
+            seed=zeros,
             offset=zeros,
-            limit=zeros,
-            temperature=jnp.zeros(rows, jnp.float32),
+            turn_limit=zeros,
+            temperature=jnp.zeros(slots, jnp.float32),
             ids=jnp.zeros(turn, jnp.int32),
             logps=jnp.zeros(turn, jnp.float32),
             sampled_logps=jnp.zeros(turn, jnp.float32),
@@ -87,272 +94,321 @@ class DecodeState(NamedTuple):
 
 
 class Sampler(NamedTuple):
-    """What sampling needs besides the logits; `first_accept`, `top_p`, `top_k` are static."""
+    """Inputs of sampling besides the logits. `first_accept`, `top_p` and `top_k` are static."""
 
     key: Key[Array, ""]
     table: Int[Array, "states V"]
+    """Transitions of the stop automaton (`rrl.rollout.automaton`)."""
     eos: Int[np.ndarray, "E"]
+    """End-of-sequence token ids."""
     first_accept: int
+    """First accepting state of the stop automaton."""
     top_p: float
     top_k: int
+    """0 is off."""
 
 
 class SampledTokens(NamedTuple):
-    """A token for each of P rows, with its log-probability under the full distribution and as sampled."""
+    """One sampled token per row, with its log-probability under the full distribution and under the sampled one."""
 
-    ids: Int[Array, "P"]
-    logps: Float[Array, "P"]
-    sampled_logps: Float[Array, "P"]
+    ids: Int[Array, "rows"]
+    logps: Float[Array, "rows"]
+    sampled_logps: Float[Array, "rows"]
 
 
 def sample_tokens(
-    model: Decoder, rows: DecodeState, hidden: Float[Array, "P T D"], sampler: Sampler, cache: KVCache
+    model: Decoder, state: DecodeState, hidden: Float[Array, "rows T D"], sampler: Sampler, cache: KVCache
 ) -> list[SampledTokens]:
-    """T tokens for each of P rows, each as if those before it were the row's. They are drawn together, so that the bits of one
-    do not depend on its place among them; by `rrl.models.cpu.layers`, where that computed the layers over this cache."""
+    """Sample T successive tokens per row, each as if the ones before it had been appended.
+
+    All are sampled in one call, so that the bits of a token do not depend on its index. The CPU kernel
+    (`rrl.models.cpu.layers`) samples if it computed the layers over this cache.
+    """
     count, time, width = hidden.shape
-    positions = (rows.offset + rows.position)[:, None] + jnp.arange(1, time + 1)
-    keys = row_keys(sampler.key, jnp.repeat(rows.request, time), positions.ravel())
-    temperature, table = jnp.repeat(rows.temperature, time), model.sampling_table(cache)
-    kept: dict[str, Any] = {"top_p": sampler.top_p, "top_k": sampler.top_k}
+    positions = (state.offset + state.position)[:, None] + jnp.arange(1, time + 1)
+    keys = row_keys(sampler.key, jnp.repeat(state.seed, time), positions.ravel())
+    temperature, table = jnp.repeat(state.temperature, time), model.sampling_table(cache)
+    truncation: dict[str, Any] = {"top_p": sampler.top_p, "top_k": sampler.top_k}
     if table is None:
-        drawn = sample(model.unembed(hidden).reshape(count * time, -1), keys, temperature, **kept)
+        logits = model.unembed(hidden).reshape(count * time, -1)
+        sampled = sample(logits, keys, temperature, **truncation)
     else:
         greedy, hidden = is_greedy(temperature), hidden.reshape(count * time, width)
-        asked = uniform(keys), jnp.where(greedy, 0.0, temperature)
-        drawn = cpu_draw(hidden, table, *asked, **kept, threads=cache.threads)
-    ids, full, as_sampled = (part.reshape(count, time) for part in drawn)
-    return [SampledTokens(ids[:, place], full[:, place], as_sampled[:, place]) for place in range(time)]
+        inputs = uniform(keys), jnp.where(greedy, 0.0, temperature)
+        sampled = cpu_draw(hidden, table, *inputs, **truncation, threads=cache.threads)
+    ids, full, as_sampled = (part.reshape(count, time) for part in sampled)
+    return [SampledTokens(ids[:, index], full[:, index], as_sampled[:, index]) for index in range(time)]
 
 
 def append_tokens(
-    rows: DecodeState,
-    drawn: SampledTokens,
-    mask: Bool[Array, "P"],
+    state: DecodeState,
+    sampled: SampledTokens,
+    mask: Bool[Array, "rows"],
     sampler: Sampler,
     context: int,
-    which: Int[Array, "P"] | None = None,
+    slots: Int[Array, "rows"] | None = None,
 ) -> DecodeState:
-    """Appends the tokens of those of P rows that are in `mask` to their turn, and pauses those that must stop.
+    """Append one token per row to its turn, and pause the slots whose turn ends.
 
-    A token without a finite log-probability is not appended, and stops its row: its logits are no distribution, since one of
-    them is NaN or +inf, or all are -inf.
+    A token whose log-probability is not finite is not appended, and pauses its slot: then a logit is NaN or +inf, or all are
+    -inf.
 
-    `which` rows these are; None: the p-th is row p, and P = R.
+    Args:
+      state: state of all slots.
+      sampled: one token per row.
+      mask: rows whose token is appended.
+      sampler: holds the stop automaton and the end-of-sequence tokens.
+      context: maximum length of a context.
+      slots: slot of each row. None: row i is slot i, for all slots.
     """
-    count, turn_tokens = rows.ids.shape
-    of = rows if which is None else _select(rows, which)
-    ids = drawn.ids
-    finite = jnp.isfinite(drawn.logps) & jnp.isfinite(drawn.sampled_logps)
-    column = jnp.where(mask & finite, of.length, turn_tokens)
-    index = (jnp.arange(count) if which is None else which, column)
-    tag = jnp.where(finite, sampler.table[of.tag, ids], of.tag)
-    length = of.length + finite
-    position = of.position + finite
-    recent = jnp.where(finite[:, None], following(of.recent, ids), of.recent)
+    count, turn_tokens = state.ids.shape
+    rows = state if slots is None else _select(state, slots)
+    ids = sampled.ids
+    finite = jnp.isfinite(sampled.logps) & jnp.isfinite(sampled.sampled_logps)
+    column = jnp.where(mask & finite, rows.length, turn_tokens)
+    index = (jnp.arange(count) if slots is None else slots, column)
+    stop_state = jnp.where(finite, sampler.table[rows.stop_state, ids], rows.stop_state)
+    length = rows.length + finite
+    position = rows.position + finite
+    recent = jnp.where(finite[:, None], shift_in(rows.recent, ids), rows.recent)
     is_eos = jnp.any(ids[:, None] == sampler.eos[None, :], axis=-1)
-    accepted = tag >= sampler.first_accept
-    full_turn, full_context = length >= of.limit, position + 1 >= context
+    accepted = stop_state >= sampler.first_accept
+    full_turn, full_context = length >= rows.turn_limit, position + 1 >= context
     stops = ~finite | accepted | is_eos | full_turn | full_context
     stop = jnp.select(
         [~finite, accepted, is_eos, full_turn],
-        [STOP_NOT_FINITE, tag - sampler.first_accept, STOP_EOS, STOP_TURN],
+        [STOP_NOT_FINITE, stop_state - sampler.first_accept, STOP_EOS, STOP_TURN],
         STOP_CONTEXT,
     )
 
-    def chosen(new: Array, old: Array) -> Array:
-        if which is None:
+    def masked(new: Array, old: Array) -> Array:
+        if slots is None:
             return jnp.where(mask.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        return old.at[jnp.where(mask, which, count)].set(new, mode="drop")
+        return old.at[jnp.where(mask, slots, count)].set(new, mode="drop")
 
-    return rows._replace(
-        status=chosen(jnp.where(stops, PAUSED, DECODING), rows.status),
-        stop=chosen(stop, rows.stop),
-        position=chosen(position, rows.position),
-        recent=chosen(recent, rows.recent),
-        tag=chosen(tag, rows.tag),
-        ids=rows.ids.at[index].set(ids, mode="drop"),
-        logps=rows.logps.at[index].set(drawn.logps, mode="drop"),
-        sampled_logps=rows.sampled_logps.at[index].set(drawn.sampled_logps, mode="drop"),
-        length=chosen(length, rows.length),
+    return state._replace(
+        status=masked(jnp.where(stops, PAUSED, DECODING), state.status),
+        stop=masked(stop, state.stop),
+        position=masked(position, state.position),
+        recent=masked(recent, state.recent),
+        stop_state=masked(stop_state, state.stop_state),
+        ids=state.ids.at[index].set(ids, mode="drop"),
+        logps=state.logps.at[index].set(sampled.logps, mode="drop"),
+        sampled_logps=state.sampled_logps.at[index].set(sampled.sampled_logps, mode="drop"),
+        length=masked(length, state.length),
     )
 
 
 def decode(
     model: Decoder,
-    rows: DecodeState,
+    state: DecodeState,
     cache: KVCache,
     drafts: NgramDrafts,
     sampler: Sampler,
     *,
     context: int,
-    enough: int,
+    wake_threshold: int,
     max_wait_steps: int | Int[Array, ""],
     widths: Sequence[int],
     readers: Sequence[int] = (),
     step_tokens: int = 0,
 ) -> tuple[DecodeState, KVCache, NgramDrafts, Int[Array, "2"]]:
-    """Decodes until `enough` rows wait, or some have waited or been held for `max_wait_steps` (0: not at all), or no row runs.
+    """Decode until the scheduler is needed.
 
-    A step takes as many rows as the narrowest of `widths` that has room for all that run, or the widest, which is their
-    first, where none has; the same number on each device that has rows. Of them `readers` read their past together, those of
-    these numbers that are not more (see `Decoder.extend`). Of each row it computes `tokens_per_row`: the next, and what `drafts`
-    guesses behind it. It writes as many as were guessed right, and one more. Returns also how many steps it took, and how many
-    rows wrote in each, added up.
+    Decoding ends if no slot decodes, if `wake_threshold` slots are paused, or after `max_wait_steps` steps if any slot is
+    paused or blocked. Each step computes `tokens_per_row` tokens per row: `pending`, and the draft tokens after it. It writes
+    the correctly drafted tokens and one more.
+
+    Args:
+      model: the policy.
+      state: state of all slots.
+      cache: KV cache of all slots.
+      drafts: proposes the draft tokens.
+      sampler: inputs of sampling.
+      context: maximum length of a context.
+      wake_threshold: number of paused slots, over all data shards.
+      max_wait_steps: number of decode steps; 0: return at once.
+      widths: allowed numbers of rows of a step, largest first. A step has the smallest number that holds all decoding slots,
+        or the largest if none does; the rows are split evenly over the devices.
+      readers: allowed numbers of rows that attend to a block of the cache together (see `Decoder.extend`).
+      step_tokens: tokens of a step, including drafts; 0: no drafts.
+
+    Returns:
+      state, cache, drafts, and (number of steps, sum over the steps of the rows that wrote).
     """
 
-    def going(state: tuple[DecodeState, KVCache, NgramDrafts, Array], narrower: int) -> Array:
-        rows, *_, (steps, _) = state
-        waiting = jnp.sum(rows.status == PAUSED)
-        nobody = jnp.all((rows.status != PAUSED) & (rows.status != BLOCKED)) & (max_wait_steps > 0)
-        too_many = jnp.sum(rows.status == DECODING) > narrower
-        return too_many & (nobody | ((waiting < enough) & (steps < max_wait_steps)))
+    def going(carry: tuple[DecodeState, KVCache, NgramDrafts, Array], narrower: int) -> Array:
+        state, *_, (steps, _) = carry
+        paused = jnp.sum(state.status == PAUSED)
+        none_waits = jnp.all((state.status != PAUSED) & (state.status != BLOCKED)) & (max_wait_steps > 0)
+        too_many = jnp.sum(state.status == DECODING) > narrower
+        return too_many & (none_waits | ((paused < wake_threshold) & (steps < max_wait_steps)))
 
     def step(
-        state: tuple[DecodeState, KVCache, NgramDrafts, Array], width: int
+        carry: tuple[DecodeState, KVCache, NgramDrafts, Array], width: int
     ) -> tuple[DecodeState, KVCache, NgramDrafts, Array]:
-        rows, cache, drafts, counts = state
-        which = None if width == len(rows.status) else shortest(rows, width)
-        of = rows if which is None else _select(rows, which)
-        running, guesses = of.status == DECODING, tokens_per_row(step_tokens, width) - 1
-        tokens = of.pending[:, None]
-        if guesses:
-            tokens = jnp.concatenate([tokens, drafts.propose(of.recent, guesses)], axis=1)
-        slots = of.position[:, None] + jnp.arange(guesses + 1)
+        state, cache, drafts, counts = carry
+        slots = None if width == len(state.status) else shortest(state, width)
+        rows = state if slots is None else _select(state, slots)
+        decoding, draft_tokens = rows.status == DECODING, tokens_per_row(step_tokens, width) - 1
+        tokens = rows.pending[:, None]
+        if draft_tokens:
+            tokens = jnp.concatenate([tokens, drafts.propose(rows.recent, draft_tokens)], axis=1)
+        positions = rows.position[:, None] + jnp.arange(draft_tokens + 1)
         hidden, cache = model.extend(
             tokens,
-            positions=jnp.where(running[:, None], slots, context),
+            positions=jnp.where(decoding[:, None], positions, context),
             cache=cache,
-            rows=which,
+            rows=slots,
             readers=tuple(count for count in readers if count <= width),
         )
-        accepted, wrote = running, []
-        for place, drawn in enumerate(sample_tokens(model, of, hidden, sampler, cache)):
-            rows, before = append_tokens(rows, drawn, accepted, sampler, context, which), of
-            of = rows if which is None else _select(rows, which)
-            wrote.append((before.recent, of.pending, accepted & (of.length > before.length)))
-            if place < guesses:
-                accepted = accepted & (of.status == DECODING) & (of.pending == tokens[:, place + 1])
-        if guesses:
-            drafts = drafts.update(*(jnp.stack(part, axis=1) for part in zip(*wrote, strict=True)))
-        return rows, cache, drafts, counts + jnp.stack([1, jnp.sum(running)])
+        accepted, written = decoding, []
+        for index, sampled in enumerate(sample_tokens(model, rows, hidden, sampler, cache)):
+            state, before = append_tokens(state, sampled, accepted, sampler, context, slots), rows
+            rows = state if slots is None else _select(state, slots)
+            written.append((before.recent, rows.pending, accepted & (rows.length > before.length)))
+            if index < draft_tokens:
+                accepted = accepted & (rows.status == DECODING) & (rows.pending == tokens[:, index + 1])
+        if draft_tokens:
+            drafts = drafts.update(*(jnp.stack(part, axis=1) for part in zip(*written, strict=True)))
+        return state, cache, drafts, counts + jnp.stack([1, jnp.sum(decoding)])
 
-    # One after the other: nothing begins to run meanwhile, and a choice within one loop would copy the cache.
-    state = rows, cache, drafts, jnp.zeros(2, jnp.int32)
+    # One loop per width, largest first: the number of decoding slots only falls, and a branch inside one loop would copy the
+    # cache.
+    carry = state, cache, drafts, jnp.zeros(2, jnp.int32)
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
-        state = jax.lax.while_loop(
-            functools.partial(going, narrower=narrower), functools.partial(step, width=width), state
+        carry = jax.lax.while_loop(
+            functools.partial(going, narrower=narrower), functools.partial(step, width=width), carry
         )
-    return state
+    return carry
 
 
 def tokens_per_row(step_tokens: int, width: int) -> int:
-    """How many a decode step of `width` rows computes: together `step_tokens`, but one at least and MAX_DECODE_TOKENS at most."""
+    """Return the tokens per row of a decode step of `width` rows: `step_tokens` in total, but 1 to MAX_DECODE_TOKENS per row."""
     return min(max(step_tokens // width, 1), MAX_DECODE_TOKENS)
 
 
-def shortest(rows: DecodeState, count: int) -> Int[Array, "count"]:
-    """The rows that decode next, where not all do: those that run and have come least far, so that once no more requests come all
-    end at about the same time; until then the longest wait for those that follow. Where rows are split over devices, each takes
-    as many of its own."""
+def shortest(state: DecodeState, count: int) -> Int[Array, "count"]:
+    """Return the `count` slots of the next decode step: those that decode and have the shortest trajectories.
 
-    def on_one(status: Array, length: Array, count: int) -> Array:
+    With this order all slots end at about the same time once no more requests come; until then the longest wait. If slots are
+    sharded over devices, each device selects the same number of its own slots.
+    """
+
+    def on_one_device(status: Array, length: Array, count: int) -> Array:
         return jnp.argsort(jnp.where(status == DECODING, length, jnp.iinfo(length.dtype).max))[:count]
 
-    length = rows.offset + rows.position
+    length = state.offset + state.position
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return on_one(rows.status, length, count)
+        return on_one_device(state.status, length, count)
     shards = data_shards(mesh)
 
-    def of_shard(status: Array, length: Array) -> Array:
-        return on_one(status, length, count // shards) + jax.lax.axis_index(ROW_AXES) * len(status)
+    def on_shard(status: Array, length: Array) -> Array:
+        return on_one_device(status, length, count // shards) + jax.lax.axis_index(ROW_AXES) * len(status)
 
     spec = PartitionSpec(ROW_AXES)
-    return jax.shard_map(of_shard, in_specs=(spec, spec), out_specs=spec, check_vma=False)(
-        rows.status, length
+    return jax.shard_map(on_shard, in_specs=(spec, spec), out_specs=spec, check_vma=False)(
+        state.status, length
     )
 
 
-def _select(rows: DecodeState, which: Int[Array, "P"]) -> DecodeState:
-    """The state of some rows, but for what they wrote."""
-    wrote = {"ids", "logps", "sampled_logps"}
-    return rows._replace(**{name: part[which] for name, part in rows._asdict().items() if name not in wrote})
+def _select(state: DecodeState, slots: Int[Array, "rows"]) -> DecodeState:
+    """Return the state of some slots as rows, without the tokens of their turns."""
+    turns = {"ids", "logps", "sampled_logps"}
+    return state._replace(
+        **{name: part[slots] for name, part in state._asdict().items() if name not in turns}
+    )
 
 
 def prefill(
     model: Decoder,
-    rows: DecodeState,
+    state: DecodeState,
     cache: KVCache,
     drafts: NgramDrafts,
-    chunks: Int[Array, "shards P words"],
-    marks: Int[Array, "R"],
+    chunks: Int[Array, "shards chunks message"],
+    statuses: Int[Array, "slots"],
     *,
     context: int,
-    together: Sequence[int],
+    chunk_counts: Sequence[int],
     copies: int,
     readers: Sequence[int] = (),
-    learns: bool = False,
+    learn_drafts: bool = False,
 ) -> tuple[DecodeState, KVCache, NgramDrafts]:
-    """Does what the host sent (`rrl.rollout.exchange.PrefillChunk`): copies prefixes, prefills tokens, begins turns, marks rows.
+    """Apply a scheduler's reply: copy prefixes, prefill chunks, begin turns, set statuses.
 
-    Row numbers are global, R is no row. Of a shard's P pieces at most `copies` copy a prefix, before all are prefilled or, where
-    that is what they copy, after; those with tokens come first.
-    Of them are prefilled `together` at a time: as many as the first of these, as long as there are, then the second, and so on;
-    the last are made up with pieces that have none. Each divides the one before it, and the first P. What begins a turn is left
-    pending, so that its logits come from decoding whether its past was prefilled here or copied. Where the
-    drafts are to learn, they learn what stands in each piece.
+    The last token of a turn's prompt stays pending: its logits come from a decode step, whether its past was prefilled here
+    or copied.
+
+    Args:
+      model: the policy.
+      state: state of all slots.
+      cache: KV cache of all slots.
+      drafts: the draft tables.
+      chunks: headers (`rrl.rollout.exchange.PrefillChunk`) and tokens; those with tokens first. Slot numbers are global; the
+        number of slots means no slot.
+      statuses: new status of each slot + 1; 0: unchanged.
+      context: maximum length of a context.
+      chunk_counts: allowed numbers of chunks that are prefilled together, largest first. Each divides the one before it, and
+        the first divides the number of chunks. The largest is used while as many chunks are left, then the next. The last
+        call is padded with empty chunks.
+      copies: maximum number of chunks of a shard that copy a prefix, before or after prefilling.
+      readers: as in `decode`.
+      learn_drafts: whether to update the draft tables with the chunks' tokens.
     """
-    count, shards = rows.status.shape[0], chunks.shape[0]
-    entry = PrefillChunk(*(chunks[..., i].reshape(-1) for i in range(HEADER)))
+    count, shards = state.status.shape[0], chunks.shape[0]
+    header = PrefillChunk(*(chunks[..., i].reshape(-1) for i in range(HEADER)))
     first = jnp.argsort(chunks[..., PrefillChunk._fields.index("copied")] == 0, axis=1)[:, :copies]
     copied = PrefillChunk(
         *(jnp.take_along_axis(chunks[..., i], first, axis=1).reshape(-1) for i in range(HEADER))
     )
-    cache = cache.copy_rows(copied.source, copied.row, jnp.maximum(copied.copied, 0), copied.kept)
+    cache = cache.copy_rows(copied.source, copied.slot, jnp.maximum(copied.copied, 0), copied.own)
     busy = jnp.max(jnp.sum(chunks[..., PrefillChunk._fields.index("length")] > 0, axis=1))
 
-    def prefill(state: tuple[Array, KVCache, NgramDrafts], count: int) -> tuple[Array, KVCache, NgramDrafts]:
-        done, cache, drafts = state
+    def prefill_some(
+        carry: tuple[Array, KVCache, NgramDrafts], count: int
+    ) -> tuple[Array, KVCache, NgramDrafts]:
+        done, cache, drafts = carry
         part = jax.lax.dynamic_slice_in_dim(chunks, done, count, axis=1).reshape(shards * count, -1)
-        row, start, length = (part[:, i] for i in range(3))
+        slot, start, length = (part[:, i] for i in range(3))
         tokens = part[:, HEADER:]
         offsets = jnp.arange(tokens.shape[1])[None, :]
         valid = offsets < length[:, None]
-        slots = jnp.where(valid, start[:, None] + offsets, context)
-        if learns:
-            none = jnp.full((len(row), RECENT), NO_TOKEN, jnp.int32)
-            drafts = drafts.update(windows(none, tokens), tokens, valid)
-        cache = model.prefill(tokens, positions=slots, cache=cache, rows=row, readers=readers)
+        positions = jnp.where(valid, start[:, None] + offsets, context)
+        if learn_drafts:
+            before = jnp.full((len(slot), RECENT), NO_TOKEN, jnp.int32)
+            drafts = drafts.update(preceding_tokens(before, tokens), tokens, valid)
+        cache = model.prefill(tokens, positions=positions, cache=cache, rows=slot, readers=readers)
         return done + count, cache, drafts
 
-    # One after the other: a choice among them would copy the cache.
-    state = jnp.int32(0), cache, drafts
-    for pieces in together:
-        least = 1 if pieces == together[-1] else pieces
-        state = jax.lax.while_loop(
-            lambda state, least=least: busy - state[0] >= least,
-            functools.partial(prefill, count=pieces),
-            state,
+    # One loop per number of chunks: a branch inside one loop would copy the cache.
+    carry = jnp.int32(0), cache, drafts
+    for chunk_count in chunk_counts:
+        least = 1 if chunk_count == chunk_counts[-1] else chunk_count
+        carry = jax.lax.while_loop(
+            lambda carry, least=least: busy - carry[0] >= least,
+            functools.partial(prefill_some, count=chunk_count),
+            carry,
         )
-    _, cache, drafts = state
-    cache = cache.copy_rows(copied.source, copied.row, jnp.maximum(-copied.copied, 0), copied.kept)
-    target = jnp.where(entry.begin > 0, entry.row, count)
+    _, cache, drafts = carry
+    cache = cache.copy_rows(copied.source, copied.slot, jnp.maximum(-copied.copied, 0), copied.own)
+    target = jnp.where(header.begins_turn > 0, header.slot, count)
 
     def put(old: Array, new: Array | int) -> Array:
         return old.at[target].set(new, mode="drop")
 
-    rows = rows._replace(
-        status=put(jnp.where(marks > 0, marks - 1, rows.status), DECODING),
-        position=put(rows.position, entry.start + entry.length),
-        recent=put(rows.recent, jnp.stack(entry[-RECENT:], axis=-1)),
-        tag=put(rows.tag, entry.tag),
-        request=put(rows.request, entry.request),
-        offset=put(rows.offset, entry.offset),
-        limit=put(rows.limit, entry.limit),
+    state = state._replace(
+        status=put(jnp.where(statuses > 0, statuses - 1, state.status), DECODING),
+        position=put(state.position, header.start + header.length),
+        recent=put(state.recent, jnp.stack(header[-RECENT:], axis=-1)),
+        stop_state=put(state.stop_state, header.stop_state),
+        seed=put(state.seed, header.seed),
+        offset=put(state.offset, header.offset),
+        turn_limit=put(state.turn_limit, header.turn_limit),
         temperature=put(
-            rows.temperature, jax.lax.bitcast_convert_type(entry.temperature.astype(jnp.int32), jnp.float32)
+            state.temperature,
+            jax.lax.bitcast_convert_type(header.temperature.astype(jnp.int32), jnp.float32),
         ),
-        length=put(rows.length, 0),
+        length=put(state.length, 0),
     )
-    return rows, cache, drafts
+    return state, cache, drafts

@@ -1,11 +1,10 @@
-"""Speculative decoding without a draft model: guesses at what rows write next, so that one step can write several tokens of each.
+"""Speculative decoding without a draft model, by prompt lookup: one decode step can write several tokens per row.
 
-A search agent copies: names from its passages, and whole sentences that another sample of its question has written before it.
-So the next tokens are looked up behind the last place where the last few stood, in whichever row: prompt lookup decoding (Saxena
-2023), with a table of n-grams over all texts of a data shard. A step computes the logits behind each guess too, and draws from
-them in turn as long as what it drew is what was guessed. What is drawn depends on the request and the position alone
-(`rrl.rollout.sampling`): nothing is rejected to mend a distribution, as with a draft model (Leviathan et al. 2023), and the
-tokens are, up to rounding, those of decoding one by one.
+A search agent copies names from its passages and sentences that other samples of its question wrote. So the draft tokens are
+those that followed the last occurrence of the same n-gram in any text of the data shard (prompt lookup decoding, Saxena 2023).
+A decode step also computes the logits after each draft token, and samples from them in order while the samples equal the
+drafts. A sample depends only on the request and the position (`rrl.rollout.sampling`). So no rejection sampling is needed, as
+it is with a draft model (Leviathan et al. 2023), and the tokens are, up to rounding, those of decoding one token per step.
 """
 
 from collections.abc import Callable
@@ -21,83 +20,92 @@ from rrl.parallel.rules import constrain
 from rrl.rollout.exchange import RECENT
 
 NGRAMS = (4, 2, 1)
-"""How many last tokens are looked up: where it is not known what followed them, the next fewer."""
+"""Lengths of the n-grams that are looked up. The longest known n-gram wins."""
 HASH_BITS = 16
-"""An n-gram's place in the table is its hash of so many bits; a later one takes the place of an earlier."""
+"""Bits of an n-gram's hash, its index in the table. On a collision the later n-gram overwrites the earlier one."""
 _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
-"""Odd, one for each token of an n-gram."""
+"""Odd hash factors, one per token of an n-gram."""
 
 
 class NgramDrafts(NamedTuple):
-    """What followed what, in the rows of each data shard."""
+    """The last token that followed each n-gram, per data shard."""
 
-    table: Int[Array, "shards places"]
-    """The token behind an n-gram + 1; 0: none."""
+    table: Int[Array, "shards entries"]
+    """The next token + 1; 0: unknown."""
 
     @staticmethod
     def create(shards: int) -> "NgramDrafts":
-        """Nothing is known."""
+        """Return empty tables."""
         return NgramDrafts(
             constrain(jnp.zeros((shards, len(NGRAMS) << HASH_BITS), jnp.int32), ROW_AXES, None)
         )
 
-    def propose(self, recent: Int[Array, "P RECENT"], count: int) -> Int[Array, "P count"]:
-        """The tokens that are likely to follow; 0 where nothing is known. Where rows are split over devices, the P are too."""
+    def propose(self, recent: Int[Array, "rows RECENT"], count: int) -> Int[Array, "rows count"]:
+        """Return `count` draft tokens per row, 0 if unknown. If slots are sharded over devices, so are the rows."""
 
-        def on_one(table: Array, recent: Array) -> Array:
-            guesses = []
+        def on_shard(table: Array, recent: Array) -> Array:
+            tokens = []
             for _ in range(count):
-                found = table[0][_places(recent)]
-                longest = jnp.argmax(found > 0, axis=1)[:, None]
-                known = jnp.take_along_axis(found, longest, axis=1)[:, 0]
-                guesses.append(jnp.maximum(known - 1, 0))
-                recent = following(recent, guesses[-1])
-            return jnp.stack(guesses, axis=1)
+                entries = table[0][_entries(recent)]
+                longest = jnp.argmax(entries > 0, axis=1)[:, None]
+                known = jnp.take_along_axis(entries, longest, axis=1)[:, 0]
+                tokens.append(jnp.maximum(known - 1, 0))
+                recent = shift_in(recent, tokens[-1])
+            return jnp.stack(tokens, axis=1)
 
-        return self._by_shard(on_one, recent)
+        return self._by_shard(on_shard, recent)
 
     def update(
         self,
-        recent: Int[Array, "P T RECENT"],
-        tokens: Int[Array, "P T"],
-        valid: Bool[Array, "P T"],
+        recent: Int[Array, "rows T RECENT"],
+        tokens: Int[Array, "rows T"],
+        valid: Bool[Array, "rows T"],
     ) -> "NgramDrafts":
-        """With what followed these, where valid; of two that followed the same, either. Of n-grams with NO_TOKEN in them nothing
-        is learned. Where rows are split over devices, the P are too."""
+        """Return tables that also hold new tokens.
 
-        def on_one(table: Array, recent: Array, tokens: Array, valid: Array) -> Array:
+        If slots are sharded over devices, so are the rows. If one n-gram has several next tokens, any of them may win.
+
+        Args:
+          recent: the last tokens before each token; n-grams with NO_TOKEN are skipped.
+          tokens: the next tokens.
+          valid: which tokens count.
+        """
+
+        def on_shard(table: Array, recent: Array, tokens: Array, valid: Array) -> Array:
             whole = jnp.stack([recent[..., RECENT - size] >= 0 for size in NGRAMS], axis=-1)
-            places = jnp.where(whole & valid[..., None], _places(recent), table.shape[1])
-            values = jnp.broadcast_to(tokens[..., None] + 1, places.shape)
-            return table.at[0, places].set(values, mode="drop")
+            entries = jnp.where(whole & valid[..., None], _entries(recent), table.shape[1])
+            values = jnp.broadcast_to(tokens[..., None] + 1, entries.shape)
+            return table.at[0, entries].set(values, mode="drop")
 
-        return NgramDrafts(self._by_shard(on_one, recent, tokens, valid))
+        return NgramDrafts(self._by_shard(on_shard, recent, tokens, valid))
 
-    def _by_shard(self, what: Callable[..., Array], *entries: Array) -> Array:
+    def _by_shard(self, function: Callable[..., Array], *arrays: Array) -> Array:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return what(self.table, *entries)
+            return function(self.table, *arrays)
         spec = PartitionSpec(ROW_AXES)
-        return jax.shard_map(what, in_specs=spec, out_specs=spec, check_vma=False)(self.table, *entries)
+        return jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)(self.table, *arrays)
 
 
-def following(recent: Int[Array, "... RECENT"], token: Int[Array, "..."]) -> Int[Array, "... RECENT"]:
-    """The last tokens, once this one stands behind them."""
+def shift_in(recent: Int[Array, "... RECENT"], token: Int[Array, "..."]) -> Int[Array, "... RECENT"]:
+    """Return the last tokens after appending `token`."""
     return jnp.concatenate([recent[..., 1:], token[..., None]], axis=-1)
 
 
-def windows(recent: Int[Array, "P RECENT"], tokens: Int[Array, "P T"]) -> Int[Array, "P T RECENT"]:
-    """What stands before each of the tokens, of which `recent` stand before the first."""
+def preceding_tokens(
+    recent: Int[Array, "rows RECENT"], tokens: Int[Array, "rows T"]
+) -> Int[Array, "rows T RECENT"]:
+    """Return the last tokens before each of `tokens`, if `recent` precedes the first."""
     text = jnp.concatenate([recent, tokens], axis=1)
     time = tokens.shape[1]
-    return jnp.stack([text[:, place : place + time] for place in range(RECENT)], axis=-1)
+    return jnp.stack([text[:, index : index + time] for index in range(RECENT)], axis=-1)
 
 
-def _places(recent: Int[Array, "... RECENT"]) -> Int[Array, "... NGRAMS"]:
-    """Where the table has what follows the last tokens, for each number of them."""
-    words, places = recent.astype(jnp.uint32), []
+def _entries(recent: Int[Array, "... RECENT"]) -> Int[Array, "... NGRAMS"]:
+    """Return the table index of the last tokens' n-gram of each length."""
+    tokens, entries = recent.astype(jnp.uint32), []
     for number, size in enumerate(NGRAMS):
-        of_ngram = sum(words[..., RECENT - 1 - i] * jnp.uint32(_FACTORS[i]) for i in range(size))
-        mixed = (of_ngram ^ (of_ngram >> 15)) * jnp.uint32(_FACTORS[size - 1])
-        places.append((mixed >> (32 - HASH_BITS)).astype(jnp.int32) + (number << HASH_BITS))
-    return jnp.stack(places, axis=-1)
+        product = sum(tokens[..., RECENT - 1 - i] * jnp.uint32(_FACTORS[i]) for i in range(size))
+        mixed = (product ^ (product >> 15)) * jnp.uint32(_FACTORS[size - 1])
+        entries.append((mixed >> (32 - HASH_BITS)).astype(jnp.int32) + (number << HASH_BITS))
+    return jnp.stack(entries, axis=-1)

@@ -1,8 +1,9 @@
-"""The rollout engine: one jitted loop decodes, asks the host, and prefills its answers into the live KV cache.
+"""The rollout engine: runs episodes of a policy with search, in one jitted loop that calls Python schedulers.
 
-Rows that pause wait while the others decode; a finished row takes the next request from the queue. The host is called
-through `io_callback` inside a fully manual `shard_map`, so that every data shard asks its own host. `run_reference`
-drives the same jitted steps from Python: it is what the loop is tested against.
+The jitted loop decodes, reports paused slots to the schedulers, and prefills their replies into the same KV cache. Paused slots
+wait while others decode; the slot of a finished episode takes the next request. The loop calls the schedulers through
+`io_callback` inside a fully manual `shard_map`, so that each data shard calls its own scheduler. `reference=True` drives the same
+jitted steps from Python; tests compare the two. Read `Engine.run`, then `rrl.rollout.loop.RolloutPrograms.episode_loop`.
 """
 
 import collections
@@ -52,14 +53,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CACHED_TEXTS, MAX_CACHED_CHARACTERS = 4096, 4096
-"""Texts whose tokens are kept, of at most so many characters: samples of a question read the same passages, and tags are always
-the same."""
+"""Size of the cache of encoded texts, and the maximum length of a text in it. Samples of a question read the same passages, and
+tags repeat."""
 CACHED_STOP_TABLES = 8
-"""Tables of stop strings that are kept: the next run asks for the same most often, or for some of them."""
+"""Number of compiled stop tables in the cache: most runs use the stop strings of the previous run, or some of them."""
 
 
 class Engine:
-    """Runs episodes of one decoder. Parameters are an argument of `run`, so that training needs no copy."""
+    """Runs episodes of one decoder. Parameters are an argument of `run`, so that training needs no copy of them."""
 
     def __init__(
         self,
@@ -70,14 +71,29 @@ class Engine:
         retriever: Retriever | None = None,
         mesh: Mesh | None = None,
     ) -> None:
+        """Set up an engine. Programs are compiled in the first run.
+
+        Args:
+          decoder: gives the model's graph. Its parameters are not used.
+          tokenizer: the decoder's tokenizer.
+          config: sizes and sampling settings.
+          retriever: None: every search finds nothing.
+          mesh: None: the first device.
+
+        Raises:
+          UserError: the sizes, the tokenizer or the mesh do not fit together.
+        """
         self.config = config
         self.tokenizer = tokenizer
         self.retriever = retriever
         self.mesh = mesh or make_mesh(data=1, devices=jax.devices()[:1])
         check_tokenizer(tokenizer, decoder.config)
         self.bytes = token_bytes(tokenizer)
+        """The bytes of each token id; empty for special tokens."""
         self._encoded = functools.lru_cache(CACHED_TEXTS)(self._encode)
-        self._special = [piece for piece, number in tokenizer.get_vocab().items() if not self.bytes[number]]
+        self._special_tokens = [
+            token for token, number in tokenizer.get_vocab().items() if not self.bytes[number]
+        ]
         self.bytes += [b""] * (decoder.config.vocab_size - len(self.bytes))
         encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
         text_encoder = retriever.text_encoder if retriever is not None and encoder is not None else None
@@ -85,7 +101,7 @@ class Engine:
         query_encoder = None
         if text_encoder is not None:
             graph, state = nnx.split(encoder)
-            self.encoder_state = self._everywhere(state)
+            self.encoder_state = self._replicated(state)
             query_encoder = QueryEncoder(
                 graph,
                 pad_token_id=text_encoder.tokenizer.pad_token_id,
@@ -102,24 +118,27 @@ class Engine:
             encoder=query_encoder,
         )
         self.stats = RolloutStats()
+        """Statistics of the last run."""
         self._schedulers: list[Scheduler] = []
-        self._preparing = ""  # what is done before the device first asks a host
-        self._told: set[type] = set()
+        self._preparing = ""
+        """The work before the device first calls a scheduler; "" once it has called one."""
+        self._logged_errors: set[type] = set()
         self._stop_tables = collections.deque[StopSets](maxlen=CACHED_STOP_TABLES)
         self._compiled_loops: dict[Any, Callable] = {}
-        self._closed = self._at_work = False
-        self._lock = threading.Lock()  # of the two
+        self._closed = self._running = False
+        self._lock = threading.Lock()
+        """Guards `_closed` and `_running`."""
 
     # -- public ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Gives back the compiled programs and the memory they map; `run` raises UserError from here on. Also done by `with`.
+        """Free the compiled programs and their memory maps. Later runs raise UserError. A `with` block closes the engine.
 
-        A run of another thread goes on to its end, and gives them back then.
+        If a run is active in another thread, the programs are freed when it ends.
         """
         with self._lock:
             self._closed = True
-            if self._at_work:
+            if self._running:
                 return
         self.programs.close()
         self._compiled_loops.clear()
@@ -132,24 +151,24 @@ class Engine:
         self.close()
 
     def fits(self, prompt: Int[np.ndarray, "T"]) -> bool:
-        """Whether a prompt leaves room in the context for two tokens of the policy's."""
+        """Return whether a prompt leaves room in the context for two tokens of the policy."""
         return len(prompt) + 2 <= self.config.context
 
     def check_prompt(self, question: Question, prompt: Int[np.ndarray, "T"]) -> None:
-        """Raises UserError for a prompt that does not fit the context, or has tokens that the model has not."""
+        """Raise UserError if a prompt does not fit the context or has token ids outside the vocabulary."""
         check_tokens(prompt, len(self.bytes), f"the prompt of question {question.id!r}")
         if not self.fits(prompt):
             raise UserError(
-                f"the prompt of question {question.id!r} has {len(prompt)} tokens, the context holds "
-                f"{self.config.context}, two of which are the policy's: raise rollout.context or shorten the prompt"
+                f"the prompt of question {question.id!r} has {len(prompt)} tokens; the context holds {self.config.context}, "
+                "two of which are for the policy: raise rollout.context or shorten the prompt"
             )
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`, no special tokens added; read-only, since what is often asked is kept."""
+        """Return the token ids of `text`, without added special tokens. The array is read-only, since it may be cached."""
         return self._encoded(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode(text)
 
     def encode_plain(self, text: str) -> np.ndarray:
-        """The same of a text that others wrote: where it names a special token, that is text and no control token."""
+        """Return the token ids of foreign text: names of special tokens in it are encoded as ordinary text."""
         return plain_ids(self.tokenizer, text) if special_name(self.tokenizer, text) else self.encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
@@ -158,7 +177,7 @@ class Engine:
         return ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of token ids, from their bytes; special tokens are left out."""
+        """Return the text of token ids, from their bytes. Special tokens are omitted."""
         return b"".join(map(self.bytes.__getitem__, np.asarray(ids).tolist())).decode(errors="replace")
 
     def run(
@@ -172,27 +191,38 @@ class Engine:
         on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
         reference: bool = False,
     ) -> list[Trajectory]:
-        """Runs every request to its end; trajectories come back in the order of `requests`.
+        """Run every request to its end.
 
-        `on_finish` gets each of this process's as it ends, with its place in `requests`, from inside the loop: it must be
-        quick and must not touch JAX; what it raises ends the run.
+        If the mesh spans several processes, each process calls this with the same arguments, serves its own data shards, and
+        gets all trajectories. The loop runs in its own thread: a JAX setting of a `with` block, such as
+        `jax.default_matmul_precision`, has no effect there; `jax.config.update` has.
 
-        `params` is the decoder's state (`nnx.state(decoder)`), on the mesh's devices as `rrl.parallel.rules.shard` puts it: the
-        loop moves no array from one device to another. `retriever` stands in for the engine's own (another corpus behind
-        the same encoder). `reference` runs the host-driven loop. Where the mesh spans several processes, each calls this with
-        the same arguments, answers for its own data shards and gets all trajectories. The loop has a thread of its own, where
-        what a `with` block sets for JAX (`jax.default_matmul_precision`) does not hold; `jax.config.update` does.
+        Args:
+          params: the decoder's state (`nnx.state(decoder)`), placed on the mesh as by `rrl.parallel.rules.shard`. The loop
+            moves no array between devices.
+          requests: the episodes to run.
+          environment: reacts to paused turns.
+          key: with a request's seed, it determines the sampled tokens.
+          retriever: used instead of the engine's retriever: another corpus behind the same query encoder.
+          on_finish: receives each finished trajectory of this process and its index in `requests`. The loop waits for it; it
+            must not use JAX. An exception in it ends the run.
+          reference: use the host-driven loop.
 
-        Raises what the environment raised, and UserError for a prompt that does not fit the context, an environment without
-        a token a turn or with stops that cannot be, or a retriever over another encoder. Where another process's environment
-        raised, this process leaves the loop too, with a RuntimeError that names that process and the cause.
+        Returns:
+          trajectories in the order of `requests`.
+
+        Raises:
+          UserError: a prompt does not fit the context, the environment allows no token per turn or has invalid stop strings,
+            or the retriever has another encoder.
+          RuntimeError: another process failed; names the process and the cause.
+          Exception: whatever the environment raised.
         """
         self._check(requests, environment)
         finished: dict[int, Trajectory] = {}
-        alone = threading.Lock()
+        lock = threading.Lock()
 
         def finish(index: int, trajectory: Trajectory) -> None:
-            with alone:
+            with lock:
                 finished[index] = trajectory
                 on_finish(index, trajectory)
 
@@ -201,19 +231,20 @@ class Engine:
         prompts, shards = [request.prompt for request in requests], self.programs.shards
         shares = assign_to_shards(prompts, shards, self.programs.workers)
         queues = [collections.deque([(i, requests[i]) for i in group] for group in share) for share in shares]
-        desk = InFlightSearches(self._told)
-        hosts = [
-            self._host(queue, environment, stops, retriever, desk)
+        in_flight = InFlightSearches(self._logged_errors)
+        schedulers = [
+            self._scheduler(queue, environment, stops, retriever, in_flight)
             for _ in range(self.programs.workers)
             for queue in queues
         ]
-        for host in hosts:
-            host.on_finish = finish
-        while sum(host.fill(1) for host in hosts):  # by turns, so that no loop gets all that are long
+        for scheduler in schedulers:
+            scheduler.on_finish = finish
+        # One group at a time, so that the workers share the long prompts.
+        while sum(scheduler.fill(1) for scheduler in schedulers):
             pass
-        with self._working():
-            found = self._drive(hosts, finished, params, environment, key, reference)
-        return [found[index] for index in range(len(requests))]
+        with self._run_active():
+            trajectories = self._drive(schedulers, finished, params, environment, key, reference)
+        return [trajectories[index] for index in range(len(requests))]
 
     def run_workflows(
         self,
@@ -227,218 +258,262 @@ class Engine:
         on_finish: Callable[[int, Any], None] = lambda number, result: None,
         reference: bool = False,
     ) -> list[Any]:
-        """Runs generator functions (see `rrl.rollout.workflow`) side by side; returns what each returned.
+        """Run generator functions (see `rrl.rollout.workflow`) concurrently.
 
-        `environment` names all stop strings and the most tokens of one generation. `numbers` are the workflows' seeds, all
-        of them different; their places unless given. `on_finish` gets each number with what its workflow returned, as in `run`:
-        each process begins those of its own data shards. Raises what a workflow raises, and UserError for numbers that are
-        not one for each workflow, there twice or too large, and for a workflow that is no fresh generator or there twice.
+        Args:
+          params: as in `run`.
+          workflows: generators that have not started.
+          environment: names all stop strings, and the maximum tokens of one generation.
+          key: as in `run`.
+          numbers: distinct seeds of the workflows. None: their indices.
+          retriever: as in `run`.
+          on_finish: receives the number and the result of each finished workflow of this process, as in `run`.
+          reference: use the host-driven loop.
+
+        Returns:
+          what each workflow returned.
+
+        Raises:
+          UserError: a workflow is no fresh generator or is given twice, or `numbers` are not distinct, too large, or not one
+            per workflow.
+          Exception: whatever a workflow raised.
         """
         numbered = numbered_workflows(workflows, numbers)
         count = self.programs.shards * self.programs.workers
         stops = self._stop_table([(), *environment.stop_sets])
-        desk = InFlightSearches(self._told)
-        hosts = [self._host(collections.deque(), environment, stops, retriever, desk) for _ in range(count)]
+        in_flight = InFlightSearches(self._logged_errors)
+        schedulers = [
+            self._scheduler(collections.deque(), environment, stops, retriever, in_flight)
+            for _ in range(count)
+        ]
         results: dict[int, Any] = {}
-        alone = threading.Lock()
+        lock = threading.Lock()
 
         def finish(number: int, result: Any) -> None:
-            with alone:
+            with lock:
                 on_finish(number, result)
 
         starts = [
-            (host, WorkflowRunner(numbered[place::count], host, environment, results, finish).start)
-            for place, host in self._own(hosts)
+            (
+                scheduler,
+                WorkflowRunner(numbered[index::count], scheduler, environment, results, finish).start,
+            )
+            for index, scheduler in self._local(schedulers)
         ]
-        with self._working():
-            found = self._drive(hosts, results, params, environment, key, reference, starts)
+        with self._run_active():
+            found = self._drive(schedulers, results, params, environment, key, reference, starts)
         return [found[number] for number, _ in numbered]
 
-    # -- the host ----------------------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------------------------
 
-    def _host(
+    def _scheduler(
         self,
         requests: collections.deque[list[tuple[int, Request]]],
         environment: Environment,
         stops: StopSets,
         retriever: Retriever | None,
-        desk: InFlightSearches,
+        in_flight: InFlightSearches,
     ) -> Scheduler:
         return Scheduler(
             requests,
             environment,
             stops,
-            self.programs.limits,
+            self.programs.sizes,
             encode=self.encode,
             encode_body=self.encode_plain,
             decode=self.decode,
             encode_prompt=lambda text: chat_ids(self.tokenizer, text),
             vocab_size=len(self.bytes),
-            retriever=self._searched(retriever or self.retriever),
+            retriever=self._checked(retriever or self.retriever),
             top_k=self.config.top_k,
             search_seconds=self.config.search_seconds,
             share_prompts=self.config.share_prompts,
-            desk=desk,
-            nap=IDLE_WAIT_SECONDS / self.programs.shards,  # while one naps the others stand still
+            in_flight=in_flight,
+            idle_wait=IDLE_WAIT_SECONDS
+            / self.programs.shards,  # while one scheduler waits, the others stand still
         )
 
-    def _own(self, hosts: Sequence[Scheduler]) -> list[tuple[int, Scheduler]]:
-        """Those that are asked in this process, with their places: their data shards lie on its devices."""
+    def _local(self, schedulers: Sequence[Scheduler]) -> list[tuple[int, Scheduler]]:
+        """Return the schedulers that this process calls, with their indices: those of the data shards on its devices."""
         shards = self.programs.shards
-        asking = self.mesh.devices.reshape(shards, -1)[:, 0]  # rank 0 of the tensor axis
-        here = [device.process_index == jax.process_index() for device in asking]
-        return [(place, host) for place, host in enumerate(hosts) if here[place % shards]]
+        calling = self.mesh.devices.reshape(shards, -1)[:, 0]  # rank 0 of the tensor axis
+        local = [device.process_index == jax.process_index() for device in calling]
+        return [(index, scheduler) for index, scheduler in enumerate(schedulers) if local[index % shards]]
 
-    def _searched(self, retriever: Retriever | None) -> Retriever | None:
-        """The same; UserError where the engine cannot embed its queries."""
+    def _checked(self, retriever: Retriever | None) -> Retriever | None:
+        """Return the retriever. Raises UserError if the engine cannot embed its queries."""
         if retriever is not None and retriever.needs_embeddings:
             assert retriever.text_encoder is not None
-            wanted = retriever.text_encoder.dim
+            needed = retriever.text_encoder.dim
             given = self.programs.encoder.dim if self.programs.encoder else 0
-            if wanted != given:
+            if needed != given:
                 raise UserError(
-                    f"retriever: its {retriever.kind} index needs queries of {wanted} dimensions, the engine's query encoder "
-                    f"gives {given or 'none'}; make the engine with a retriever over the same encoder"
+                    f"retriever: its {retriever.kind} index needs queries of {needed} dimensions, the engine's query encoder "
+                    f"gives {given or 'none'}; create the engine with a retriever over the same encoder"
                 )
         return retriever
 
     def _stop_table(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
-        """The automata of these sets, and perhaps of more: a loop that is compiled serves a part of its sets too. UserError for a
-        string that can never be seen."""
-        wanted = dict.fromkeys(sets)
-        for kept in self._stop_tables:
-            if wanted.keys() <= kept.starts.keys():
-                return kept
-        for string in {string for strings in wanted for string in strings}:
-            if hidden := [token for token in self._special if token in string]:
+        """Return the automata of these sets of stop strings, perhaps with more sets: a compiled loop also serves a subset.
+
+        Raises:
+          UserError: a stop string contains a special token.
+        """
+        needed = dict.fromkeys(sets)
+        for table in self._stop_tables:
+            if needed.keys() <= table.starts.keys():
+                return table
+        for string in {string for strings in needed for string in strings}:
+            if hidden := [token for token in self._special_tokens if token in string]:
                 raise UserError(
-                    f"the policy would never be seen to write the stop string {string!r}: {hidden[0]!r} is a special token "
-                    'of the tokenizer, which no text shows. Make it an ordinary one ("special": false in tokenizer.json '
+                    f"the stop string {string!r} could never be seen in the policy's text: {hidden[0]!r} is a special token "
+                    'of the tokenizer, which decoding omits. Make it an ordinary token ("special": false in tokenizer.json '
                     "and tokenizer_config.json), or choose another tag"
                 )
-        self._stop_tables.append(compile_sets(tuple(wanted), self.bytes))
+        self._stop_tables.append(compile_sets(tuple(needed), self.bytes))
         return self._stop_tables[-1]
 
     @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        """The engine is not closed within the block, but at its end."""
+    def _run_active(self) -> Iterator[None]:
+        """A context in which `close` is postponed to its end."""
         with self._lock:
             if self._closed:
-                raise UserError("this engine is closed; make another one")
-            self._at_work = True
+                raise UserError("this engine is closed; create another one")
+            self._running = True
         try:
             yield
         finally:
             with self._lock:
-                self._at_work = False
+                self._running = False
             if self._closed:
                 self.close()
 
     def _drive(
         self,
-        hosts: list[Scheduler],
-        found: dict[int, Any],
+        schedulers: list[Scheduler],
+        results: dict[int, Any],
         params: PyTree,
         environment: Environment,
         key: Key,
         reference: bool,
         starts: Sequence[tuple[Scheduler, Callable[[], None]]] = (),
     ) -> dict[int, Any]:
-        """Runs the loop until every host has switched its rows off; fills `stats`.
+        """Run the loop until every scheduler has finished; set `stats`.
 
-        `starts` are done before. Hosts that are another process's are asked there; what all of them have put into `found` is
-        returned. Raises what a host met.
+        Args:
+          schedulers: all schedulers. Those of other processes are called there.
+          results: filled by the schedulers of this process.
+          params: as in `run`.
+          environment: as in `run`.
+          key: as in `run`.
+          reference: as in `run`.
+          starts: functions that schedulers call before the loop.
+
+        Returns:
+          the results of all processes. Raises the error of a scheduler.
         """
         if reference and jax.process_count() > 1:
-            raise UserError("the reference loop runs in one process only; leave reference=True out")
-        began, over = time.perf_counter(), threading.Event()
-        self._schedulers = hosts
-        for host in hosts:
-            host.over = over
+            raise UserError("the reference loop runs in one process only; omit reference=True")
+        began, aborted = time.perf_counter(), threading.Event()
+        self._schedulers = schedulers
+        for scheduler in schedulers:
+            scheduler.aborted = aborted
         self._preparing = ""
-        watched = self._progress, self._stages, lambda: self._preparing, self._computes
+        watched = self._progress, self._stages, lambda: self._preparing, self._device_computes
         with Watchdog(self.config.stall_seconds, *watched):
-            for host, start in starts:
-                if not over.is_set():
-                    host.begin(start)
-            _gathered(hosts, None)  # where one has failed, no process begins the loop
-            steps, wrote = self._run(hosts, params, environment, key, reference, over)
-            counts = [(host.searches.seconds, host.written, host.prefilled, host.failed) for host in hosts]
-            broken = [one for host in hosts for one in host.broken]
-            parts = _gathered(hosts, (found, counts, broken))
-        searching, written, prefilled, failed = np.sum([counts for _, counts, _ in parts], axis=0).T
-        broken = sorted(one for *_, some in parts for one in some)
+            for scheduler, start in starts:
+                if not aborted.is_set():
+                    scheduler.begin(start)
+            _gathered(schedulers, None)  # if one failed, no process begins the loop
+            steps, written = self._run_loops(schedulers, params, environment, key, reference, aborted)
+            counts = [
+                (
+                    scheduler.searches.seconds,
+                    scheduler.policy_tokens,
+                    scheduler.prefilled_tokens,
+                    scheduler.searches_failed,
+                )
+                for scheduler in schedulers
+            ]
+            not_finite = [episode for scheduler in schedulers for episode in scheduler.not_finite]
+            parts = _gathered(schedulers, (results, counts, not_finite))
+        searching, policy_tokens, prefilled, failed = np.sum([counts for _, counts, _ in parts], axis=0).T
+        not_finite = sorted(episode for *_, episodes in parts for episode in episodes)
         self.stats = RolloutStats(
             seconds=time.perf_counter() - began,
             retrieval_seconds=float(searching.max()),
-            policy_tokens=int(written.sum()),
+            policy_tokens=int(policy_tokens.sum()),
             row_steps=int(steps) * self.programs.decode_rows,
-            written_steps=int(wrote),
+            written_steps=int(written),
             prefilled_tokens=int(prefilled.sum()),
             searches_failed=int(failed.sum()),
-            not_finite=len(broken),
+            not_finite=len(not_finite),
         )
-        if broken:
+        if not_finite:
             log.warning(
-                "not finite: %d texts ended because a logit of the next token was NaN or infinite; the first is that of "
-                "question %r. Are all weights of the model finite, and large enough for its dtype?",
-                len(broken),
-                broken[0][1],
+                "not finite: %d texts ended because a logit of the next token was NaN or infinite, the first for question %r. "
+                "Check that all weights of the model are finite, and not too large for its dtype",
+                len(not_finite),
+                not_finite[0][1],
             )
         return {index: value for part, *_ in parts for index, value in part.items()}
 
-    def _run(
+    def _run_loops(
         self,
-        hosts: list[Scheduler],
+        schedulers: list[Scheduler],
         params: PyTree,
         environment: Environment,
         key: Key,
         reference: bool,
-        over: threading.Event,
+        aborted: threading.Event,
     ) -> Int[np.ndarray, "2"]:
-        """Runs all loops to their end, which `over` brings about; returns their decode steps, and in how many of them each row
-        wrote, added up."""
-        stops = hosts[0].stops
+        """Run the loops of all workers, compiling them first if needed. They end early once `aborted` is set.
+
+        Returns:
+          number of decode steps, and the sum over the steps of the rows that wrote.
+        """
+        stops = schedulers[0].stops
         signature = (environment.turn_tokens, stops.first_accept, len(stops.table), reference)
-        if fresh := signature not in self._compiled_loops:
+        if new := signature not in self._compiled_loops:
             if not self._compiled_loops:
-                self._preparing = "trying row counts"
+                self._preparing = "probing shapes"
                 configure_shapes(self.programs, params)
             build = self.programs.reference_loop if reference else self.programs.episode_loop
             self._compiled_loops[signature] = build(environment.turn_tokens, stops.first_accept)
             turns = f"turns of {environment.turn_tokens} tokens, {len(stops.strings)} stop strings"
             self._preparing = f"compiling {self.programs.describe()}, {turns}"
             log.info(self._preparing)
-        key, table = self._everywhere((key, stops.table))
-        # The reference loop hands arrays to and fro at every step.
-        moving = "allow" if reference else "disallow"
+        key, table = self._replicated((key, stops.table))
+        # The reference loop moves arrays between host and device at every step.
+        transfers = "allow" if reference else "disallow"
 
-        def run(loop: int) -> np.ndarray:
-            number = self._everywhere(np.int32(loop))
-            with jax.set_mesh(self.mesh), jax.transfer_guard(moving):
-                steps = self._compiled_loops[signature](params, self.encoder_state, key, table, number)
-            return np.asarray(steps)
+        def run(worker: int) -> np.ndarray:
+            number = self._replicated(np.int32(worker))
+            with jax.set_mesh(self.mesh), jax.transfer_guard(transfers):
+                counts = self._compiled_loops[signature](params, self.encoder_state, key, table, number)
+            return np.asarray(counts)
 
-        loops = self.programs.workers
+        workers = self.programs.workers
         if reference:
-            return np.sum([run(loop) for loop in range(loops)], axis=0)
-        if fresh and loops > 1:
-            # Other calls wait until the first has ended: it is one that has nothing to do.
-            self._schedulers = [self._host(collections.deque(), environment, stops, None, InFlightSearches())]
+            return np.sum([run(worker) for worker in range(workers)], axis=0)
+        if new and workers > 1:
+            # A first call compiles, and concurrent calls wait until it has ended. So it gets a scheduler without requests.
+            idle = self._scheduler(collections.deque(), environment, stops, None, InFlightSearches())
+            self._schedulers = [idle]
             run(0)
-            self._schedulers = hosts
-        # A single loop has a thread, too: this one hears Ctrl-C, as long as it waits for another.
-        with concurrent.futures.ThreadPoolExecutor(loops, "rrl-rollout") as pool:
+            self._schedulers = schedulers
+        # A single worker has its own thread too: this thread handles Ctrl-C while it waits.
+        with concurrent.futures.ThreadPoolExecutor(workers, "rrl-rollout") as pool:
             try:
-                running = [pool.submit(run, loop) for loop in range(loops)]
+                running = [pool.submit(run, worker) for worker in range(workers)]
                 concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
-                return np.sum([loop.result() for loop in running], axis=0)
-            except BaseException:  # Ctrl-C, or a loop that broke: the others shall end too
-                over.set()
+                return np.sum([future.result() for future in running], axis=0)
+            except BaseException:  # Ctrl-C, or a worker failed: the others must end too
+                aborted.set()
                 raise
 
-    def _everywhere(self, tree: PyTree) -> PyTree:
-        """The same values on all devices of the mesh; other processes may have some of them."""
+    def _replicated(self, tree: PyTree) -> PyTree:
+        """Return the arrays on all devices of the mesh, including those of other processes."""
         place = NamedSharding(self.mesh, PartitionSpec())
 
         def put(leaf: Any) -> jax.Array:
@@ -450,29 +525,31 @@ class Engine:
 
         return jax.tree.map(put, tree)
 
-    def _host_callback(self, words: Any) -> np.ndarray:
-        """The callback: NumPy in, NumPy out."""
+    def _host_callback(self, message: Any) -> np.ndarray:
+        """Pass a device's message to its scheduler and return the reply. NumPy only: a callback must not call JAX."""
         self._preparing = ""
-        words = np.asarray(words)
-        place, active = words[:2]
-        limits, encoder = self.programs.limits, self.programs.encoder
+        message = np.asarray(message)
+        index, active = message[:2]
+        sizes, encoder = self.programs.sizes, self.programs.encoder
         dim = encoder.dim if encoder else 0
-        turns, vectors = DeviceReport.from_message(words[2:], limits.rows, limits.wake_threshold * dim)
-        others = int(active) - int(np.count_nonzero(turns.status <= PAUSED))
-        return self._schedulers[place].exchange(turns, vectors.reshape(limits.wake_threshold, dim), others)
+        report, embeddings = DeviceReport.from_message(message[2:], sizes.slots, sizes.wake_threshold * dim)
+        others = int(active) - int(np.count_nonzero(report.status <= PAUSED))
+        embeddings = embeddings.reshape(sizes.wake_threshold, dim)
+        return self._schedulers[index].exchange(report, embeddings, others)
 
     def _progress(self) -> int:
-        return sum(host.exchanges for host in self._schedulers)
+        return sum(scheduler.exchanges for scheduler in self._schedulers)
 
-    def _computes(self) -> bool:
+    def _device_computes(self) -> bool:
+        """Return whether all schedulers wait for a device that computes on the cores of this process."""
         return self.programs.on_cpu and all(
-            host.stage in DEVICE_STAGES for _, host in self._own(self._schedulers)
+            scheduler.stage in DEVICE_STAGES for _, scheduler in self._local(self._schedulers)
         )
 
     def _stages(self) -> str:
         return "; ".join(
-            f"host {number} {host.stage}, after {host.exchanges} exchanges"
-            for number, host in self._own(self._schedulers)
+            f"scheduler {index} {scheduler.stage}, after {scheduler.exchanges} exchanges"
+            for index, scheduler in self._local(self._schedulers)
         )
 
     def _check(self, requests: Sequence[Request], environment: Environment) -> None:
@@ -485,15 +562,15 @@ class Engine:
             if not 0 <= request.turn_tokens <= environment.turn_tokens:
                 raise UserError(
                     f"turn_tokens={request.turn_tokens} of question {request.question.id!r} must be 0 to "
-                    f"{environment.turn_tokens}, the environment's"
+                    f"{environment.turn_tokens}, the environment's turn_tokens"
                 )
 
 
 class WeakCallback:
-    """A method to be called from a jitted program, held weakly.
+    """A weakly held method, for the callback of a jitted program.
 
-    JAX's caches hold a program's callback for as long as the program, and the program for as long as the function that was
-    jitted. An engine holds that function: were the callback to hold the engine, neither would ever be collected.
+    JAX's caches hold a program's callback as long as the program, and the program as long as the jitted function, which the
+    engine holds. If the callback held the engine, neither would ever be collected.
     """
 
     def __init__(self, method: Callable) -> None:
@@ -501,35 +578,43 @@ class WeakCallback:
 
     def __call__(self, message: Any) -> np.ndarray:
         method = self._method()
-        assert method is not None, "an engine is held by who runs it"
+        assert method is not None, "the caller of a run holds the engine"
         return method(message)
 
 
-def _gathered(hosts: Sequence[Scheduler], value: T) -> list[T]:
-    """What each process gives; raises what a host met, or that one of another process met something."""
-    errors = [host.error for host in hosts if host.error is not None]
+def _gathered(schedulers: Sequence[Scheduler], value: T) -> list[T]:
+    """Return `value` of each process. Raises the error of a scheduler, or a RuntimeError if another process has one."""
+    errors = [scheduler.error for scheduler in schedulers if scheduler.error is not None]
     parts = gather_objects((value, [describe_error(error) for error in errors]))
     if errors:
         raise errors[0]
-    for process, (_, words) in enumerate(parts):
-        if words:
-            raise RuntimeError(f"the rollout failed in process {process}: {words[0]}")
+    for process, (_, messages) in enumerate(parts):
+        if messages:
+            raise RuntimeError(f"the rollout failed in process {process}: {messages[0]}")
     return [value for value, _ in parts]
 
 
 def assign_to_shards(
-    prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1
+    prompts: Sequence[Int[np.ndarray, "T"]], shards: int, workers: int = 1
 ) -> list[list[list[int]]]:
-    """Which requests each data shard runs, in groups for one of its loops: those of one prompt together, as long as each loop
-    gets as many prompts; those of the prompts that are left over go round one by one.
+    """Assign requests to data shards, in groups for one worker.
 
-    Long prompts come first, since long questions tend to take more turns: short episodes then fill the rows at the end
-    (longest processing time first, Graham 1969).
+    Requests with the same prompt form a group, as long as each worker gets the same number of groups; the requests of the
+    remaining prompts are assigned one by one. Long prompts come first, since long questions tend to take more turns: short
+    episodes then fill the slots at the end (longest processing time first, Graham 1969).
+
+    Args:
+      prompts: prompt of each request.
+      shards: number of data shards.
+      workers: number of workers of each shard.
+
+    Returns:
+      for each shard, groups of indices into `prompts`.
     """
     groups: dict[bytes, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(np.asarray(prompt, np.int32).tobytes(), []).append(index)
-    places = sorted(groups.values(), key=lambda place: -len(prompts[place[0]]))
-    whole = len(places) - len(places) % (shards * loops)
-    places[whole:] = [[place] for group in places[whole:] for place in group]
-    return [places[shard::shards] for shard in range(shards)]
+    ordered = sorted(groups.values(), key=lambda group: -len(prompts[group[0]]))
+    whole = len(ordered) - len(ordered) % (shards * workers)
+    ordered[whole:] = [[index] for group in ordered[whole:] for index in group]
+    return [ordered[shard::shards] for shard in range(shards)]

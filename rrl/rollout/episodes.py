@@ -1,4 +1,4 @@
-"""An episode in flight: what was asked for, and what has been written so far."""
+"""Requests, and the state of an episode in flight: its request and all tokens so far."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,25 +12,26 @@ from rrl.errors import UserError, at_least, at_most, integer_at_least
 from rrl.rollout.protocol import Episode, check_stops
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
-"""The highest temperature that the device can hold."""
+"""The largest float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One episode to run. Raises UserError for what cannot be asked."""
+    """One episode to run. Raises UserError for an invalid field."""
 
     question: Question
     prompt: Int[np.ndarray, "T"]
     """Token ids of the prompt."""
     seed: int
-    """Folded into the sampling key; the same seed gives the same trajectory. 31 bits."""
+    """Folded into the sampling key. The same seed gives the same trajectory. 31 bits."""
     group: int = 0
+    """Samples of one prompt share a group."""
     temperature: float = 1.0
     """0 is greedy."""
     turn_tokens: int = 0
-    """Most tokens of a turn, where that is less than the environment's; 0: the environment's."""
+    """Maximum tokens of a turn, at most the environment's. 0: the environment's."""
     stops: tuple[str, ...] | None = None
-    """The strings that end its turns; None: the environment's."""
+    """Strings at which its turns end. None: the environment's."""
 
     def __post_init__(self) -> None:
         integer_at_least(0, self, "seed", "group", "turn_tokens", where="request.")
@@ -43,62 +44,70 @@ class Request:
 
 
 def check_ids(tokens: object, whose: str) -> None:
-    """Raises UserError for what is no row of whole numbers, or an empty one; `whose` it is says the error."""
+    """Raise UserError unless `tokens` is a non-empty 1-D array of integers. The error names the field by `whose`."""
     try:
         ids = np.asarray(tokens)
-    except ValueError:  # rows of several lengths
+    except ValueError:  # a ragged list
         raise UserError(
-            f"{whose} must be one row of token ids, found rows of several lengths; ask for each of them"
+            f"{whose} must be a 1-D array of token ids, found sequences of several lengths; make one request for each"
         ) from None
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         found = f"{ids.dtype} of shape {ids.shape}" if ids.ndim else type(tokens).__name__
         raise UserError(
-            f"{whose} must be one row of token ids, found {found}; rrl.text.chat.chat_ids makes them of a text"
+            f"{whose} must be a 1-D array of token ids, found {found}; rrl.text.chat.chat_ids encodes a text"
         )
     if not ids.size:
         raise UserError(f"{whose} is empty: give at least one token")
 
 
 def check_tokens(tokens: Int[np.ndarray, "T"], vocab_size: int, whose: str) -> None:
-    """Raises UserError as `check_ids`, and for a token that the model has not."""
+    """Raise UserError as `check_ids` does, and for a token id outside the model's vocabulary."""
     check_ids(tokens, whose)
     if wrong := [int(token) for token in (np.min(tokens), np.max(tokens)) if not 0 <= token < vocab_size]:
-        raise UserError(f"{whose} has token {wrong[0]}; the model's tokens are 0 to {vocab_size - 1}")
+        raise UserError(f"{whose} has token {wrong[0]}; the model's token ids are 0 to {vocab_size - 1}")
 
 
 class EpisodeState:
-    """One episode in flight. A context is what the policy sees at a time; a restart opens another."""
+    """State of one episode in flight.
+
+    A context is the token sequence that the policy sees. Each restart begins a new context; all contexts are stored one after
+    the other in the arrays of one trajectory.
+    """
 
     def __init__(self, request: Request, text: str) -> None:
+        """`text` is the decoded prompt of `request`."""
         self.request = request
         self.episode = Episode(request.question)
         self.starts: list[int] = []
+        """Index of the first token of each context."""
         self.cuts: list[tuple[int, str]] = []
+        """(turn, limit) of each limit that was reached; see `Trajectory.cuts`."""
         self.length = 0
+        """Tokens of all contexts."""
         self._ids: list[np.ndarray] = []
         self._roles: list[np.ndarray] = []
         self._logps: list[np.ndarray] = []
         self._sampled: list[np.ndarray] = []
         self._turns: list[np.ndarray] = []
         self._segments: list[tuple[int, str]] = []
-        self._open(request.prompt, text)
+        self._start_context(request.prompt, text)
 
     @property
-    def used(self) -> int:
-        """Tokens of the present context."""
+    def context_length(self) -> int:
+        """Tokens of the current context."""
         return self.length - self.starts[-1]
 
     @property
-    def last(self) -> Int[np.ndarray, "1"]:
-        """The last token; an answer of the environment may have none."""
+    def last_token(self) -> Int[np.ndarray, "1"]:
+        """The last token. Messages without tokens are skipped."""
         return next(ids for ids in reversed(self._ids) if len(ids))[-1:]
 
-    def _open(self, prompt: Int[np.ndarray, "T"], text: str) -> None:
+    def _start_context(self, prompt: Int[np.ndarray, "T"], text: str) -> None:
         self.starts.append(self.length)
         self._add(prompt, PROMPT, text, None, None)
 
     def hit_limit(self, limit: str) -> None:
-        """The turn meets a limit (see `Trajectory.cuts`)."""
+        """Record that the current turn reached a limit (see `Trajectory.cuts`)."""
         self.cuts.append((self.episode.turn, limit))
 
     def add_policy_turn(
@@ -108,18 +117,18 @@ class EpisodeState:
         logps: Float[np.ndarray, "T"],
         sampled: Float[np.ndarray, "T"],
     ) -> None:
-        """The policy's turn."""
+        """Add the tokens that the policy wrote in the current turn."""
         self._add(ids, POLICY, text, logps, sampled)
 
     def add_observation(self, ids: Int[np.ndarray, "T"], text: str) -> None:
-        """The environment's answer, which ends the turn."""
+        """Add a message of the environment and begin the next turn."""
         self._add(ids, ENVIRONMENT, text, None, None)
         self.episode.turn += 1
 
     def restart(self, prompt: Int[np.ndarray, "T"], text: str) -> None:
-        """The environment's answer is another context, which ends the turn."""
+        """Begin a new context with `prompt`, and the next turn."""
         self.episode.turn += 1
-        self._open(prompt, text)
+        self._start_context(prompt, text)
 
     def _add(
         self,
@@ -135,12 +144,14 @@ class EpisodeState:
         self._logps.append(zeros if logps is None else logps)
         self._sampled.append(zeros if sampled is None else sampled)
         self._turns.append(np.full(len(ids), self.episode.turn, np.int16))
-        if len(ids) or text:  # a turn whose tokens say nothing stands between two answers of the environment
+        if (
+            len(ids) or text
+        ):  # a turn of special tokens has no text, but still separates two messages of the environment
             self._segments.append((role, text))
         self.length += len(ids)
 
     def trajectory(self, ended: str) -> Trajectory:
-        """What it leaves behind."""
+        """Return the finished trajectory; `ended` is the reason of its end."""
 
         def joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
             return np.concatenate(parts).astype(dtype, copy=False)

@@ -1,4 +1,8 @@
-"""The words that device and host exchange: the state of rows one way, chunks and marks the other."""
+"""Messages between the device and a scheduler, and their sizes.
+
+In one exchange the device sends a report (`DeviceReport`), and the scheduler replies with prefill chunks, queries and slot
+statuses (`ExchangeSizes.reply_length`). Both messages are int32 arrays of a fixed length.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,132 +11,150 @@ import numpy as np
 from jaxtyping import Float, Int
 
 DECODING, PAUSED, BLOCKED, OFF = 0, 1, 2, 3
-"""Status of a row: decoding; paused, the host has something to do for it; paused, the host waits for others (a search, the
-next request); nothing left to do."""
+"""Status of a slot. DECODING: the policy writes. PAUSED: the scheduler has work to do for it. BLOCKED: the scheduler waits for
+something else, a search or the next request. OFF: no request is left."""
 
 STOP_EOS, STOP_TURN, STOP_CONTEXT, STOP_NOT_FINITE = -1, -2, -3, -4
-"""Why a row paused, where it was not one of the stop strings."""
+"""Why a slot paused, if not at a stop string: end-of-sequence token, token limit of the turn, end of the context, logits that
+are not finite."""
 
 ABORT = -1
-"""In place of the decode steps that a host gives the device: it met an error, and all devices leave the loop."""
-
+"""A scheduler sends this in place of the maximum number of wait steps after an error. Then all devices leave the loop."""
 
 CHUNK_TOKENS = 32
-"""Most tokens of a piece: a shorter one is padded to it."""
+"""Maximum tokens of a prefill chunk. A shorter chunk is padded."""
 
 PREFILLS_PER_EXCHANGE = 6
-"""How often the device prefills between two exchanges at most."""
+"""Maximum number of prefill calls on the device between two exchanges."""
 
 
 class PrefillChunk(NamedTuple):
-    """A piece of what a row is fed; the tokens follow. Later pieces of a row's text come after earlier ones."""
+    """Header of a prefill chunk; its tokens follow. The chunks of a slot are in the order of its text."""
 
-    row: Any
+    slot: Any
     start: Any
-    """Slot of the first token."""
+    """Cache position of the first token."""
     length: Any
-    """Number of tokens to be prefilled."""
-    begin: Any
-    """1: then the policy's turn begins."""
-    request: Any
+    """Number of tokens to prefill."""
+    begins_turn: Any
+    """1 if the policy's turn begins after this chunk, else 0."""
+    seed: Any
+    """Seed of the request."""
     offset: Any
-    limit: Any
-    tag: Any
-    """Start state of its stop automaton."""
+    """Tokens of the trajectory before this context."""
+    turn_limit: Any
+    """Maximum tokens of the turn."""
+    stop_state: Any
+    """Start state of the stop automaton."""
     temperature: Any
     """The bits of a float32."""
     source: Any
-    """A row whose first `copied` slots hold what this row's are to hold; where `copied` is negative, they will once these pieces
-    are prefilled."""
+    """Slot to copy a prefix from."""
     copied: Any
-    kept: Any
-    """Of these so many hold it already."""
+    """Number of leading cache positions to copy from `source`. 0: none. Negative: copy them after all chunks of this exchange
+    are prefilled."""
+    own: Any
+    """Number of these positions that the slot already holds."""
     last_4: Any
     last_3: Any
     last_2: Any
     pending: Any
-    """The last tokens of all that the row is fed; NO_TOKEN where it has fewer. The turn begins with what follows `pending`, which
-    is none of these."""
+    """The last tokens of the slot's text; NO_TOKEN if the text is shorter. `pending` is not prefilled: the first decode step
+    of the turn computes it."""
 
 
 HEADER = len(PrefillChunk._fields)
+"""Length of a chunk's header."""
 
 RECENT = HEADER - PrefillChunk._fields.index("last_4")
-"""So many last tokens of a row are known to the device."""
+"""Number of last tokens that the device knows of each slot."""
 
 NO_TOKEN = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExchangeSizes:
-    """Static sizes of the exchange between device and host, for one data shard."""
+    """Static sizes of the messages between the device and the scheduler of one data shard."""
 
-    rows: int
+    slots: int
+    """Slots of the data shard."""
     context: int
-    """Cache slots of a row: no context is longer."""
+    """Cache positions of a slot: the maximum length of a context."""
     wake_threshold: int
-    """Rows that wait when decoding stops for them; as many queries are encoded together."""
+    """Number of paused slots that interrupts decoding. Also the number of queries that are embedded together."""
     prefill_tokens: int
     """Tokens that are prefilled together."""
     query_tokens: int
     """Width of the query encoder's input; 0 without an encoder."""
     max_wait_steps: int = 8
-    """Decode steps that a paused row waits at most while others run."""
+    """Decode steps that a paused slot waits at most while others decode."""
 
     @property
-    def piece(self) -> int:
-        """Tokens of a piece."""
+    def chunk_tokens(self) -> int:
+        """Tokens of a prefill chunk."""
         return min(CHUNK_TOKENS, self.prefill_tokens)
 
     @property
-    def together(self) -> int:
-        """Pieces that are prefilled together."""
+    def chunks_per_prefill(self) -> int:
+        """Chunks that are prefilled together."""
         return max(1, self.prefill_tokens // CHUNK_TOKENS)
 
     @property
-    def pieces(self) -> int:
-        """Pieces of one exchange."""
-        return PREFILLS_PER_EXCHANGE * self.together
+    def chunks(self) -> int:
+        """Chunks of one exchange."""
+        return PREFILLS_PER_EXCHANGE * self.chunks_per_prefill
 
     @property
     def copies(self) -> int:
-        """Rows that copy a prefix in one exchange, at most."""
-        return min(self.wake_threshold, self.pieces)
+        """Maximum number of slots that copy a prefix in one exchange."""
+        return min(self.wake_threshold, self.chunks)
 
     @property
-    def words(self) -> int:
-        """Length of the array that the host returns: chunks, queries, marks, and two numbers: of the queries, and of the
-        decode steps after which it wants to be asked again if rows are paused."""
-        return self.pieces * (HEADER + self.piece) + self.wake_threshold * self.query_tokens + self.rows + 2
+    def reply_length(self) -> int:
+        """Length of the scheduler's message: chunks, queries, one status per slot, the number of queries, and the number of
+        decode steps after which paused slots interrupt decoding."""
+        return (
+            self.chunks * (HEADER + self.chunk_tokens)
+            + self.wake_threshold * self.query_tokens
+            + self.slots
+            + 2
+        )
 
 
 @dataclasses.dataclass(slots=True)
 class DeviceReport:
-    """What the device reports: one entry a row."""
+    """What the device reports of each slot; A is the maximum number of tokens of a turn."""
 
-    status: Int[np.ndarray, "R"]
-    stop: Int[np.ndarray, "R"]
+    status: Int[np.ndarray, "slots"]
+    stop: Int[np.ndarray, "slots"]
     """Index of the stop string, or one of the STOP_* codes."""
-    ids: Int[np.ndarray, "R A"]
-    logps: Float[np.ndarray, "R A"]
-    sampled_logps: Float[np.ndarray, "R A"]
-    length: Int[np.ndarray, "R"]
+    ids: Int[np.ndarray, "slots A"]
+    """Tokens of the current turn."""
+    logps: Float[np.ndarray, "slots A"]
+    """Their log-probabilities under the full distribution."""
+    sampled_logps: Float[np.ndarray, "slots A"]
+    """Their log-probabilities under the distribution that was sampled."""
+    length: Int[np.ndarray, "slots"]
+    """Number of these tokens."""
 
     @classmethod
     def from_message(
-        cls, words: Int[np.ndarray, "words"], rows: int, embedded: int
+        cls, message: Int[np.ndarray, "message"], slots: int, embedded: int
     ) -> "tuple[DeviceReport, Float[np.ndarray, 'embedded']]":
-        """The fields of all rows, one after the other and floats by their bits, and the `embedded` numbers behind them. (As one
-        array, since each that a callback is handed costs the host more than what it does with it.)"""
-        turn = ((len(words) - embedded) // rows - 3) // 3
-        sizes = np.array([1, 1, turn, turn, turn, 1]) * rows
-        status, stop, ids, logps, sampled, length, vectors = np.split(words, np.cumsum(sizes))
-        turns = cls(
+        """Split a device's message into the report and the query embeddings.
+
+        The message holds the fields of all slots, one field after the other, then `embedded` numbers; floats by their bits. It
+        is one array because each array that a callback receives costs the host more than its contents.
+        """
+        turn = ((len(message) - embedded) // slots - 3) // 3
+        sizes = np.array([1, 1, turn, turn, turn, 1]) * slots
+        status, stop, ids, logps, sampled, length, embeddings = np.split(message, np.cumsum(sizes))
+        report = cls(
             status,
             stop,
-            ids.reshape(rows, turn),
-            logps.view(np.float32).reshape(rows, turn),
-            sampled.view(np.float32).reshape(rows, turn),
+            ids.reshape(slots, turn),
+            logps.view(np.float32).reshape(slots, turn),
+            sampled.view(np.float32).reshape(slots, turn),
             length,
         )
-        return turns, vectors.view(np.float32)
+        return report, embeddings.view(np.float32)

@@ -1,7 +1,7 @@
-"""The jitted programs of the rollout: the whole episode loop, which asks the host from inside, and its host-driven double.
+"""The jitted programs of the rollout: the episode loop, which calls the schedulers from inside, and a host-driven reference loop.
 
-They know sizes, a model's graph and a function that answers, but no tokenizer, environment or parameters, so that they can
-also be compiled ahead of time for devices that are not there (`rrl.plan.capacity`).
+They depend on sizes, a model's graph and a host callback, but on no tokenizer, environment or parameters. So they can also be
+compiled ahead of time for devices that are not present (`rrl.plan.capacity`). Read `RolloutPrograms.episode_loop` first.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from rrl.errors import UserError
 from rrl.models.cache import BLOCK, KVCache
@@ -39,41 +39,42 @@ log = logging.getLogger(__name__)
 
 
 QUERIES_PER_ENCODE = 4
-"""On one CPU, so many queries are encoded at a time; elsewhere all that an exchange may bring."""
+"""On one CPU: number of queries that are embedded together. Other devices embed all queries of an exchange together."""
 
 DECODE_SCOPE, PREFILL_SCOPE = "decode_rows", "prefill_rows"
 """Names of the loop's two halves in a compiled program."""
 
-HostCallback = Callable[[Int[np.ndarray, "words"]], Int[np.ndarray, "words"]]
-"""loop * shards + data shard, rows of all shards that run
-or wait, and what `DeviceReport.from_message` takes, all in one array -> what
-`Scheduler.exchange` returns, for its rows."""
+HostCallback = Callable[[Int[np.ndarray, "message"]], Int[np.ndarray, "message"]]
+"""Passes a device's message to its scheduler and returns the reply. The message is worker * shards + data shard, the number of
+slots of all shards that decode or are paused, and the message of `DeviceReport.from_message`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryEncoder:
-    """What of a text encoder the loop runs on device."""
+    """The part of a text encoder that the loop runs on the device."""
 
     graph: nnx.GraphDef
     pad_token_id: int
     query_tokens: int
+    """Width of its input."""
     dim: int
+    """Width of an embedding."""
 
 
 class _HostReplies(NamedTuple):
-    """What the hosts of all data shards answer (see `ExchangeSizes.words`)."""
+    """The replies of the schedulers of all data shards (see `ExchangeSizes.reply_length`)."""
 
-    chunks: Int[Array, "shards P words"]
-    queries: Int[Array, "shards*P Q"]
-    marks: Int[Array, "R"]
-    asked: Int[Array, ""]
-    """How many queries there are, where there are most."""
+    chunks: Int[Array, "shards chunks message"]
+    queries: Int[Array, "queries tokens"]
+    statuses: Int[Array, "slots"]
+    query_count: Int[Array, ""]
+    """Number of queries of the shard with the most."""
     max_wait_steps: Int[Array, ""]
-    """ABORT where any of them met an error."""
+    """ABORT if any scheduler met an error."""
 
 
 class RolloutPrograms:
-    """Builds the programs of one model's graph on one mesh."""
+    """Builds the programs of one model graph on one mesh."""
 
     def __init__(
         self,
@@ -86,6 +87,20 @@ class RolloutPrograms:
         host_callback: HostCallback,
         encoder: QueryEncoder | None = None,
     ) -> None:
+        """Check the sizes.
+
+        Args:
+          graph: the policy's graph.
+          decoder_config: the policy's shape.
+          config: the engine's settings.
+          mesh: devices to run on.
+          eos: end-of-sequence token ids.
+          host_callback: called from inside the loop.
+          encoder: embeds queries. None: the retriever needs no embeddings.
+
+        Raises:
+          UserError: the rows, slots or workers do not fit the mesh, or `sample_top_k` exceeds the vocabulary.
+        """
         self.graph, self.decoder_config, self.config = graph, decoder_config, config
         self.mesh, self.eos, self.host_callback, self.encoder = mesh, eos, host_callback, encoder
         self.shards = data_shards(mesh)
@@ -104,9 +119,11 @@ class RolloutPrograms:
         self.weights_dominate = self.one_cpu and weights_dominate(decoder_config)
         self.workers = worker_count(config, decoder_config) if self.one_cpu else 1
         self.decode_rows = config.rows // self.workers
-        self.rows = self.decode_rows + -(-config.oversubscribed_slots // self.workers)
-        self.limits = ExchangeSizes(
-            rows=self.rows // self.shards,
+        """Rows of a decode step of one worker."""
+        self.slots = self.decode_rows + -(-config.oversubscribed_slots // self.workers)
+        """Slots of one worker."""
+        self.sizes = ExchangeSizes(
+            slots=self.slots // self.shards,
             context=config.context,
             wake_threshold=min(config.wake_threshold, self.decode_rows // self.shards),
             prefill_tokens=config.prefill_tokens,
@@ -114,62 +131,69 @@ class RolloutPrograms:
             max_wait_steps=config.max_wait_steps * (2 if config.oversubscribed_slots else 1),
         )
         self.widths: tuple[int, ...] = (self.decode_rows,)
-        """Rows that a decode step may take, most first."""
-        self.prefill_chunks: tuple[int, ...] = (self.limits.together,)
-        """Pieces that may be prefilled together, most first."""
+        """Allowed numbers of rows of a decode step, largest first."""
+        self.chunk_counts: tuple[int, ...] = (self.sizes.chunks_per_prefill,)
+        """Allowed numbers of chunks that are prefilled together, largest first."""
         self.readers: tuple[int, ...] = ()
-        """Rows that may read a block of their past together in a decode step; (): all, as far back as the longest."""
-        self.step_tokens = self.decode_rows * (config.draft_tokens + 1) if config.draft_tokens else 0
-        """Tokens that a decode step computes, with those that are guessed; 0: nothing is guessed."""
+        """Allowed numbers of rows that attend to a block of the cache together in a decode step, largest first. (): all rows
+        read as far as the longest needs."""
         self.prefill_readers = (1,) if self.one_cpu else ()
-        """The same of prefilled pieces."""
+        """`readers` of prefill chunks."""
+        self.step_tokens = self.decode_rows * (config.draft_tokens + 1) if config.draft_tokens else 0
+        """Tokens that a decode step computes, including draft tokens. 0: no drafts."""
         self.compiler_options = compiler_options(self.workers) if self.one_cpu else {}
         self._jitted: weakref.WeakSet = weakref.WeakSet()
 
     def jit(self, function: Callable, **options: Any) -> Any:
-        """`jax.jit` with this mesh's compiler options; `close` lets go of what is compiled."""
+        """Return `jax.jit` of a function with this mesh's compiler options. `close` frees what is compiled."""
         jitted = jax.jit(function, compiler_options=self.compiler_options, **options)
         self._jitted.add(jitted)
         return jitted
 
     def close(self) -> None:
-        """Lets go of all compiled programs; they would be compiled again at the next call."""
+        """Free all compiled programs. The next call of one compiles it again."""
         for jitted in list(self._jitted):
             jitted.clear_cache()
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
-        """The jitted program (params, encoder state, key, stop table, number of the loop) -> decode steps, and how many rows
-        wrote in each, added up; the host has the episodes."""
+        """Return the jitted episode loop of one worker.
+
+        Args:
+          turn_tokens: maximum tokens of a turn.
+          first_accept: first accepting state of the stop automaton.
+
+        Returns:
+          (params, encoder state, key, stop table, worker) -> (number of decode steps, sum over the steps of the rows that
+          wrote). The schedulers hold the episodes.
+        """
 
         @self.jit
         def episode_loop(
-            params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: jax.Array
+            params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, worker: jax.Array
         ) -> jax.Array:
             params = cast_params(params, nnx.merge(self.graph, params).dtype)
             model = self.model(params)
             sampler = self.sampler(key, table, first_accept)
 
-            def going(state: tuple) -> jax.Array:
-                return jnp.any(state[0].status != OFF) & (state[4] != ABORT)
+            def going(carry: tuple) -> jax.Array:
+                return jnp.any(carry[0].status != OFF) & (carry[4] != ABORT)
 
-            def body(state: tuple) -> tuple:
-                rows, cache, drafts, embeddings, max_wait_steps, steps = state
+            def body(carry: tuple) -> tuple:
+                state, cache, drafts, embeddings, max_wait_steps, counts = carry
                 with jax.named_scope(DECODE_SCOPE):
-                    rows, cache, drafts, more = self._decode(
-                        model, rows, cache, drafts, sampler, max_wait_steps
+                    state, cache, drafts, more = self._decode(
+                        model, state, cache, drafts, sampler, max_wait_steps
                     )
-                answer = self._unpack(self._ask(rows, embeddings, loop))
+                replies = self._unpack_replies(self._call_hosts(state, embeddings, worker))
                 with jax.named_scope(PREFILL_SCOPE):
-                    prefilling = self._unhoisted(model, params, answer.chunks)
-                    rows, cache, drafts = self._prefill(
-                        prefilling, rows, cache, drafts, answer.chunks, answer.marks
-                    )
-                embeddings = self._embed(encoder_state, answer.queries, answer.asked, embeddings)
-                return rows, cache, drafts, embeddings, answer.max_wait_steps, steps + more
+                    prefilling = self._unhoisted(model, params, replies.chunks)
+                    state, cache, drafts = self._prefill(prefilling, state, cache, drafts, replies)
+                embeddings = self._embed(encoder_state, replies.queries, replies.query_count, embeddings)
+                return state, cache, drafts, embeddings, replies.max_wait_steps, counts + more
 
             start = (
-                *self._start(model, turn_tokens),
-                jnp.int32(self.limits.max_wait_steps),
+                *self._initial(model, turn_tokens),
+                jnp.int32(self.sizes.max_wait_steps),
                 jnp.zeros(2, jnp.int32),
             )
             return jax.lax.while_loop(going, body, start)[-1]
@@ -177,12 +201,12 @@ class RolloutPrograms:
         return episode_loop
 
     def reference_loop(self, turn_tokens: int, first_accept: int) -> Callable:
-        """The same, driven from the host step by step."""
+        """Return the same loop, driven from Python with jitted steps. Tests compare the episode loop with it."""
 
         @functools.partial(self.jit, donate_argnums=2)
         def decode_step(
             params: PyTree,
-            rows: DecodeState,
+            state: DecodeState,
             cache: KVCache,
             drafts: NgramDrafts,
             key: Key,
@@ -190,73 +214,70 @@ class RolloutPrograms:
             max_wait_steps: jax.Array,
         ) -> tuple:
             sampler = self.sampler(key, table, first_accept)
-            return self._decode(self.model(params), rows, cache, drafts, sampler, max_wait_steps)
+            return self._decode(self.model(params), state, cache, drafts, sampler, max_wait_steps)
 
         @functools.partial(self.jit, donate_argnums=2)
         def prefill_step(
-            params: PyTree,
-            rows: DecodeState,
-            cache: KVCache,
-            drafts: NgramDrafts,
-            chunks: jax.Array,
-            marks: jax.Array,
+            params: PyTree, state: DecodeState, cache: KVCache, drafts: NgramDrafts, replies: _HostReplies
         ) -> tuple:
-            return self._prefill(self.model(params), rows, cache, drafts, chunks, marks)
+            return self._prefill(self.model(params), state, cache, drafts, replies)
 
         @self.jit
         def start(params: PyTree) -> tuple[DecodeState, KVCache, NgramDrafts, jax.Array]:
-            return self._start(nnx.merge(self.graph, params), turn_tokens)
+            return self._initial(nnx.merge(self.graph, params), turn_tokens)
 
         embed = self.jit(self._embed)
 
-        def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: int) -> jax.Array:
-            rows, cache, drafts, embeddings = start(params)
-            max_wait_steps, steps = jnp.int32(self.limits.max_wait_steps), jnp.zeros(2, jnp.int32)
-            while np.any(np.asarray(rows.status) != OFF) and max_wait_steps != ABORT:
-                rows, cache, drafts, more = decode_step(
-                    params, rows, cache, drafts, key, table, max_wait_steps
+        def drive(
+            params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, worker: int
+        ) -> jax.Array:
+            state, cache, drafts, embeddings = start(params)
+            max_wait_steps, counts = jnp.int32(self.sizes.max_wait_steps), jnp.zeros(2, jnp.int32)
+            while np.any(np.asarray(state.status) != OFF) and max_wait_steps != ABORT:
+                state, cache, drafts, more = decode_step(
+                    params, state, cache, drafts, key, table, max_wait_steps
                 )
-                steps += more
-                active, words = jnp.sum(rows.status <= PAUSED), []
+                counts += more
+                active, messages = jnp.sum(state.status <= PAUSED), []
                 for shard in range(self.shards):
                     own = jax.tree.map(
-                        lambda part, shard=shard: jnp.split(part, self.shards)[shard], (rows, embeddings)
+                        lambda part, shard=shard: jnp.split(part, self.shards)[shard], (state, embeddings)
                     )
-                    report = _report(jnp.int32(loop * self.shards + shard), active, *own)
-                    words.append(self.host_callback(np.asarray(report)))
-                answer = self._unpack(jnp.asarray(np.stack(words)))
-                rows, cache, drafts = prefill_step(params, rows, cache, drafts, answer.chunks, answer.marks)
-                embeddings = embed(encoder_state, answer.queries, answer.asked, embeddings)
-                max_wait_steps = answer.max_wait_steps
-            return steps
+                    message = _pack_report(jnp.int32(worker * self.shards + shard), active, *own)
+                    messages.append(self.host_callback(np.asarray(message)))
+                replies = self._unpack_replies(jnp.asarray(np.stack(messages)))
+                state, cache, drafts = prefill_step(params, state, cache, drafts, replies)
+                embeddings = embed(encoder_state, replies.queries, replies.query_count, embeddings)
+                max_wait_steps = replies.max_wait_steps
+            return counts
 
         return drive
 
     def describe(self) -> str:
-        """The shapes that a loop computes in its model, in words."""
+        """Return the shapes of the loop for the log."""
 
         def each(counts: Sequence[int | str]) -> str:
             return ", ".join(map(str, counts))
 
-        limits = self.limits
         steps = f"{each(self.widths)} rows"
         if self.step_tokens:
             steps = each(
                 [f"{width} rows x {tokens_per_row(self.step_tokens, width)} tokens" for width in self.widths]
             )
         if self.readers:
-            steps += f", whose past is read {BLOCK} tokens of {each(self.readers)} rows at a time"
+            steps += f", which read cache blocks of {BLOCK} tokens for {each(self.readers)} rows together"
         return (
-            f"{self.workers} rollout loops of {self.rows} rows x {limits.context} tokens: steps of {steps}; pieces of "
-            f"{limits.piece} tokens, prefilled {each(self.prefill_chunks)} together on each of {self.shards} data shards"
+            f"{self.workers} rollout workers, each with {self.slots} slots x {self.sizes.context} tokens: decode steps of "
+            f"{steps}; prefills of {each(self.chunk_counts)} chunks x {self.sizes.chunk_tokens} tokens on each of {self.shards} "
+            "data shards"
         )
 
-    def cache(self, slots: int, dtype: DTypeLike) -> KVCache:
-        """An empty one for a loop's rows."""
+    def cache(self, positions: int, dtype: DTypeLike) -> KVCache:
+        """Return an empty cache for the slots of one worker, with `positions` tokens each."""
         return KVCache.create(
             self.decoder_config,
-            self.rows,
-            slots,
+            self.slots,
+            positions,
             dtype,
             slots_last=self.on_cpu,
             cpu_kernel=self.uses_cpu_attention(dtype),
@@ -264,23 +285,19 @@ class RolloutPrograms:
         )
 
     def uses_cpu_attention(self, dtype: DTypeLike) -> bool:
-        """Whether the cache is read by `rrl.models.cpu.layers`."""
+        """Return whether the CPU kernel (`rrl.models.cpu.layers`) reads the cache."""
         return self.on_cpu and can_attend(dtype, self.decoder_config.head_dim)
 
     def uses_cpu_layers(self, dtype: DTypeLike) -> bool:
-        """Whether `rrl.models.cpu.layers` computes the layers: then what is not there takes no time in them."""
+        """Return whether the CPU kernel computes the layers. It skips padding, so that padding takes no time there."""
         return self.one_cpu and self.uses_cpu_attention(dtype) and can_compute(self.decoder_config, dtype)
 
-    def _start(self, model: Decoder, turn_tokens: int) -> tuple[DecodeState, KVCache, NgramDrafts, jax.Array]:
-        rows = DecodeState.create(self.rows, turn_tokens)
-        cache = self.cache(self.config.context, model.dtype)
-        width = self.encoder.dim if self.encoder else 0
-        embeddings = jnp.zeros((self.shards * self.limits.wake_threshold, width), jnp.float32)
-        return rows, cache, NgramDrafts.create(self.shards), embeddings
-
     def model(self, params: PyTree) -> Decoder:
-        """The decoder of these parameters, as a jitted program generates with it. To be made before the program's loop: on one
-        CPU adapters are added to the kernels, and a tied table is turned, once for all tokens; each loop holds its own copies."""
+        """Return the decoder with these parameters, prepared for generation. Call it before the program's loop.
+
+        On one CPU, adapters are added to the weights, and a tied embedding table is transposed, once for all tokens. Each
+        worker holds its own copies.
+        """
         model = nnx.merge(self.graph, params)
         if self.uses_cpu_layers(model.dtype):
             model = merge_lora(model)
@@ -288,23 +305,33 @@ class RolloutPrograms:
             model.transposed_embedding = model.embedding[...].T
         return model
 
-    def _unhoisted(self, model: Decoder, params: PyTree, chunks: jax.Array) -> Decoder:
-        """The model of these parameters, bound to something that changes from turn to turn.
+    def sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
+        """Return the inputs of sampling."""
+        return Sampler(key, table, self.eos, first_accept, self.config.top_p, self.config.sample_top_k)
 
-        Prefilling gathers them from the devices that share them; left alone, XLA cuts them up for that before the loop, once
-        for all turns, and the cuts of all layers take four times their room.
+    def _initial(
+        self, model: Decoder, turn_tokens: int
+    ) -> tuple[DecodeState, KVCache, NgramDrafts, jax.Array]:
+        state = DecodeState.create(self.slots, turn_tokens)
+        cache = self.cache(self.config.context, model.dtype)
+        width = self.encoder.dim if self.encoder else 0
+        embeddings = jnp.zeros((self.shards * self.sizes.wake_threshold, width), jnp.float32)
+        return state, cache, NgramDrafts.create(self.shards), embeddings
+
+    def _unhoisted(self, model: Decoder, params: PyTree, chunks: jax.Array) -> Decoder:
+        """Return the model for prefilling, with parameters that XLA cannot move out of the loop.
+
+        Prefilling all-gathers sharded parameters. Without the barrier, XLA reshards the parameters of all layers before the
+        loop, once for all turns, which takes four times their memory.
         """
         if self.mesh.size == 1:
             return model
         return nnx.merge(self.graph, jax.lax.optimization_barrier((params, chunks))[0])
 
-    def sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
-        return Sampler(key, table, self.eos, first_accept, self.config.top_p, self.config.sample_top_k)
-
     def _decode(
         self,
         model: Decoder,
-        rows: DecodeState,
+        state: DecodeState,
         cache: KVCache,
         drafts: NgramDrafts,
         sampler: Sampler,
@@ -312,12 +339,12 @@ class RolloutPrograms:
     ) -> tuple[DecodeState, KVCache, NgramDrafts, jax.Array]:
         return decode(
             model,
-            rows,
+            state,
             cache,
             drafts,
             sampler,
             context=self.config.context,
-            enough=self.limits.wake_threshold * self.shards,
+            wake_threshold=self.sizes.wake_threshold * self.shards,
             max_wait_steps=max_wait_steps,
             widths=self.widths,
             readers=self.readers,
@@ -327,30 +354,30 @@ class RolloutPrograms:
     def _prefill(
         self,
         model: Decoder,
-        rows: DecodeState,
+        state: DecodeState,
         cache: KVCache,
         drafts: NgramDrafts,
-        chunks: jax.Array,
-        marks: jax.Array,
+        replies: _HostReplies,
     ) -> tuple[DecodeState, KVCache, NgramDrafts]:
         return prefill(
             model,
-            rows,
+            state,
             cache,
             drafts,
-            chunks,
-            marks,
+            replies.chunks,
+            replies.statuses,
             context=self.config.context,
-            together=self.prefill_chunks,
-            copies=self.limits.copies,
+            chunk_counts=self.chunk_counts,
+            copies=self.sizes.copies,
             readers=self.prefill_readers,
-            learns=self.step_tokens > 0,
+            learn_drafts=self.step_tokens > 0,
         )
 
     def _embed(
-        self, encoder_state: PyTree, queries: jax.Array, asked: jax.Array, before: jax.Array
-    ) -> jax.Array:
-        """Embeddings of the queries, of which there are `asked`; otherwise what was there `before`."""
+        self, encoder_state: PyTree, queries: jax.Array, count: jax.Array, before: jax.Array
+    ) -> Float[Array, "queries E"]:
+        """Return the embeddings of the first `count` queries (on other devices than one CPU, of all if there are any). The
+        other entries are those of `before`."""
         if (query_encoder := self.encoder) is None:
             return before
         encoder = nnx.merge(query_encoder.graph, encoder_state)
@@ -359,51 +386,54 @@ class RolloutPrograms:
             return encoder.embed(queries, queries != query_encoder.pad_token_id)
 
         if not self.one_cpu:
-            return jax.lax.cond(asked > 0, lambda: embed(queries), lambda: before)
+            return jax.lax.cond(count > 0, lambda: embed(queries), lambda: before)
         some = math.gcd(len(queries), QUERIES_PER_ENCODE)
 
         def embed_some(turn: jax.Array, embeddings: jax.Array) -> jax.Array:
-            found = embed(jax.lax.dynamic_slice_in_dim(queries, turn * some, some))
-            return jax.lax.dynamic_update_slice_in_dim(embeddings, found, turn * some, axis=0)
+            new = embed(jax.lax.dynamic_slice_in_dim(queries, turn * some, some))
+            return jax.lax.dynamic_update_slice_in_dim(embeddings, new, turn * some, axis=0)
 
-        return jax.lax.fori_loop(0, (asked + some - 1) // some, embed_some, before)
+        return jax.lax.fori_loop(0, (count + some - 1) // some, embed_some, before)
 
-    def _unpack(self, words: jax.Array) -> "_HostReplies":
-        """Splits the hosts' answers [shards, words]; rows get their global numbers."""
-        limits = self.limits
-        chunk_words = limits.pieces * (HEADER + limits.piece)
-        query_words = limits.wake_threshold * limits.query_tokens
-        chunks = words[:, :chunk_words].reshape(self.shards, limits.pieces, -1)
-        first_row = (jnp.arange(self.shards, dtype=jnp.int32) * limits.rows)[:, None]
-        row, source = (chunks[..., PrefillChunk._fields.index(name)] for name in ("row", "source"))
-        row = jnp.where(row < limits.rows, row + first_row, self.rows)
-        chunks = chunks.at[..., PrefillChunk._fields.index("row")].set(row)
-        chunks = chunks.at[..., PrefillChunk._fields.index("source")].set(source + first_row)
-        queries = words[:, chunk_words : chunk_words + query_words]
+    def _unpack_replies(self, messages: Int[Array, "shards message"]) -> "_HostReplies":
+        """Split the schedulers' messages. Slots get their global numbers."""
+        sizes = self.sizes
+        chunks_end = sizes.chunks * (HEADER + sizes.chunk_tokens)
+        queries_end = chunks_end + sizes.wake_threshold * sizes.query_tokens
+        chunks = messages[:, :chunks_end].reshape(self.shards, sizes.chunks, -1)
+        first_slot = (jnp.arange(self.shards, dtype=jnp.int32) * sizes.slots)[:, None]
+        slot, source = (chunks[..., PrefillChunk._fields.index(name)] for name in ("slot", "source"))
+        slot = jnp.where(slot < sizes.slots, slot + first_slot, self.slots)
+        chunks = chunks.at[..., PrefillChunk._fields.index("slot")].set(slot)
+        chunks = chunks.at[..., PrefillChunk._fields.index("source")].set(source + first_slot)
+        queries = messages[:, chunks_end:queries_end]
         return _HostReplies(
             chunks,
-            queries.reshape(self.shards * limits.wake_threshold, limits.query_tokens),
-            marks=words[:, chunk_words + query_words : -2].reshape(-1),
-            asked=jnp.max(words[:, -2]),
-            max_wait_steps=jnp.min(words[:, -1]),
+            queries.reshape(self.shards * sizes.wake_threshold, sizes.query_tokens),
+            statuses=messages[:, queries_end:-2].reshape(-1),
+            query_count=jnp.max(messages[:, -2]),
+            max_wait_steps=jnp.min(messages[:, -1]),
         )
 
-    def _ask(self, rows: DecodeState, embeddings: jax.Array, loop: jax.Array) -> jax.Array:
-        """Calls every data shard's host once; tensor ranks other than 0 get the answer by a sum."""
-        width = self.limits.words
+    def _call_hosts(
+        self, state: DecodeState, embeddings: jax.Array, worker: jax.Array
+    ) -> Int[Array, "shards message"]:
+        """Call the scheduler of every data shard once. Tensor rank 0 calls; a sum over the tensor axis broadcasts the reply."""
+        length = self.sizes.reply_length
 
         def per_device(
-            loop: jax.Array, active: jax.Array, rows: DecodeState, embeddings: jax.Array
+            worker: jax.Array, active: jax.Array, state: DecodeState, embeddings: jax.Array
         ) -> jax.Array:
-            report = _report(loop * self.shards + jax.lax.axis_index(ROW_AXES), active, rows, embeddings)
+            place = worker * self.shards + jax.lax.axis_index(ROW_AXES)
+            message = _pack_report(place, active, state, embeddings)
 
-            def ask() -> jax.Array:
-                shape = jax.ShapeDtypeStruct((width,), jnp.int32)
-                return io_callback(self.host_callback, shape, report, ordered=False)
+            def call() -> jax.Array:
+                shape = jax.ShapeDtypeStruct((length,), jnp.int32)
+                return io_callback(self.host_callback, shape, message, ordered=False)
 
             first = jax.lax.axis_index("tensor") == 0
-            words = jax.lax.cond(first, ask, lambda: jnp.zeros(width, jnp.int32))
-            return jax.lax.psum(words, "tensor")[None]
+            reply = jax.lax.cond(first, call, lambda: jnp.zeros(length, jnp.int32))
+            return jax.lax.psum(reply, "tensor")[None]
 
         spec = PartitionSpec(ROW_AXES)
         mapped = jax.shard_map(
@@ -413,16 +443,17 @@ class RolloutPrograms:
             out_specs=spec,
             check_vma=False,
         )
-        return mapped(loop, jnp.sum(rows.status <= PAUSED), rows, embeddings)
+        return mapped(worker, jnp.sum(state.status <= PAUSED), state, embeddings)
 
 
-def _report(
-    place: jax.Array, active: jax.Array, rows: DecodeState, embeddings: jax.Array
-) -> Int[Array, "words"]:
-    """What a data shard's host is told (see `HostCallback`)."""
+def _pack_report(
+    place: jax.Array, active: jax.Array, state: DecodeState, embeddings: jax.Array
+) -> Int[Array, "message"]:
+    """Return the message of one data shard (see `HostCallback`)."""
     floats = (
-        jax.lax.bitcast_convert_type(part, jnp.int32) for part in (rows.logps, rows.sampled_logps, embeddings)
+        jax.lax.bitcast_convert_type(part, jnp.int32)
+        for part in (state.logps, state.sampled_logps, embeddings)
     )
     logps, sampled, vectors = floats
-    parts = (place, active, rows.status, rows.stop, rows.ids, logps, sampled, rows.length, vectors)
+    parts = (place, active, state.status, state.stop, state.ids, logps, sampled, state.length, vectors)
     return jnp.concatenate([part.reshape(-1) for part in parts])

@@ -1,103 +1,129 @@
-"""Whose keys and values lie in which row of the cache: what begins alike is prefilled once, for all samples of a prompt and
-for those that came the same way to the same passages."""
+"""Prefix sharing: finds slots whose KV cache already holds the prefix of a text, so that it is prefilled once.
+
+All samples of a prompt share it, and so do samples that wrote the same tokens and received the same passages.
+"""
 
 import numpy as np
 from jaxtyping import Int
 
-NOTHING = np.iinfo(np.int32).min
-"""In a slot of which nothing is known: neither a token nor ~token."""
+EMPTY = np.iinfo(np.int32).min
+"""Marks a cache position without a known token: neither a token nor ~token."""
 
 
 class PrefixIndex:
-    """What the first slots of each row hold, or will hold once the row is fed."""
+    """The tokens at the first cache positions of each slot, present or scheduled.
 
-    def __init__(self, rows: int, chunk: int) -> None:
-        """`chunk` is the number of tokens that a row is fed at a time: sharing is worth it where it saves a chunk."""
-        self._chunk = chunk
-        self._held = np.full((rows, chunk), NOTHING, np.int32)
-        self._lengths = np.zeros(rows, np.int64)
-        self._ready = np.zeros(rows, np.int64)
-        self._fed: dict[int, int] = {}
-        self._last: set[int] = set()
-        self._nobody = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    A token that was decoded is stored as ~token: its keys and values differ in the last bits from those of the same token
+    prefilled, so that only slots that decoded the same tokens share them.
+    """
 
-    def opens(self, row: int, tokens: Int[np.ndarray, "T"], there: int = 0) -> None:
-        """The row is to hold these tokens from slot 0 on; the first `there` of them it does."""
-        slots = self._held.shape[1]
-        if len(tokens) > slots:
-            more = max(len(tokens) - slots, slots)
-            self._held = np.pad(self._held, ((0, 0), (0, more)), constant_values=NOTHING)
-        self._held[row] = NOTHING
-        self._held[row, : len(tokens)] = tokens
-        self._lengths[row], self._ready[row] = len(tokens), there
+    def __init__(self, slots: int, chunk_tokens: int) -> None:
+        """`chunk_tokens` is the length of a prefill chunk: a prefix is shared only if that saves a chunk."""
+        self._chunk_tokens = chunk_tokens
+        self._tokens = np.full((slots, chunk_tokens), EMPTY, np.int32)
+        self._lengths = np.zeros(slots, np.int64)
+        self._ready = np.zeros(slots, np.int64)
+        """How many of a slot's tokens are in its cache."""
+        self._scheduled: dict[int, int] = {}
+        """How many of a slot's tokens will be in its cache after the current exchange."""
+        self._copied_last: set[int] = set()
+        """Slots that get their prefix at the end of the current exchange."""
+        self._no_match = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
-    def wrote(self, row: int, tokens: Int[np.ndarray, "T"]) -> None:
-        """Behind what the row was fed stand tokens now that it decoded. They are shared with rows that decoded the same, not
-        with those that are to be fed it: the last bits differ."""
-        held = np.concatenate([self.held(row), ~tokens])
-        self.opens(row, held, len(held))
-        self._fed.pop(row, None)
-        self._last.discard(row)
+    def assign(self, slot: int, tokens: Int[np.ndarray, "T"], ready: int = 0) -> None:
+        """Set the tokens that `slot` will hold from position 0 on. The first `ready` of them are in its cache."""
+        positions = self._tokens.shape[1]
+        if len(tokens) > positions:
+            more = max(len(tokens) - positions, positions)
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, more)), constant_values=EMPTY)
+        self._tokens[slot] = EMPTY
+        self._tokens[slot, : len(tokens)] = tokens
+        self._lengths[slot], self._ready[slot] = len(tokens), ready
 
-    def forget(self, row: int) -> None:
-        """Nobody is to copy what the row holds."""
-        self.opens(row, np.zeros(0, np.int32))
-        self._fed.pop(row, None)
-        self._last.discard(row)
+    def append_decoded(self, slot: int, tokens: Int[np.ndarray, "T"]) -> None:
+        """Append tokens that `slot` decoded."""
+        tokens = np.concatenate([self.tokens(slot), ~tokens])
+        self.assign(slot, tokens, len(tokens))
+        self._scheduled.pop(slot, None)
+        self._copied_last.discard(slot)
 
-    def held(self, row: int) -> Int[np.ndarray, "T"]:
-        """What the row holds or will hold, ~token where it was decoded."""
-        return self._held[row, : self._lengths[row]].copy()
+    def clear(self, slot: int) -> None:
+        """Forget the tokens of `slot`, so that no other slot copies from it."""
+        self.assign(slot, np.zeros(0, np.int32))
+        self._scheduled.pop(slot, None)
+        self._copied_last.discard(slot)
 
-    def filled(self, row: int, slots: int, *, last: bool = False) -> None:
-        """Of the row's tokens so many will be there after this exchange; `last`: copied once all else is prefilled."""
-        self._fed[row] = min(slots, int(self._lengths[row]))
-        if last:
-            self._last.add(row)
+    def tokens(self, slot: int) -> Int[np.ndarray, "T"]:
+        """Return the tokens that `slot` holds or will hold; ~token if decoded."""
+        return self._tokens[slot, : self._lengths[slot]].copy()
 
-    def fed(self, row: int, slots: int) -> bool:
-        """Whether so many are there once this exchange has prefilled: then they can be copied last."""
-        return row not in self._last and self._fed.get(row, 0) >= slots
+    def schedule(self, slot: int, count: int, *, copied_last: bool = False) -> None:
+        """Record that the first `count` tokens of `slot` will be in its cache after the current exchange.
 
-    def settle(self) -> None:
-        """The exchange is over."""
-        for row, slots in self._fed.items():
-            self._ready[row] = slots
-        self._fed.clear()
-        self._last.clear()
+        Args:
+          slot: the slot.
+          count: number of tokens.
+          copied_last: whether the slot copies its prefix after all chunks of the exchange are prefilled.
+        """
+        self._scheduled[slot] = min(count, int(self._lengths[slot]))
+        if copied_last:
+            self._copied_last.add(slot)
 
-    def find(self, row: int, tokens: Int[np.ndarray, "T"], own: int = 0) -> tuple[int, int, bool]:
-        """The best row to copy from: (row, tokens that it shares, whether they are there already).
+    def prefilled_now(self, slot: int, count: int) -> bool:
+        """Return whether prefilling alone completes the first `count` tokens of `slot` in the current exchange.
 
-        (row, own, True) where no row saves a chunk: the first `own` tokens are the row's already. The row itself counts: what it
-        held before is there at no cost. A single chunk behind its own is not worth waiting for.
+        If so, another slot can copy them at the end of the same exchange."""
+        return slot not in self._copied_last and self._scheduled.get(slot, 0) >= count
+
+    def end_exchange(self) -> None:
+        """Mark all scheduled tokens as present."""
+        for slot, count in self._scheduled.items():
+            self._ready[slot] = count
+        self._scheduled.clear()
+        self._copied_last.clear()
+
+    def find_source(self, slot: int, tokens: Int[np.ndarray, "T"], own: int = 0) -> tuple[int, int, bool]:
+        """Find the best slot to copy a prefix of `tokens` from.
+
+        Args:
+          slot: the slot that will hold `tokens`. Copying from itself is free: its previous tokens are in place.
+          tokens: the whole text.
+          own: number of leading tokens that `slot` already holds for this text.
+
+        Returns:
+          (source slot, number of shared tokens, whether they are already in its cache). (slot, own, True) if no slot saves
+          a chunk, or if only one chunk beyond `own` could be saved and it is not in a cache yet.
         """
         chunks = self._chunks(len(tokens) - own)
-        least = len(tokens) - self._chunk * (chunks - 1)  # who shares fewer saves no chunk
-        rows, shared = self._sharing(tokens, least) if chunks else self._nobody
-        if not len(rows):
-            return row, own, True
-        most = int(shared.max())
-        best = rows[shared == most]
-        there = best[self._ready[best] >= most]
-        if chunks - self._chunks(len(tokens) - most) < 2 and own and not len(there):
-            return row, own, True
-        candidates = there if len(there) else sorted(best, key=lambda other: not self.fed(int(other), most))
-        return row if row in candidates else int(candidates[0]), most, bool(len(there))
+        least = len(tokens) - self._chunk_tokens * (chunks - 1)  # sharing fewer tokens saves no chunk
+        slots, shared = self._with_common_prefix(tokens, least) if chunks else self._no_match
+        if not len(slots):
+            return slot, own, True
+        longest = int(shared.max())
+        best = slots[shared == longest]
+        ready = best[self._ready[best] >= longest]
+        if chunks - self._chunks(len(tokens) - longest) < 2 and own and not len(ready):
+            return slot, own, True
+        candidates = (
+            ready
+            if len(ready)
+            else sorted(best, key=lambda other: not self.prefilled_now(int(other), longest))
+        )
+        return slot if slot in candidates else int(candidates[0]), longest, bool(len(ready))
 
-    def _sharing(
+    def _with_common_prefix(
         self, tokens: Int[np.ndarray, "T"], least: int
     ) -> tuple[Int[np.ndarray, "r"], Int[np.ndarray, "r"]]:
-        """The rows whose tokens begin with `least` of these or more, and with how many."""
-        size = min(len(tokens), self._held.shape[1])
+        """Return the slots that share at least `least` leading tokens, and how many each shares."""
+        size = min(len(tokens), self._tokens.shape[1])
         if least > size:
-            return self._nobody
-        # Nearly all rows are ruled out by one token.
-        rows = np.flatnonzero(self._held[:, least - 1] == tokens[least - 1])
-        differs = np.ones((len(rows), size + 1), bool)
-        np.not_equal(self._held[rows, :size], tokens[:size], out=differs[:, :size])
+            return self._no_match
+        # One token rules out nearly all slots.
+        slots = np.flatnonzero(self._tokens[:, least - 1] == tokens[least - 1])
+        differs = np.ones((len(slots), size + 1), bool)
+        np.not_equal(self._tokens[slots, :size], tokens[:size], out=differs[:, :size])
         shared = differs.argmax(axis=1)
-        return rows[shared >= least], shared[shared >= least]
+        return slots[shared >= least], shared[shared >= least]
 
     def _chunks(self, tokens: int) -> int:
-        return -(-tokens // self._chunk)
+        return -(-tokens // self._chunk_tokens)

@@ -1,4 +1,7 @@
-"""What an environment is: the prompt, where the policy pauses, what it is answered, and when the episode ends."""
+"""Environments: where the policy pauses, what the environment does then, and when an episode ends.
+
+Read `Environment` first, then `Stream`, the protocol of most recipes.
+"""
 
 import dataclasses
 import re
@@ -16,95 +19,110 @@ from rrl.text.chat import Prompt
 from rrl.text.spans import MARKER, Tag, boxes, markers
 
 EOS, TURN_TOKENS, CONTEXT = "<eos>", "<turn tokens>", "<context>"
-"""Why a turn paused, when it was not one of the protocol's stop strings."""
+"""The `stop` of a turn that paused for another reason than a stop string: the end-of-sequence token, the turn's token limit,
+or the end of the context."""
 
 
 def check_stops(stops: object, whose: str) -> None:
-    """Raises UserError for what is no tuple of texts, or has EOS, TURN_TOKENS or CONTEXT; `whose` it is says the error."""
+    """Check a set of stop strings.
+
+    Args:
+      stops: the value to check.
+      whose: name of the field, for the error message.
+
+    Raises:
+      UserError: `stops` is not a tuple of strings, or contains EOS, TURN_TOKENS or CONTEXT.
+    """
     if not isinstance(stops, tuple) or not all(isinstance(string, str) for string in stops):
-        raise UserError(f"{whose}: {stops!r} must be a tuple of texts, such as ('.',)")
+        raise UserError(f"{whose}: {stops!r} must be a tuple of strings, such as ('.',)")
     for string in (EOS, TURN_TOKENS, CONTEXT):
         if string in stops:
-            raise UserError(f"{whose}: {string!r} stands for a pause at no stop string; choose another")
+            raise UserError(f"{whose}: {string!r} is reserved; choose another stop string")
 
 
 @dataclasses.dataclass(slots=True)
 class Episode:
-    """What an environment may look at when a turn has paused."""
+    """The part of an episode that an environment sees when a turn has paused."""
 
     question: Question
     turn: int = 0
-    """Index of the current turn; every answer of the environment opens the next one."""
+    """Index of the current turn, from 0. Each message or restart of the environment begins the next turn."""
     searches: list[Search] = dataclasses.field(default_factory=list)
     policy_texts: list[str] = dataclasses.field(default_factory=list)
-    """What the policy wrote in each turn, the current one last."""
+    """Text that the policy wrote in each turn; the current turn is last."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFor:
-    """Action: retrieve passages, then do what `Environment.observe(...)` says."""
+    """Action: retrieve passages, then apply the action that `Environment.observe` returns."""
 
     query: str
     parallel_queries: tuple[str, ...] = ()
-    """Further queries, searched side by side with it."""
+    """Further queries of the same turn. All are searched at the same time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Append:
-    """Action: append a message of the environment; only `body` is cut to the observation budget."""
+    """Action: append a message to the context. Only `body` is cut to `Environment.observation_tokens`."""
 
     prefix: str = ""
     body: str = ""
     suffix: str = ""
     max_tokens: int | None = None
-    """Most tokens of the three together, for which the body is cut further."""
+    """Maximum tokens of prefix, body and suffix together. The body is cut further to meet it."""
     reserve_tokens: int = 1
-    """How many tokens of the context the policy is to have after it; a message that leaves fewer does not fit."""
+    """Tokens of the context that must remain for the policy after the message. A message that leaves fewer does not fit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restart:
-    """Action: the context is cleared and the policy is asked anew; the episode goes on (R3-RAG's steps). One that does not fit
-    the context goes to `Environment.overflow`."""
+    """Action: clear the context and continue the episode with a new prompt (R3-RAG's steps).
+
+    A prompt that does not fit the context goes to `Environment.overflow`."""
 
     prompt: str | Prompt | Int[np.ndarray, "T"]
-    """What opens the new context (a text: the user's turn of the chat template), or token ids as they are."""
+    """The new prompt. A string is the user's message in the chat template; token ids are used unchanged."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finish:
-    """Action: the episode is over, and why."""
+    """Action: end the episode."""
 
     reason: str
+    """Becomes `Trajectory.ended`."""
 
 
 Action = SearchFor | Append | Restart | Finish
 
 
 class Environment(Protocol):
-    """One protocol between a policy and its tools."""
+    """The protocol between a policy and its tools."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings at which the policy must pause (the end-of-sequence token always pauses)."""
+        """Strings at which the policy pauses. The end-of-sequence token always pauses it."""
 
     @property
     def turn_tokens(self) -> int:
-        """Most tokens the policy may write in a turn."""
+        """Maximum tokens that the policy may write in a turn."""
 
     @property
     def observation_tokens(self) -> int:
-        """Most tokens of an observation's body."""
+        """Maximum tokens of an observation's body."""
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
-        """Answers a paused turn whose text is `text`; `stop` is a stop string, EOS, TURN_TOKENS or CONTEXT."""
+        """Return the action after a paused turn. `text` is the turn's text; `stop` is a stop string, EOS, TURN_TOKENS or
+        CONTEXT."""
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None, /) -> Action:
-        """Answers a search; `passages` is None when it failed. Of queries side by side each has its own, in their order."""
+        """Return the action after a search. `passages` is None if the search failed. With parallel queries there is one such
+        argument per query, in order."""
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
-        """Answers in place of `message`, which does not fit: the context has room for `room` tokens, of which an Append leaves
-        the policy some. What does not fit either ends the episode as "context_limit"."""
+        """Return another action in place of `message`, which does not fit the context.
+
+        `room` is the number of free tokens in the context; an Append must leave `reserve_tokens` of them. If the returned
+        message does not fit either, the episode ends as "context_limit"."""
 
 
 def message_ids(
@@ -113,9 +131,16 @@ def message_ids(
     body_tokens: int,
     encode_body: Callable[[str], Int[np.ndarray, "T"]] | None = None,
 ) -> tuple[Int[np.ndarray, "T"], bool]:
-    """Token ids of an environment's message, and whether its body was cut: to `body_tokens`, so that what closes it survives.
+    """Encode an environment's message.
 
-    `encode_body` encodes the body, which holds what others wrote (`plain_ids`); None: `encode` does.
+    Args:
+      message: its body is cut to `body_tokens` tokens; prefix and suffix are never cut.
+      encode: encodes prefix and suffix.
+      body_tokens: maximum tokens of the body.
+      encode_body: encodes the body, which may hold foreign text (`plain_ids`). None: `encode`.
+
+    Returns:
+      (token ids, whether the body was cut).
     """
     prefix, suffix = encode(message.prefix), encode(message.suffix)
     body = (encode_body or encode)(message.body)
@@ -128,16 +153,16 @@ def message_ids(
 class Stream:
     """Reasoning and search in one growing context (R-Search, TIRESRAG-R1, Search-R1, ReSearch ...).
 
-    The policy pauses at `</search>`; the environment appends an observation. After `max_searches` turns one last turn
-    runs with search off. A turn that neither searches nor answers gets `correction`, which costs a turn; without
-    one it ends the episode. A tag is its name, or the pair of its markers where these are not `<name>` and `</name>`.
+    The policy pauses at `</search>`, and the environment appends an observation. After `max_searches` turns there is one last
+    turn without search. After a turn that neither searches nor answers, the environment appends `correction`, which costs a
+    turn; if `correction` is empty, the episode ends. A tag is a name (`<name>`, `</name>`) or a pair of other markers.
     """
 
     search: Tag = "search"
     observation: Tag = "observation"
     answer: Tag = "answer"
     stop_at_answer: bool = False
-    """Whether a turn ends at the answer's closing tag too: nothing is written after an answer (Search-R1)."""
+    """Whether a turn also ends at the answer's closing tag, so that nothing follows an answer (Search-R1)."""
     max_searches: int = 4
     turn_tokens: int = 500
     observation_tokens: int = 1800
@@ -145,11 +170,13 @@ class Stream:
         "My action is not correct. To search, I write the query between {search}. "
         "To answer, I write the answer between {answer}."
     )
-    """The markers of the two tags are filled in."""
+    """The message after a malformed turn. `{search}` and `{answer}` are replaced by the markers of these tags."""
     failure: str = "The search failed."
+    """The observation after a failed search."""
     when_full: str = "end"
-    """What an observation does that does not fit the context: "end" (the policy would have no token left) ends the episode,
-    "cut" shortens it so that one whole turn still fits, and ends the episode where its tags alone leave no room for one."""
+    """What happens to an observation that does not fit the context. "end": the episode ends if no token would remain for the
+    policy. "cut": the observation is cut so that one whole turn still fits; the episode ends if the tags alone leave no room
+    for it."""
 
     def __post_init__(self) -> None:
         one_of(("end", "cut"), self, "when_full", where="environment.")
@@ -158,13 +185,12 @@ class Stream:
         written: list[str] = []
         for field in ("search", "observation", "answer"):
             tag = getattr(self, field)
-            if isinstance(tag, list):  # as JSON has it
+            if isinstance(tag, list):  # JSON has no tuples
                 object.__setattr__(self, field, tag := tuple(tag))
             if not _is_tag(tag) or set(markers(tag)) & set(written):
                 raise UserError(
                     f"environment.{field}={tag!r} must be a tag's name (letters, digits and underscores) or the pair of its "
-                    "markers, such as ('<|begin_of_query|>', '<|end_of_query|>'), and unlike the other two of search, "
-                    "observation and answer"
+                    "markers, such as ('<|begin_of_query|>', '<|end_of_query|>'); search, observation and answer must differ"
                 )
             written += markers(tag)
 
@@ -187,8 +213,8 @@ class Stream:
             if stop == TURN_TOKENS:
                 return Finish("length")
             return Finish("turn_limit" if last else "no_action")
-        said = {"search": " and ".join(markers(self.search)), "answer": " and ".join(markers(self.answer))}
-        return Append(prefix="\n" + self.correction.format(**said) + "\n")
+        tags = {"search": " and ".join(markers(self.search)), "answer": " and ".join(markers(self.answer))}
+        return Append(prefix="\n" + self.correction.format(**tags) + "\n")
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
         body = self.failure if passages is None else render(passages)
@@ -212,7 +238,7 @@ def _is_tag(tag: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SingleTurn:
-    """One prompt, one output: readers, judges and closed-book generation."""
+    """One prompt and one output: for readers, judges and closed-book generation."""
 
     turn_tokens: int = 64
     observation_tokens: int = 0
@@ -232,4 +258,4 @@ class SingleTurn:
         raise NotImplementedError("a single-turn environment never searches")
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
-        raise NotImplementedError("a single-turn environment never answers")
+        raise NotImplementedError("a single-turn environment never appends a message")

@@ -1,31 +1,32 @@
-"""Sampling that depends on the request and the position, never on the batch."""
+"""Sampling of tokens. A sample depends on the request and the position, never on the rest of the batch."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-_GREEDY = 1e-6
-BLOCK = 128
-"""Tokens of a vocabulary whose probabilities are summed first, to find the one that is drawn."""
+_GREEDY_BELOW = 1e-6
+"""Temperatures below this are greedy: dividing by them would overflow the logits."""
+SUM_BLOCK = 128
+"""Size of the blocks of the vocabulary whose probabilities are summed first."""
 
 
 def row_keys(base: Key[Array, ""], request: Int[Array, "B"], position: Int[Array, "B"]) -> Key[Array, "B"]:
-    """One key a row: fold_in(fold_in(base, request), position)."""
+    """Return one key per row: fold_in(fold_in(base, request), position)."""
     return jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(base, r), p))(request, position)
 
 
 def uniform(keys: Key[Array, "B"]) -> Float[Array, "B"]:
-    """A number in [0, 1) of each key."""
+    """Return a uniform number in [0, 1) per key."""
     return jax.vmap(lambda key: jax.random.uniform(key, ()))(keys)
 
 
 def is_greedy(temperature: Float[Array, "B"]) -> Bool[Array, "B"]:
-    """Which are 0, or would make logits overflow."""
-    return temperature < _GREEDY
+    """Return which temperatures mean greedy decoding."""
+    return temperature < _GREEDY_BELOW
 
 
 def truncate(logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0) -> Float[Array, "B V"]:
-    """Sets the logits outside the top k tokens, or outside the smallest set with mass `top_p`, to -inf."""
+    """Set the logits outside the top k tokens, or outside the smallest set with mass `top_p`, to -inf."""
     if top_k:
         kth = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < kth, -jnp.inf, logits)
@@ -36,41 +37,41 @@ def truncate(logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0)
 
 
 def _top_p_threshold(probabilities: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
-    """The largest threshold above which the probabilities still sum to `top_p`.
+    """Return the largest threshold such that the probabilities from it on sum to at least `top_p`.
 
-    SearchOutcome bit by bit: floats from 0 on are ordered like their bits. Sorting the vocabulary at each token would cost more
-    than all of a small model's layers. It ends when no row has two probabilities left between what is known to keep enough
-    and what is known to keep too little: then all further bits choose the same tokens.
+    Binary search over the bits of a float32: non-negative floats are ordered like their bits. (Sorting the vocabulary for each
+    token would cost more than all layers of a small model.) The search ends when each row has at most one probability between
+    a threshold that keeps enough and one that keeps too little: all further bits select the same tokens.
     """
 
     def going(state: tuple[Array, ...]) -> Bool[Array, ""]:
-        bit, _, enough, few = state
-        return (bit >= 0) & jnp.any(enough - few > 1)
+        bit, _, count_enough, count_too_few = state
+        return (bit >= 0) & jnp.any(count_enough - count_too_few > 1)
 
     def try_bit(state: tuple[Array, ...]) -> tuple[Array, ...]:
-        bit, bits, enough, few = state
+        bit, bits, count_enough, count_too_few = state
         higher = bits | (jnp.int32(1) << bit)
-        kept = probabilities >= jax.lax.bitcast_convert_type(higher, jnp.float32)
-        mass, count = _mass_and_count(probabilities, kept)
-        fits = mass >= top_p
+        selected = probabilities >= jax.lax.bitcast_convert_type(higher, jnp.float32)
+        mass, count = _mass_and_count(probabilities, selected)
+        enough = mass >= top_p
         return (
             bit - 1,
-            jnp.where(fits, higher, bits),
-            jnp.where(fits, count, enough),
-            jnp.where(fits, few, count),
+            jnp.where(enough, higher, bits),
+            jnp.where(enough, count, count_enough),
+            jnp.where(enough, count_too_few, count),
         )
 
-    # 1.0 is 0x3F800000, so that bit 29 is the highest a probability has.
-    none = jnp.zeros((probabilities.shape[0], 1), jnp.int32)
-    start = jnp.int32(29), none, jnp.full_like(none, probabilities.shape[1]), none
+    # Bit 29 is the highest bit of a probability: 1.0 is 0x3F800000.
+    zeros = jnp.zeros((probabilities.shape[0], 1), jnp.int32)
+    start = jnp.int32(29), zeros, jnp.full_like(zeros, probabilities.shape[1]), zeros
     return jax.lax.bitcast_convert_type(jax.lax.while_loop(going, try_bit, start)[1], jnp.float32)
 
 
 def _mass_and_count(
-    probabilities: Float[Array, "B V"], kept: Bool[Array, "B V"]
+    probabilities: Float[Array, "B V"], selected: Bool[Array, "B V"]
 ) -> tuple[Float[Array, "B 1"], Int[Array, "B 1"]]:
-    """What is kept of each row, in one reduction: two, on a CPU, take eight times as long."""
-    parts = jnp.where(kept, probabilities, 0.0), kept.astype(jnp.int32)
+    """Return the mass and the number of the selected tokens, in one reduction: on a CPU, two take eight times as long."""
+    parts = jnp.where(selected, probabilities, 0.0), selected.astype(jnp.int32)
     start = jnp.zeros((), probabilities.dtype), jnp.int32(0)
     mass, count = jax.lax.reduce(
         parts, start, lambda one, other: (one[0] + other[0], one[1] + other[1]), (1,)
@@ -79,35 +80,35 @@ def _mass_and_count(
 
 
 def _argmax(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
-    """As jnp.argmax, which takes ten times as long on a CPU."""
+    """Return jnp.argmax, which takes ten times as long on a CPU."""
     best = jnp.max(logits, axis=-1, keepdims=True)
-    places = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    # All of a row that has no best, as one of NaN, are passed by: its last token then.
+    tokens = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    # No logit of a row with NaN equals its maximum: the result is the last token.
     last = jnp.int32(logits.shape[-1] - 1)
-    return jnp.min(jnp.where(logits == best, places, last), axis=-1)
+    return jnp.min(jnp.where(logits == best, tokens, last), axis=-1)
 
 
 def _inverse_cdf(probabilities: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
-    """The token in whose share of the cumulative distribution each number in [0, 1) falls; none of probability 0.
+    """Return the token at which the cumulative distribution reaches each uniform number; never one of probability 0.
 
-    First the block of tokens, then the token in it: one cumulative sum over all takes ten times as long on a CPU.
+    Finds the block of tokens, then the token in it: on a CPU, one cumulative sum over the vocabulary takes ten times as long.
     """
     batch, size = probabilities.shape
-    blocks = jnp.pad(probabilities, ((0, 0), (0, -size % BLOCK))).reshape(batch, -1, BLOCK)
+    blocks = jnp.pad(probabilities, ((0, 0), (0, -size % SUM_BLOCK))).reshape(batch, -1, SUM_BLOCK)
     sums = blocks.sum(axis=-1)
     start = jnp.zeros((batch, 1), sums.dtype)
     target = uniform[:, None] * jnp.cumsum(sums, axis=-1)[:, -1:]
 
-    def last_begun(weights: Array, start: Array) -> tuple[Array, Array]:
-        """The last place with a weight that begins at the target or before, and where it begins."""
+    def last_reached(weights: Array, start: Array) -> tuple[Array, Array]:
+        """Return the last index with a positive weight whose cumulative start is at most the target, and that start."""
         begins = jnp.concatenate([start, start + jnp.cumsum(weights, axis=-1)[:, :-1]], axis=-1)
-        places = jnp.arange(weights.shape[1], dtype=jnp.int32)
-        place = jnp.max(jnp.where((weights > 0) & (begins <= target), places, 0), axis=-1, keepdims=True)
-        return place, jnp.take_along_axis(begins, place, axis=-1)
+        indices = jnp.arange(weights.shape[1], dtype=jnp.int32)
+        index = jnp.max(jnp.where((weights > 0) & (begins <= target), indices, 0), axis=-1, keepdims=True)
+        return index, jnp.take_along_axis(begins, index, axis=-1)
 
-    block, begin = last_begun(sums, start)
+    block, begin = last_reached(sums, start)
     inside = jnp.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0]
-    return (block * BLOCK + last_begun(inside, begin)[0])[:, 0]
+    return (block * SUM_BLOCK + last_reached(inside, begin)[0])[:, 0]
 
 
 def sample(
@@ -118,10 +119,18 @@ def sample(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
-    """Draws one token a row by inverting the cumulative distribution: one random number a row, whatever V.
+    """Sample one token per row by inverting the cumulative distribution, with one random number per row for any V.
 
-    Temperature 0 is greedy. Returns ids, their log-probability under the full distribution (temperature 1, not
-    truncated) and under the distribution that was sampled (0 for greedy rows).
+    Args:
+      logits: logits of the next token.
+      keys: one key per row.
+      temperature: 0 is greedy.
+      top_p: mass of nucleus sampling; 1 is off.
+      top_k: number of most likely tokens to sample from; 0 is off.
+
+    Returns:
+      ids, their log-probabilities under the full distribution (temperature 1, not truncated), and under the distribution that
+      was sampled (0 for greedy rows).
     """
     greedy = is_greedy(temperature)
     best = _argmax(logits)
@@ -134,7 +143,7 @@ def sample(
         sampled = jnp.take_along_axis(scaled, ids[:, None], axis=-1)[:, 0]
         return ids, jnp.where(greedy, 0.0, sampled)
 
-    # Evaluations draw nothing: most of the cost of a small model's sampling is not theirs.
+    # Greedy evaluations skip the draw, which is most of the sampling cost of a small model.
     ids, sampled = jax.lax.cond(jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), draw)
     full = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), ids[:, None], axis=-1)[:, 0]
     return ids, full, sampled

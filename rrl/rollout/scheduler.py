@@ -1,8 +1,8 @@
-"""The host's side of an episode batch: what happened to each row, what it is fed next, and the finished trajectories.
+"""The host's half of the rollout: what happened in each slot, what to prefill next, and the finished trajectories.
 
-One `Scheduler` serves the rows of one data shard. `exchange` is called from inside the jitted loop: it is NumPy only, never
-calls JAX and never raises (an exception is kept in `error`, the device is told to leave the loop, in all processes, and the
-engine raises it).
+One `Scheduler` serves the slots of one data shard (of one worker on a CPU). The jitted loop calls `exchange`, which is NumPy
+only: it never calls JAX and never raises. After an exception it stores `error` and tells the device to leave the loop, in all
+processes; the engine raises the error then. Read `Scheduler.exchange` first.
 """
 
 import collections
@@ -51,36 +51,36 @@ from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches, SearchOutc
 from rrl.text.chat import Prompt
 
 Requester = int | tuple[int, int]
-"""Who asks: a row, or a workflow and the place in what it asked for."""
+"""Who requested a search: a slot, or (workflow, index of the request in what the workflow yielded)."""
 LENGTH, COPIED = (PrefillChunk._fields.index(name) for name in ("length", "copied"))
-SOONER = 4
-"""A row whose query is being encoded waits for this part of the steps that others wait."""
-DEVICE_STAGES = NOT_CALLED_YET, WAITING_FOR_DEVICE = "has not been asked yet", "waiting for the device"
-"""Stages of a host that waits for the device."""
+EMBEDDING_WAIT_DIVISOR = 4
+"""While a query is being embedded, a paused slot waits for this fraction of `max_wait_steps`."""
+DEVICE_STAGES = NOT_CALLED_YET, WAITING_FOR_DEVICE = "not called yet", "waiting for the device"
+"""Stages in which the scheduler waits for the device."""
 _LIMITS = {STOP_TURN: "turn_tokens", STOP_CONTEXT: "context"}
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
 
 
 class PrefillRequest:
-    """What a row is to be fed before its turn begins."""
+    """The tokens that a slot must prefill before its turn begins."""
 
     def __init__(self, tokens: Int[np.ndarray, "T"], start: int) -> None:
-        """`tokens` go to the slots from `start` on, but for the last of them, which stays pending."""
-        self.tokens, self.slot = tokens[:-1], start
+        """`tokens` go to the cache positions from `start` on, except the last one, which stays pending."""
+        self.tokens, self.position = tokens[:-1], start
         self.recent = [NO_TOKEN] * (RECENT - len(tokens)) + tokens[-RECENT:].tolist()
         self.begun = False
-        """Whether the first of them is sent."""
+        """Whether its first chunk was sent."""
 
 
 class Scheduler:
-    """Answers the device for the rows of one data shard."""
+    """Replies to the device's reports about the slots of one data shard."""
 
     def __init__(
         self,
         requests: collections.deque[list[tuple[int, Request]]],
         environment: Environment,
         stops: StopSets,
-        limits: ExchangeSizes,
+        sizes: ExchangeSizes,
         *,
         encode: Callable[[str], np.ndarray],
         encode_body: Callable[[str], np.ndarray] | None = None,
@@ -92,376 +92,435 @@ class Scheduler:
         search_seconds: float = 60.0,
         share_prompts: bool = True,
         on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
-        desk: InFlightSearches | None = None,
-        nap: float = IDLE_WAIT_SECONDS,
+        in_flight: InFlightSearches | None = None,
+        idle_wait: float = IDLE_WAIT_SECONDS,
     ) -> None:
-        """`requests` come in groups of one prompt; several hosts may take theirs from the same. Hosts of one `desk` share their
-        searches; `encode_body` is that of `message_ids`; `nap` is how many seconds the host waits for some where nothing else is
-        to be done."""
-        self.environment, self.stops = environment, stops
-        self.limits = limits
-        self.encode, self.encode_body, self.decode, self.encode_prompt = (
-            encode,
-            encode_body,
-            decode,
-            encode_prompt,
-        )
-        self.vocab_size, self.nap = vocab_size, nap
-        self.searches = SearchRunner(retriever, top_k, search_seconds, desk)
+        """Set up a scheduler whose slots are free.
+
+        Args:
+          requests: groups of numbered requests with one prompt each. Several schedulers may take from one queue.
+          environment: reacts to paused turns.
+          stops: the compiled stop strings.
+          sizes: sizes of the messages.
+          encode: text -> token ids.
+          encode_body: as in `message_ids`.
+          decode: token ids -> text.
+          encode_prompt: prompt -> token ids, with the chat template.
+          vocab_size: token ids are below it.
+          retriever: None: every search finds nothing.
+          top_k: passages per search.
+          search_seconds: time limit of a search.
+          share_prompts: whether slots copy common prefixes.
+          on_finish: receives the number of each finished request, and its trajectory.
+          in_flight: the searches of all schedulers of a run.
+          idle_wait: seconds to wait for searches if there is nothing else to do.
+        """
+        self.environment, self.stops, self.sizes = environment, stops, sizes
+        self.encode, self.encode_body = encode, encode_body
+        self.decode, self.encode_prompt = decode, encode_prompt
+        self.vocab_size, self.idle_wait = vocab_size, idle_wait
+        self.searches = SearchRunner(retriever, top_k, search_seconds, in_flight)
         self.on_finish = on_finish
-        self.on_search_done: Callable[[Requester, SearchOutcome], None] = lambda key, found: None
+        self.on_search_done: Callable[[Requester, SearchOutcome], None] = lambda requester, outcome: None
+        """Receives the outcomes of searches that no slot requested."""
         self.groups = requests
         self.queue = collections.deque[tuple[int, Request]]()
-        self.decoded: tuple[np.ndarray, str] = np.zeros(0, np.int32), ""
-        """The last prompt, which is that of several samples, and its text."""
+        """Requests of the groups that this scheduler took."""
+        self.last_prompt: tuple[np.ndarray, str] = np.zeros(0, np.int32), ""
+        """Token ids and text of the last prompt: samples of a group share it."""
         self.expects_requests = False
-        """Whether the queue, once empty, may fill again: then idle rows wait instead of ending."""
-        self.rows: list[EpisodeState | None] = [None] * limits.rows
-        self.indices: list[int] = [-1] * limits.rows
-        self.prefixes = PrefixIndex(limits.rows, limits.piece) if share_prompts else None
-        self.todo: dict[int, PrefillRequest] = {}
-        """Rows to be fed, first come, first served."""
-        self.asked: dict[int, tuple[str, ...]] = {}
-        """Queries of the rows that wait for passages."""
-        self.answers: dict[int, dict[str, SearchOutcome]] = {}
-        """What is there of them."""
+        """Whether requests may be added to an empty queue. If so, free slots are BLOCKED instead of OFF."""
+        self.slots: list[EpisodeState | None] = [None] * sizes.slots
+        """The episode of each slot; None: the slot is free."""
+        self.request_numbers: list[int] = [-1] * sizes.slots
+        self.prefixes = PrefixIndex(sizes.slots, sizes.chunk_tokens) if share_prompts else None
+        self.prefills: dict[int, PrefillRequest] = {}
+        """Prefill request of each slot that has one, oldest first."""
+        self.queries: dict[int, tuple[str, ...]] = {}
+        """Queries of each slot that waits for passages."""
+        self.outcomes: dict[int, dict[str, SearchOutcome]] = {}
+        """Those of its searches that have ended."""
         self.requesters: dict[str, list[Requester]] = {}
-        """Who waits for each query that is looked up."""
-        self.to_encode = collections.deque[str]()
-        self.encoding: list[str] = []
+        """All requesters of each query that is embedded or searched."""
+        self.to_embed = collections.deque[str]()
+        """Queries that still need an embedding, or, if the retriever needs none, a search."""
+        self.embedding: list[str] = []
+        """Queries that the device embeds now."""
         self.stage = NOT_CALLED_YET
-        """What it is doing, for who wonders why nothing happens."""
+        """Current work, for log messages."""
         self.exchanges = 0
-        self.prefilled = 0
-        """Tokens that were fed; what is copied from another row is not."""
-        self.written = 0
-        """Tokens of the policy."""
-        self.failed = 0
-        """Searches that failed, once for each that asked."""
-        self.broken: list[tuple[int, str]] = []
-        """Number and question of each request that ended as NOT_FINITE."""
+        self.prefilled_tokens = 0
+        """Tokens that were prefilled, without copied ones."""
+        self.policy_tokens = 0
+        """Tokens that the policy wrote."""
+        self.searches_failed = 0
+        """Failed searches, counted once per requester."""
+        self.not_finite: list[tuple[int, str]] = []
+        """(request number, question id) of each episode that ended as NOT_FINITE."""
         self.error: BaseException | None = None
-        self.over = threading.Event()
-        """Set by an error: hosts that share it end with the one that met it."""
+        self.aborted = threading.Event()
+        """Set after an error. All schedulers of a run share it, so that they end together."""
 
     def begin(self, start: Callable[[], None]) -> None:
-        """Does what comes before the first exchange; what it raises ends the run as if it had been met there."""
-        waiting, self.stage = self.stage, "beginning"
+        """Call `start` before the first exchange. An exception in it is handled as in `exchange`."""
+        stage, self.stage = self.stage, "beginning"
         try:
             start()
-            self.stage = waiting
+            self.stage = stage
         except BaseException as error:
             self.error = error
-            self.over.set()
+            self.aborted.set()
 
     def exchange(
-        self, turns: DeviceReport, embeddings: Float[np.ndarray, "P E"], others: int = 0
-    ) -> Int[np.ndarray, "words"]:
-        """Takes what the device did and returns the next chunks, queries and marks (see `ExchangeSizes.words`). `others` is how
-        many rows of other data shards go on; they stand still meanwhile."""
+        self, report: DeviceReport, embeddings: Float[np.ndarray, "Q E"], others: int = 0
+    ) -> Int[np.ndarray, "message"]:
+        """Process the device's report and return the reply.
+
+        Args:
+          report: state of the slots.
+          embeddings: embeddings of the queries of the last reply.
+          others: number of slots of other data shards that decode or are paused. They stand still during this call.
+
+        Returns:
+          prefill chunks, queries and statuses (see `ExchangeSizes.reply_length`).
+        """
         self.exchanges += 1
         try:
-            if not self.over.is_set():
+            if not self.aborted.is_set():
                 self.stage = "reading what the policy wrote"
-                self._read(turns)
-                self._search(turns, embeddings, others)
-                self.stage = "packing what the rows are fed"
+                self._end_turns(report)
+                self._search(report, embeddings, others)
+                self.stage = "packing prefill chunks"
                 self.fill()
-                words = self._pack()
+                message = self._reply()
                 self.stage = WAITING_FOR_DEVICE
-                return words
-        except BaseException as error:  # raised again by the engine, outside the callback
+                return message
+        except BaseException as error:  # the engine raises it outside the callback
             self.error = error
-            self.over.set()
+            self.aborted.set()
         self.stage = "ended by an error"
-        words = self._packed(*self._blank(), np.zeros(self.limits.rows, np.int32))
-        words[-1] = ABORT
-        return words
+        message = self._join(*self._empty_reply(), np.zeros(self.sizes.slots, np.int32))
+        message[-1] = ABORT
+        return message
 
-    # -- what the device has done ------------------------------------------------------------------------------------
+    # -- what the policy wrote ---------------------------------------------------------------------------------------
 
-    def _read(self, turns: DeviceReport) -> None:
-        busy = self.asked.keys() | self.todo.keys()
-        for index in np.flatnonzero(turns.status == PAUSED):
-            row = int(index)
-            live = self.rows[row]
-            if live is None or row in busy:
+    def _end_turns(self, report: DeviceReport) -> None:
+        """Record the turns that have ended, and apply the environment's reactions."""
+        busy = self.queries.keys() | self.prefills.keys()
+        for index in np.flatnonzero(report.status == PAUSED):
+            slot = int(index)
+            state = self.slots[slot]
+            if state is None or slot in busy:
                 continue
-            count = int(turns.length[row])
-            self.written += count
-            ids = turns.ids[row, :count].copy()
-            stop = int(turns.stop[row])
-            text, last = self.decode(ids), live.last
+            count = int(report.length[slot])
+            self.policy_tokens += count
+            ids = report.ids[slot, :count].copy()
+            stop = int(report.stop[slot])
+            text, last = self.decode(ids), state.last_token
             if stop in _LIMITS:
-                live.hit_limit(_LIMITS[stop])
-            live.add_policy_turn(
-                ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy()
+                state.hit_limit(_LIMITS[stop])
+            logps, sampled_logps = (
+                report.logps[slot, :count].copy(),
+                report.sampled_logps[slot, :count].copy(),
             )
-            if stop == STOP_TURN and live.used >= self.limits.context:
-                live.hit_limit("context")
-            live.episode.policy_texts.append(text)
+            state.add_policy_turn(ids, text, logps, sampled_logps)
+            if stop == STOP_TURN and state.context_length >= self.sizes.context:
+                state.hit_limit("context")
+            state.episode.policy_texts.append(text)
             if stop == STOP_NOT_FINITE:
-                self._end_broken(row, live)
+                self._end_not_finite(slot, state)
                 continue
-            if self.prefixes is not None:  # the pending token came first, the last is pending now
-                self.prefixes.wrote(row, np.concatenate([last, ids[:-1]]))
+            if (
+                self.prefixes is not None
+            ):  # decoding wrote the previous pending token; the last token is pending now
+                self.prefixes.append_decoded(slot, np.concatenate([last, ids[:-1]]))
             name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
-            self._act(row, live, self.environment.react(live.episode, text, name))
+            self._apply(slot, state, self.environment.react(state.episode, text, name))
 
-    def _end_broken(self, row: int, live: EpisodeState) -> None:
-        """Ends an episode whose logits are not finite; no environment is asked what should follow."""
+    def _end_not_finite(self, slot: int, state: EpisodeState) -> None:
+        """End an episode whose logits are not finite, without a reaction of the environment."""
         if self.prefixes is not None:
-            self.prefixes.forget(row)
-        self.broken.append((self.indices[row], live.request.question.id))
-        self._finish(row, live, NOT_FINITE)
+            self.prefixes.clear(slot)
+        self.not_finite.append((self.request_numbers[slot], state.request.question.id))
+        self._finish(slot, state, NOT_FINITE)
 
-    def _act(self, row: int, live: EpisodeState, action: Action) -> None:
+    def _apply(self, slot: int, state: EpisodeState, action: Action) -> None:
         if isinstance(action, Finish):
-            self._finish(row, live, action.reason)
+            self._finish(slot, state, action.reason)
         elif isinstance(action, Append):
-            self._append(row, live, action)
+            self._append(slot, state, action)
         elif isinstance(action, Restart):
-            self._restart(row, live, action)
+            self._restart(slot, state, action)
         elif not isinstance(action, SearchFor):
             raise UserError(
-                f"environment {type(self.environment).__name__} answers turn {live.episode.turn} of question "
-                f"{live.request.question.id!r} with {action!r}; it must be SearchFor, Append, Restart or Finish"
+                f"environment {type(self.environment).__name__} returned {action!r} in turn {state.episode.turn} of question "
+                f"{state.request.question.id!r}; it must be SearchFor, Append, Restart or Finish"
             )
         else:
-            self.asked[row], self.answers[row] = (action.query, *action.parallel_queries), {}
-            for query in dict.fromkeys(self.asked[row]):
+            self.queries[slot], self.outcomes[slot] = (action.query, *action.parallel_queries), {}
+            for query in dict.fromkeys(self.queries[slot]):
                 if not isinstance(query, str):
                     raise UserError(
-                        f"environment {type(self.environment).__name__} searches for {query!r} in turn {live.episode.turn} of "
-                        f"question {live.request.question.id!r}; a query is a text"
+                        f"environment {type(self.environment).__name__} searches for {query!r} in turn {state.episode.turn} of "
+                        f"question {state.request.question.id!r}; a query must be a string"
                     )
-                self.request_search(row, query)
+                self.request_search(slot, query)
 
-    def _append(self, row: int, live: EpisodeState, message: Append) -> None:
-        room = self.limits.context - live.used
+    def _append(self, slot: int, state: EpisodeState, message: Append) -> None:
+        room = self.sizes.context - state.context_length
         ids, cut = self._message_ids(message)
         if cut:
-            live.hit_limit("observation_tokens")
+            state.hit_limit("observation_tokens")
         if len(ids) + max(1, message.reserve_tokens) > room:
-            live.hit_limit("room")
-            action = self.environment.overflow(live.episode, message, room)
+            state.hit_limit("room")
+            action = self.environment.overflow(state.episode, message, room)
             if not isinstance(action, Append):
-                self._act(row, live, action)
+                self._apply(slot, state, action)
                 return
             ids, _ = self._message_ids(action)
             if len(ids) + max(1, action.reserve_tokens) > room:
-                self._finish(row, live, "context_limit")
+                self._finish(slot, state, "context_limit")
                 return
         # The last sampled token is not in the cache yet.
-        self.todo[row] = PrefillRequest(np.concatenate([live.last, ids]), live.used - 1)
-        live.add_observation(ids, self.decode(ids))
+        tokens = np.concatenate([state.last_token, ids])
+        self.prefills[slot] = PrefillRequest(tokens, state.context_length - 1)
+        state.add_observation(ids, self.decode(ids))
 
     def _message_ids(self, message: Append) -> tuple[Int[np.ndarray, "T"], bool]:
         return message_ids(message, self.encode, self.environment.observation_tokens, self.encode_body)
 
-    def _restart(self, row: int, live: EpisodeState, action: Restart) -> None:
-        room = self.limits.context - 2
-        prompt = self._prompt(live, action)
+    def _restart(self, slot: int, state: EpisodeState, action: Restart) -> None:
+        room = self.sizes.context - 2
+        prompt = self._prompt_ids(state, action)
         if len(prompt) > room:
-            live.hit_limit("room")
-            other = self.environment.overflow(live.episode, action, room)
+            state.hit_limit("room")
+            other = self.environment.overflow(state.episode, action, room)
             if not isinstance(other, Restart):
-                self._act(row, live, other)
+                self._apply(slot, state, other)
                 return
-            prompt = self._prompt(live, other)
+            prompt = self._prompt_ids(state, other)
             if len(prompt) > room:
-                self._finish(row, live, "context_limit")
+                self._finish(slot, state, "context_limit")
                 return
-        live.restart(prompt, self.decode(prompt))
-        self._open(row, prompt)
+        state.restart(prompt, self.decode(prompt))
+        self._prefill_prompt(slot, prompt)
 
-    def _prompt(self, live: EpisodeState, action: Restart) -> Int[np.ndarray, "T"]:
-        prompt, whose = action.prompt, f"the prompt of a Restart of question {live.request.question.id!r}"
+    def _prompt_ids(self, state: EpisodeState, action: Restart) -> Int[np.ndarray, "T"]:
+        prompt, whose = action.prompt, f"the prompt of a Restart of question {state.request.question.id!r}"
         if isinstance(prompt, (str, Prompt)):
             prompt = self.encode_prompt(prompt)
         check_tokens(prompt, self.vocab_size, whose)
         return prompt
 
-    def _finish(self, row: int, live: EpisodeState, reason: str) -> None:
-        self.rows[row] = None
-        self.on_finish(self.indices[row], live.trajectory(reason))
+    def _finish(self, slot: int, state: EpisodeState, reason: str) -> None:
+        self.slots[slot] = None
+        self.on_finish(self.request_numbers[slot], state.trajectory(reason))
 
-    def fill(self, most: int | None = None) -> int:
-        """Rows that are free take the next requests, of `most` further groups; returns of how many."""
+    def fill(self, max_groups: int | None = None) -> int:
+        """Assign the next requests to free slots.
+
+        Args:
+          max_groups: maximum number of groups to take from the shared queue. None: no maximum.
+
+        Returns:
+          number of groups taken.
+        """
         taken = 0
-        for row, live in enumerate(self.rows):
-            if live is not None:
+        for slot, state in enumerate(self.slots):
+            if state is not None:
                 continue
             if not self.queue:
-                if taken == most:
+                if taken == max_groups:
                     break
                 try:
                     self.queue.extend(self.groups.popleft())
-                except IndexError:  # another host may have taken the last
+                except IndexError:  # another scheduler may have taken the last group
                     break
                 taken += 1
-            self.indices[row], request = self.queue.popleft()
-            if not np.array_equal(request.prompt, self.decoded[0]):
-                self.decoded = request.prompt, self.decode(request.prompt)
-            self.rows[row] = EpisodeState(request, self.decoded[1])
-            self._open(row, request.prompt)
+            self.request_numbers[slot], request = self.queue.popleft()
+            if not np.array_equal(request.prompt, self.last_prompt[0]):
+                self.last_prompt = request.prompt, self.decode(request.prompt)
+            self.slots[slot] = EpisodeState(request, self.last_prompt[1])
+            self._prefill_prompt(slot, request.prompt)
         return taken
 
-    def _open(self, row: int, prompt: Int[np.ndarray, "T"]) -> None:
-        self.todo[row] = PrefillRequest(np.asarray(prompt, np.int32), 0)
+    def _prefill_prompt(self, slot: int, prompt: Int[np.ndarray, "T"]) -> None:
+        self.prefills[slot] = PrefillRequest(np.asarray(prompt, np.int32), 0)
 
     # -- retrieval ---------------------------------------------------------------------------------------------------
 
-    def request_search(self, key: Requester, query: str) -> None:
-        """Searches for a row, or for someone else, for whom `on_search_done` gets the passages.
-        Who asks what another has asked waits
-        for the same search."""
+    def request_search(self, requester: Requester, query: str) -> None:
+        """Search for a slot, or for a workflow, whose `on_search_done` receives the outcome. Equal queries share a search."""
         if query in self.requesters:
-            self.requesters[query].append(key)
+            self.requesters[query].append(requester)
         else:
-            self.requesters[query] = [key]
-            self.to_encode.append(query)
+            self.requesters[query] = [requester]
+            self.to_embed.append(query)
 
-    def _search(self, turns: DeviceReport, embeddings: Float[np.ndarray, "P E"], others: int) -> None:
+    def _search(self, report: DeviceReport, embeddings: Float[np.ndarray, "Q E"], others: int) -> None:
+        """Start the searches of embedded queries, and deliver the outcomes of ended searches."""
         if self._needs_embeddings:
-            ready, self.encoding = self.encoding, []
+            ready, self.embedding = self.embedding, []
             vectors = embeddings[: len(ready)]
-            self.to_encode = collections.deque(
-                query for query in self.to_encode if not self.searches.take_cached(query)
+            self.to_embed = collections.deque(
+                query for query in self.to_embed if not self.searches.take_cached(query)
             )
         else:
-            ready, vectors = list(self.to_encode), None
-            self.to_encode.clear()
+            ready, vectors = list(self.to_embed), None
+            self.to_embed.clear()
         if ready:
             self.stage = f"searching for {len(ready)} queries"
             self.searches.submit(ready, vectors)
-        nothing_else = not (self.todo or self.to_encode or (turns.status == DECODING).any() or others)
-        if nothing_else and len(self.searches):
+        idle = not (self.prefills or self.to_embed or (report.status == DECODING).any() or others)
+        if idle and len(self.searches):
             self.stage = "waiting for searches"
-        for query, passages in self.searches.done(wait=self.nap if nothing_else else 0.0):
-            keys = self.requesters.pop(query)
-            self.failed += len(keys) * (passages is None)
-            for key in keys:
-                if not isinstance(key, int):
-                    self.on_search_done(key, passages)
+        for query, outcome in self.searches.poll(wait=self.idle_wait if idle else 0.0):
+            requesters = self.requesters.pop(query)
+            self.searches_failed += len(requesters) * (outcome is None)
+            for requester in requesters:
+                if not isinstance(requester, int):
+                    self.on_search_done(requester, outcome)
                     continue
-                self.answers[key][query] = passages
-                if len(self.answers[key]) == len(set(self.asked[key])):
-                    self._observe(key)
+                self.outcomes[requester][query] = outcome
+                if len(self.outcomes[requester]) == len(set(self.queries[requester])):
+                    self._observe(requester)
 
-    def _observe(self, row: int) -> None:
-        """All that a row asked for is there."""
-        live, queries, answers = self.rows[row], self.asked.pop(row), self.answers.pop(row)
-        assert live is not None
+    def _observe(self, slot: int) -> None:
+        """Pass the outcomes of a slot's searches to the environment, once all have ended."""
+        state, queries, outcomes = self.slots[slot], self.queries.pop(slot), self.outcomes.pop(slot)
+        assert state is not None
         for query in queries:
-            live.episode.searches.append(Search.of(live.episode.turn, query, answers[query]))
-        self._act(row, live, self.environment.observe(live.episode, *(answers[query] for query in queries)))
+            state.episode.searches.append(Search.of(state.episode.turn, query, outcomes[query]))
+        action = self.environment.observe(state.episode, *(outcomes[query] for query in queries))
+        self._apply(slot, state, action)
 
     @property
     def _needs_embeddings(self) -> bool:
         return self.searches.retriever is not None and self.searches.retriever.needs_embeddings
 
-    # -- what the device does next -----------------------------------------------------------------------------------
+    # -- the reply ---------------------------------------------------------------------------------------------------
 
-    def _blank(self) -> tuple[np.ndarray, np.ndarray]:
-        limits = self.limits
-        chunks = np.zeros((limits.pieces, HEADER + limits.piece), np.int32)
-        chunks[:, 0] = limits.rows  # no row
-        return chunks, np.zeros((limits.wake_threshold, limits.query_tokens), np.int32)
+    def _empty_reply(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return chunks without a slot, and empty queries."""
+        sizes = self.sizes
+        chunks = np.zeros((sizes.chunks, HEADER + sizes.chunk_tokens), np.int32)
+        chunks[:, 0] = sizes.slots  # no slot
+        return chunks, np.zeros((sizes.wake_threshold, sizes.query_tokens), np.int32)
 
-    def _pack(self) -> Int[np.ndarray, "words"]:
-        chunks, queries = self._blank()
-        room, copies, sent = len(chunks), 0, [chunks[:0]]
+    def _reply(self) -> Int[np.ndarray, "message"]:
+        chunks, queries = self._empty_reply()
+        room, copies, parts = len(chunks), 0, [chunks[:0]]
         if self.prefixes is not None:
-            self.prefixes.settle()
-        for row in list(self.todo):
-            pieces = self._feed(row, room, copies)
-            room -= len(pieces)
-            copies += int(np.count_nonzero(pieces[:, COPIED]))
-            sent.append(pieces)
-        entries = np.concatenate(sent)
-        chunks[: len(entries)] = entries[np.argsort(entries[:, LENGTH] == 0, kind="stable")]  # tokens first
-        if self.to_encode and self._needs_embeddings:
+            self.prefixes.end_exchange()
+        for slot in list(self.prefills):
+            part = self._next_chunks(slot, room, copies)
+            room -= len(part)
+            copies += int(np.count_nonzero(part[:, COPIED]))
+            parts.append(part)
+        filled = np.concatenate(parts)
+        # Chunks with tokens first, as `rrl.rollout.device.prefill` expects.
+        chunks[: len(filled)] = filled[np.argsort(filled[:, LENGTH] == 0, kind="stable")]
+        if self.to_embed and self._needs_embeddings:
             assert self.searches.retriever is not None
-            count = min(self.limits.wake_threshold, len(self.to_encode))
-            self.encoding = [self.to_encode.popleft() for _ in range(count)]
-            ids = self.searches.retriever.tokenize(self.encoding)
-            queries[:count] = ids[:, : self.limits.query_tokens]
-        marks = np.zeros(self.limits.rows, np.int32)
-        idle = BLOCKED if self.expects_requests else OFF
-        for row, live in enumerate(self.rows):
-            if live is None:
-                marks[row] = idle + 1
-            elif row in self.todo:
-                marks[row] = PAUSED + 1
+            count = min(self.sizes.wake_threshold, len(self.to_embed))
+            self.embedding = [self.to_embed.popleft() for _ in range(count)]
+            ids = self.searches.retriever.tokenize(self.embedding)
+            queries[:count] = ids[:, : self.sizes.query_tokens]
+        return self._join(chunks, queries, self._statuses())
+
+    def _statuses(self) -> Int[np.ndarray, "slots"]:
+        """Return the new status of each slot + 1; 0: unchanged."""
+        statuses = np.zeros(self.sizes.slots, np.int32)
+        free = BLOCKED if self.expects_requests else OFF
+        for slot, state in enumerate(self.slots):
+            if state is None:
+                statuses[slot] = free + 1
+            elif slot in self.prefills:
+                statuses[slot] = PAUSED + 1
         for query in self.searches.queries:
-            for key in self.requesters[query]:
-                if isinstance(key, int):
-                    marks[key] = BLOCKED + 1
-        return self._packed(chunks, queries, marks)
+            for requester in self.requesters[query]:
+                if isinstance(requester, int):
+                    statuses[requester] = BLOCKED + 1
+        return statuses
 
-    def _packed(self, chunks: np.ndarray, queries: np.ndarray, marks: np.ndarray) -> Int[np.ndarray, "words"]:
-        """What the device gets. Embeddings are ready as soon as it asks again, which it then does soon."""
-        max_wait_steps = self.limits.max_wait_steps // (SOONER if self.encoding else 1)
-        last = np.array([len(self.encoding), max_wait_steps], np.int32)
-        return np.concatenate([chunks.ravel(), queries.ravel(), marks, last])
+    def _join(
+        self, chunks: np.ndarray, queries: np.ndarray, statuses: np.ndarray
+    ) -> Int[np.ndarray, "message"]:
+        """Return the parts as one message. While queries are being embedded, the device calls again earlier: the embeddings are
+        ready at its next call."""
+        wait_steps = self.sizes.max_wait_steps // (EMBEDDING_WAIT_DIVISOR if self.embedding else 1)
+        numbers = np.array([len(self.embedding), wait_steps], np.int32)
+        return np.concatenate([chunks.ravel(), queries.ravel(), statuses, numbers])
 
-    def _feed(self, row: int, room: int, copies: int) -> Int[np.ndarray, "pieces words"]:
-        """The next pieces of what a row is fed, `room` at most; none where it waits for what another row is fed.
+    def _next_chunks(self, slot: int, room: int, copies: int) -> Int[np.ndarray, "chunks message"]:
+        """Return the next chunks of a slot's prefill request.
 
-        `copies` rows copy a prefix already.
+        Args:
+          slot: the slot.
+          room: maximum number of chunks.
+          copies: number of slots that already copy a prefix in this exchange.
+
+        Returns:
+          headers and tokens; none if the slot waits for a prefix that another slot prefills.
         """
-        live, todo, size = self.rows[row], self.todo[row], self.limits.piece
-        assert live is not None
+        state, prefill, size = self.slots[slot], self.prefills[slot], self.sizes.chunk_tokens
+        assert state is not None
         nothing = np.zeros((0, HEADER + size), np.int32)
         if not room:
             return nothing
-        source, copied, own, last = row, 0, todo.slot, False
-        if self.prefixes is not None and not todo.begun:
-            held = self.prefixes.held(row) if own else todo.tokens[:0]
-            assert len(held) == own, f"row {row} holds {len(held)} tokens, its text goes on at {own}"
-            tokens = np.concatenate([held, todo.tokens])
-            source, copied, there = self.prefixes.find(row, tokens, own)
-            last = not there and copied == len(tokens) and self.prefixes.fed(source, copied)
-            if not (there or last) or (source != row and copies == self.limits.copies):
+        source, copied, own, copy_last = slot, 0, prefill.position, False
+        if self.prefixes is not None and not prefill.begun:
+            held = self.prefixes.tokens(slot) if own else prefill.tokens[:0]
+            assert len(held) == own, f"slot {slot} holds {len(held)} tokens, but its text continues at {own}"
+            tokens = np.concatenate([held, prefill.tokens])
+            source, copied, ready = self.prefixes.find_source(slot, tokens, own)
+            copy_last = not ready and copied == len(tokens) and self.prefixes.prefilled_now(source, copied)
+            if not (ready or copy_last) or (source != slot and copies == self.sizes.copies):
                 return nothing
-            self.prefixes.opens(row, tokens, own)
-            todo.tokens, todo.slot = tokens[copied:], copied
-        todo.begun = True
-        count = min(room, max(1, -(-len(todo.tokens) // size)))
-        tokens, todo.tokens = todo.tokens[: count * size], todo.tokens[count * size :]
-        words = np.zeros((count, HEADER + size), np.int32)
-        words[:, :HEADER] = PrefillChunk(
-            row=row,
-            start=todo.slot,
-            length=size,
-            begin=0,
-            request=live.request.seed,
-            offset=live.starts[-1],
-            limit=live.request.turn_tokens or self.environment.turn_tokens,
-            tag=self.stops.starts[
-                self.environment.stops if live.request.stops is None else live.request.stops
-            ],
-            temperature=np.float32(live.request.temperature).view(np.int32),
+            self.prefixes.assign(slot, tokens, own)
+            prefill.tokens, prefill.position = tokens[copied:], copied
+        prefill.begun = True
+        count = min(room, max(1, -(-len(prefill.tokens) // size)))
+        tokens, prefill.tokens = prefill.tokens[: count * size], prefill.tokens[count * size :]
+        message = np.zeros((count, HEADER + size), np.int32)
+        message[:, :HEADER] = self._header(slot, state, prefill, source, own)
+        chunks = PrefillChunk(*message[:, :HEADER].T)
+        chunks.start[:] += size * np.arange(count)
+        chunks.length[-1] = len(tokens) - size * (count - 1)
+        chunks.begins_turn[-1] = not len(prefill.tokens)
+        if source != slot:
+            chunks.copied[0] = -copied if copy_last else copied
+        message[:, HEADER:].flat[: len(tokens)] = tokens
+        prefill.position += len(tokens)
+        self.prefilled_tokens += len(tokens)
+        if self.prefixes is not None:
+            self.prefixes.schedule(slot, prefill.position, copied_last=copy_last)
+        if not len(prefill.tokens):
+            del self.prefills[slot]
+        return message
+
+    def _header(
+        self, slot: int, state: EpisodeState, prefill: PrefillRequest, source: int, own: int
+    ) -> PrefillChunk:
+        """Return the header of a full chunk at the request's position."""
+        request = state.request
+        stops = self.environment.stops if request.stops is None else request.stops
+        return PrefillChunk(
+            slot=slot,
+            start=prefill.position,
+            length=self.sizes.chunk_tokens,
+            begins_turn=0,
+            seed=request.seed,
+            offset=state.starts[-1],
+            turn_limit=request.turn_tokens or self.environment.turn_tokens,
+            stop_state=self.stops.starts[stops],
+            temperature=np.float32(request.temperature).view(np.int32),
             source=source,
             copied=0,
-            kept=own,
-            last_4=todo.recent[0],
-            last_3=todo.recent[1],
-            last_2=todo.recent[2],
-            pending=todo.recent[3],
+            own=own,
+            last_4=prefill.recent[0],
+            last_3=prefill.recent[1],
+            last_2=prefill.recent[2],
+            pending=prefill.recent[3],
         )
-        pieces = PrefillChunk(*words[:, :HEADER].T)
-        pieces.start[:] += size * np.arange(count)
-        pieces.length[-1] = len(tokens) - size * (count - 1)
-        pieces.begin[-1] = not len(todo.tokens)
-        if source != row:
-            pieces.copied[0] = -copied if last else copied
-        words[:, HEADER:].flat[: len(tokens)] = tokens
-        todo.slot += len(tokens)
-        self.prefilled += len(tokens)
-        if self.prefixes is not None:
-            self.prefixes.filled(row, todo.slot, last=last)
-        if not len(todo.tokens):
-            del self.todo[row]
-        return words

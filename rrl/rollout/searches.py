@@ -1,4 +1,4 @@
-"""Searches of many episodes: handed to threads as they come, taken back as they end, so that nobody else waits for them."""
+"""Searches in threads, so that no episode waits for another's search. Read `SearchRunner` first."""
 
 import concurrent.futures
 import dataclasses
@@ -16,231 +16,241 @@ from rrl.retrieval.retriever import Hit, Retriever
 from rrl.text.characters import replace_lone_surrogates
 
 FAST_SEARCH_SECONDS = 0.01
-"""Seconds that a search is waited for at once, where searches have been that fast: its rows decode again sooner than if it had
-to be polled."""
+"""If searches take at most this long on average, `submit` waits this long for the result: sooner than polling for it."""
 
 IDLE_WAIT_SECONDS = 0.05
-"""Seconds that a host with nothing else to do waits for searches before it lets the device look around."""
+"""Seconds that a scheduler with nothing else to do waits for searches before it returns to the device."""
 
 MAX_RETRY_BATCHES = 32
-"""The queries of a batch that failed are searched again in so many smaller ones at most, down to those of a single query."""
+"""Maximum number of smaller batches into which a failed batch is split, down to single queries."""
 
 LATE_FRACTION = 0.5
-"""After this share of its time, each query of a batch of not more than MAX_RETRY_BATCHES that is still out is searched
-alone as well: one
-that hangs takes nothing from those that were searched with it. A larger one may just have much to do."""
+"""After this share of the time limit, each query of a batch of at most MAX_RETRY_BATCHES queries is also searched alone, so that
+one query that hangs does not fail the others. A larger batch may simply take long."""
 
 SearchOutcome = list[Passage] | None
-"""None: the search failed."""
+"""The passages of a search; None if it failed."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _SearchBatch:
-    """Queries that are searched together."""
+    """Queries that are searched in one call of the retriever."""
 
     queries: list[str]
-    began: float
-    until: float
-    """When it is given up."""
-    ended: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
-    """Gets what each query found, or an Exception where the search failed."""
+    started: float
+    deadline: float
+    """When the time limit of its queries ends."""
+    future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
+    """Its result: a list of passages per query, or the Exception with which the search failed."""
     seconds: float = 0.0
-    """That it took to find them."""
+    """Duration, if the search succeeded."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _InFlightQuery:
-    """A query that is being searched for."""
+    """A query that is being searched."""
 
     query: str
     vector: Float[np.ndarray, "1 E"] | None
-    began: float
-    tries: list[_SearchBatch]
-    """The batch that it is part of, and then smaller ones, down to one of its own."""
+    started: float
+    batches: list[_SearchBatch]
+    """The batch with which it was searched first, then the smaller ones, down to a batch of its own."""
 
 
 class InFlightSearches:
-    """What the hosts of one run share: queries that any of them is searching for, and the kinds of error that were told."""
+    """What all schedulers of one run share: the queries in flight, and the kinds of error that were logged."""
 
-    def __init__(self, told: set[type] | None = None) -> None:
-        self.told = set() if told is None else told
+    def __init__(self, logged_errors: set[type] | None = None) -> None:
+        self.logged_errors = set() if logged_errors is None else logged_errors
         self.by_query: dict[str, _InFlightQuery] = {}
         self.lock = threading.Lock()
 
 
 class SearchRunner:
-    """The searches of one host: of each query one at a time, whichever host of the desk asks."""
+    """Runs the searches of one scheduler. A query that is in flight anywhere in the run is not searched again."""
 
     def __init__(
-        self, retriever: Retriever | None, top_k: int, seconds: float, desk: InFlightSearches | None = None
+        self,
+        retriever: Retriever | None,
+        top_k: int,
+        seconds: float,
+        in_flight: InFlightSearches | None = None,
     ) -> None:
-        """A search that takes longer than `seconds` is given up."""
-        self.retriever, self.top_k, self.limit, self.desk = (
-            retriever,
-            top_k,
-            seconds,
-            desk or InFlightSearches(),
-        )
+        """Set up without starting a search.
+
+        Args:
+          retriever: None: every search finds nothing.
+          top_k: passages per search.
+          seconds: time limit of a search; a slower one fails.
+          in_flight: shared by all schedulers of a run. None: not shared.
+        """
+        self.retriever, self.top_k, self.limit = retriever, top_k, seconds
+        self.in_flight = in_flight or InFlightSearches()
         self.seconds = 0.0
-        """That searches took, those side by side added up."""
-        self._flying: list[_InFlightQuery] = []
-        self._begun: list[_SearchBatch] = []
-        """That this host started and has not counted yet."""
-        self._recalled: list[tuple[str, SearchOutcome]] = []
-        self._typical = 0.0
+        """Sum of the durations of all batches; concurrent ones add up."""
+        self._queries: list[_InFlightQuery] = []
+        self._batches: list[_SearchBatch] = []
+        """Batches that this runner started and has not added to `seconds` yet."""
+        self._cached: list[tuple[str, SearchOutcome]] = []
+        self._mean_seconds = 0.0
+        """Moving average of the duration of a batch."""
 
     def __len__(self) -> int:
-        """Queries in flight."""
-        return len(self._flying)
+        """Number of queries in flight."""
+        return len(self._queries)
 
     @property
     def queries(self) -> list[str]:
-        """In flight."""
-        return [flight.query for flight in self._flying]
+        """The queries in flight."""
+        return [query.query for query in self._queries]
 
     def take_cached(self, query: str) -> bool:
-        """Whether the retriever remembers what it found for it; then `done` gives that, and nothing need be searched."""
+        """Return whether the retriever has the passages of `query` in its cache. If so, `poll` returns them next."""
         hits = None if self.retriever is None else self.retriever.recall(query, self.top_k)
         if hits is None:
             return False
-        self._recalled.append((query, list(map(_shown, hits))))
+        self._cached.append((query, list(map(_readable, hits))))
         return True
 
     def submit(self, queries: Sequence[str], vectors: Float[np.ndarray, "Q E"] | None) -> None:
-        """Starts a search of some queries, but for those that are being searched for already: what these find is shared."""
-        fresh, began = list[_InFlightQuery](), time.perf_counter()
-        with self.desk.lock:
-            for place, query in enumerate(queries):
-                flight = self.desk.by_query.get(query)
-                if flight is None or began - flight.began >= LATE_FRACTION * self.limit:
-                    vector = None if vectors is None else vectors[place : place + 1].copy()
-                    flight = self.desk.by_query[query] = _InFlightQuery(query, vector, began, [])
-                    fresh.append(flight)
-                self._flying.append(flight)
-            if fresh:
-                self._start(fresh)
-        if self._typical <= FAST_SEARCH_SECONDS:
-            concurrent.futures.wait(self._awaited(self._flying[-len(queries) :]), FAST_SEARCH_SECONDS)
+        """Start a search of `queries`. A query that is already in flight shares that search."""
+        new, now = list[_InFlightQuery](), time.perf_counter()
+        with self.in_flight.lock:
+            for index, text in enumerate(queries):
+                query = self.in_flight.by_query.get(text)
+                if query is None or now - query.started >= LATE_FRACTION * self.limit:
+                    vector = None if vectors is None else vectors[index : index + 1].copy()
+                    query = self.in_flight.by_query[text] = _InFlightQuery(text, vector, now, [])
+                    new.append(query)
+                self._queries.append(query)
+            if new:
+                self._start(new)
+        if self._mean_seconds <= FAST_SEARCH_SECONDS:
+            concurrent.futures.wait(self._futures(self._queries[-len(queries) :]), FAST_SEARCH_SECONDS)
 
-    def _start(self, flights: Sequence[_InFlightQuery]) -> None:
-        queries, began = [flight.query for flight in flights], time.perf_counter()
-        batch = _SearchBatch(queries, began, flights[0].began + self.limit)
-        vectors = [flight.vector for flight in flights if flight.vector is not None]
+    def _start(self, queries: Sequence[_InFlightQuery]) -> None:
+        texts, started = [query.query for query in queries], time.perf_counter()
+        batch = _SearchBatch(texts, started, queries[0].started + self.limit)
+        vectors = [query.vector for query in queries if query.vector is not None]
         joined = np.concatenate(vectors) if vectors else None
-        for flight in flights:
-            flight.tries.append(batch)
-        self._begun.append(batch)
-        # A daemon, so that a search that never ends does not keep the program from ending.
+        for query in queries:
+            query.batches.append(batch)
+        self._batches.append(batch)
+        # A daemon thread: a search that never ends must not keep the program from exiting.
         threading.Thread(target=self._search, args=(batch, joined), name="rrl-search", daemon=True).start()
 
-    def done(self, *, wait: float = 0.0) -> list[tuple[str, SearchOutcome]]:
-        """What has ended: query and passages. For `wait` seconds there is nothing else to do.
+    def poll(self, *, wait: float = 0.0) -> list[tuple[str, SearchOutcome]]:
+        """Return the searches that have ended, as (query, passages or None).
 
-        Raises UserError for what the retriever cannot be asked at all.
+        Args:
+          wait: if none has ended, seconds to wait for one.
+
+        Raises:
+          UserError: the retriever refused the request itself, for example because of an invalid setting.
         """
-        found = self._collected()
-        if wait and self._flying and not found:
+        ended = self._collect()
+        if wait and self._queries and not ended:
             first = concurrent.futures.FIRST_COMPLETED
-            concurrent.futures.wait(self._awaited(self._flying), wait, return_when=first)
-            found = self._collected()
-        return found
+            concurrent.futures.wait(self._futures(self._queries), wait, return_when=first)
+            ended = self._collect()
+        return ended
 
-    def _awaited(self, flights: Sequence[_InFlightQuery]) -> set[concurrent.futures.Future]:
-        with self.desk.lock:
-            tries = {batch.ended for flight in flights for batch in flight.tries}
-        return {ended for ended in tries if not ended.done()}
+    def _futures(self, queries: Sequence[_InFlightQuery]) -> set[concurrent.futures.Future]:
+        with self.in_flight.lock:
+            futures = {batch.future for query in queries for batch in query.batches}
+        return {future for future in futures if not future.done()}
 
-    def _collected(self) -> list[tuple[str, SearchOutcome]]:
-        now, flying = time.perf_counter(), self._flying
-        found, self._recalled, self._flying = self._recalled, [], []
-        again: list[_InFlightQuery] = []
-        with self.desk.lock:
-            for flight in flying:
-                if (result := self._result(flight, now)) is None:
-                    self._flying.append(flight)
-                    again += [flight] * self._is_tried_again(flight, now)
+    def _collect(self) -> list[tuple[str, SearchOutcome]]:
+        now, queries = time.perf_counter(), self._queries
+        ended, self._cached, self._queries = self._cached, [], []
+        retries: list[_InFlightQuery] = []
+        with self.in_flight.lock:
+            for query in queries:
+                if (result := self._result(query, now)) is None:
+                    self._queries.append(query)
+                    retries += [query] * self._needs_retry(query, now)
                     continue
-                if self.desk.by_query.get(flight.query) is flight:
-                    del self.desk.by_query[flight.query]
+                if self.in_flight.by_query.get(query.query) is query:
+                    del self.in_flight.by_query[query.query]
                 if isinstance(result, Exception):
-                    self._tell(flight.query, result)
+                    self._log(query.query, result)
                     result = None
-                found.append((flight.query, result))
-            count = min(MAX_RETRY_BATCHES, len(again))
+                ended.append((query.query, result))
+            count = min(MAX_RETRY_BATCHES, len(retries))
             for part in range(count):
-                self._start(again[part::count])
-        begun, self._begun = self._begun, []
-        for batch in begun:
-            if not batch.ended.done() and now < batch.until:
-                self._begun.append(batch)
+                self._start(retries[part::count])
+        batches, self._batches = self._batches, []
+        for batch in batches:
+            if not batch.future.done() and now < batch.deadline:
+                self._batches.append(batch)
                 continue
-            self.seconds += (seconds := batch.seconds or time.perf_counter() - batch.began)
-            self._typical += 0.3 * (seconds - self._typical)
-        return found
+            self.seconds += (seconds := batch.seconds or time.perf_counter() - batch.started)
+            self._mean_seconds += 0.3 * (seconds - self._mean_seconds)
+        return ended
 
-    def _result(self, flight: _InFlightQuery, now: float) -> list[Passage] | Exception | None:
-        """What it found, or why it failed; None where that is not known yet."""
+    def _result(self, query: _InFlightQuery, now: float) -> list[Passage] | Exception | None:
+        """Return the passages of a query, or why its search failed; None if it is still running."""
         error: Exception | None = None
-        for batch in flight.tries:
-            if batch.ended.done():
-                result = batch.ended.result()
+        for batch in query.batches:
+            if batch.future.done():
+                result = batch.future.result()
                 if not isinstance(result, Exception):
-                    return result[batch.queries.index(flight.query)]
+                    return result[batch.queries.index(query.query)]
                 error = result
-        last = flight.tries[-1]
-        if now - flight.began >= self.limit:
+        last = query.batches[-1]
+        if now - query.started >= self.limit:
             return error or TimeoutError(f"no answer in {self.limit:g} s")
-        return error if last.ended.done() and len(last.queries) == 1 else None
+        return error if last.future.done() and len(last.queries) == 1 else None
 
-    def _is_tried_again(self, flight: _InFlightQuery, now: float) -> bool:
-        """Whether others that it was searched with may be to blame: their search failed, or takes long."""
-        last, first_try = flight.tries[-1], len(flight.tries) == 1
+    def _needs_retry(self, query: _InFlightQuery, now: float) -> bool:
+        """Return whether to search a query in a smaller batch: another query of its batch may have failed or delayed it."""
+        last, first_try = query.batches[-1], len(query.batches) == 1
         late = (
             first_try
             and len(last.queries) <= MAX_RETRY_BATCHES
-            and now - flight.began >= LATE_FRACTION * self.limit
+            and now - query.started >= LATE_FRACTION * self.limit
         )
-        return len(last.queries) > 1 and (last.ended.done() or late)
+        return len(last.queries) > 1 and (last.future.done() or late)
 
     def _search(self, batch: _SearchBatch, vectors: Float[np.ndarray, "Q E"] | None) -> None:
-        """In a thread. The policy is told that its search failed, whatever the reason was; the others go on."""
+        """Search a batch; runs in its own thread. An Exception becomes the batch's result: a failed search ends no run."""
         try:
-            found = self._passages(batch.queries, vectors)
-            batch.seconds = time.perf_counter() - batch.began
-            batch.ended.set_result(found)
-        except UserError as error:  # of the settings: no other search would do better
-            batch.ended.set_exception(error)
+            passages = self._passages(batch.queries, vectors)
+            batch.seconds = time.perf_counter() - batch.started
+            batch.future.set_result(passages)
+        except UserError as error:  # an invalid setting: every other search would fail too
+            batch.future.set_exception(error)
         except Exception as error:
-            batch.ended.set_result(error)
+            batch.future.set_result(error)
         except BaseException as error:
-            batch.ended.set_exception(error)
+            batch.future.set_exception(error)
 
     def _passages(self, queries: list[str], vectors: Float[np.ndarray, "Q E"] | None) -> list[list[Passage]]:
         if self.retriever is None:
             return [[] for _ in queries]
         hits = self.retriever.search(queries, self.top_k, vectors)
-        found = [list(map(_shown, of_one)) for of_one in hits]
-        if len(found) != len(queries):
+        passages = [list(map(_readable, of_query)) for of_query in hits]
+        if len(passages) != len(queries):
             raise ValueError(
-                f"the retriever answered {len(queries)} queries with {len(found)} lists of passages"
+                f"the retriever answered {len(queries)} queries with {len(passages)} lists of passages"
             )
-        return found
+        return passages
 
-    def _tell(self, query: str, error: Exception) -> None:
-        if type(error) not in self.desk.told:
-            self.desk.told.add(type(error))
+    def _log(self, query: str, error: Exception) -> None:
+        if type(error) not in self.in_flight.logged_errors:
+            self.in_flight.logged_errors.add(type(error))
             logging.getLogger(__name__).warning(
-                "search failed for %r: %s (told once for each kind of error; searches_failed counts them)",
+                "search failed for %r: %s (logged once per kind of error; searches_failed counts all failures)",
                 query,
                 describe_error(error),
             )
 
 
-def _shown(hit: Hit) -> Passage:
-    """The passage as the policy reads it, and as it can be written down."""
+def _readable(hit: Hit) -> Passage:
+    """Return the passage with half characters replaced, so that it can be read by the policy and written to files."""
     passage = hit.passage
     if not isinstance(passage.title, str) or not isinstance(passage.text, str):
-        raise ValueError(f"title and text must be texts: {passage!r}")
+        raise ValueError(f"title and text must be strings: {passage!r}")
     return dataclasses.replace(
         passage, title=replace_lone_surrogates(passage.title), text=replace_lone_surrogates(passage.text)
     )

@@ -1,42 +1,45 @@
-"""What a run of the engine cost, and how much of it failed."""
+"""Statistics of a run of the engine: time, tokens, failures."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(slots=True)
 class RolloutStats:
-    """What a run of the engine cost."""
+    """Statistics of one run, or of several (`+`)."""
 
     seconds: float = 0.0
+    """Wall time."""
     retrieval_seconds: float = 0.0
+    """Summed duration of the searches of one scheduler (concurrent ones add up); the maximum over schedulers."""
     policy_tokens: int = 0
+    """Tokens that the policy wrote."""
     row_steps: int = 0
-    """Decode steps, times the rows that decode at a time: the tokens that would have been written if none had ever been idle, and
-    each had written one a step."""
+    """Decode steps times `EngineConfig.rows`: the number of tokens if no row were ever idle, without draft tokens."""
     written_steps: int = 0
-    """Those of the row steps in which the row wrote."""
+    """Row steps in which the row wrote a token."""
     prefilled_tokens: int = 0
-    """Of prompts and observations; what is copied from another row is not counted."""
+    """Prefilled tokens of prompts and observations, without those copied from another slot."""
     searches_failed: int = 0
+    """Failed searches, counted once per episode."""
     not_finite: int = 0
-    """Requests that ended where the logits were no distribution (`rrl.data.trajectory.NOT_FINITE`)."""
+    """Episodes that ended because the logits were not finite (`rrl.data.trajectory.NOT_FINITE`)."""
 
     @property
     def busy(self) -> float:
-        """Mean share of the rows that were decoding, of those that decode at a time, over the decode steps."""
+        """Mean share of the rows that wrote, over all decode steps."""
         return self.written_steps / max(self.row_steps, 1)
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens that a row writes in a decode step: 1 without draft tokens."""
+        """Mean tokens per decode step of a row that writes: 1 without draft tokens."""
         return self.policy_tokens / max(self.written_steps, 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Policy tokens a second: of the whole run, prefilling and searches (and the first time compiling) included."""
+        """Policy tokens per second of the whole run, including prefilling, searches and, in a first run, compilation."""
         return self.policy_tokens / self.seconds if self.seconds else 0.0
 
     def __add__(self, other: "RolloutStats") -> "RolloutStats":
-        """Of two runs, one after the other."""
+        """Return the statistics of two runs together."""
         fields = (field.name for field in dataclasses.fields(self))
         return RolloutStats(**{name: getattr(self, name) + getattr(other, name) for name in fields})

@@ -1,4 +1,4 @@
-"""Reports what a rollout is waiting for when nothing moves: a hang whose place is named is half mended."""
+"""A watchdog that logs what a rollout waits for when it makes no progress."""
 
 import logging
 import threading
@@ -7,23 +7,23 @@ from collections.abc import Callable
 from types import TracebackType
 
 CHECKS_PER_REPORT = 10
-"""The watchdog looks so many times in the seconds after which it reports."""
+"""Number of checks in the seconds after which the watchdog reports."""
 
 MIN_COMPUTING_CORES = 0.05
-"""A device that computes in this process uses at least such a share of a core, however many other processes there are."""
+"""A device that computes in this process uses at least this share of a core, even beside many other processes."""
 
 MAX_COMPUTING_REPORTS = 10
-"""After so many times the seconds without progress, a device that seems to compute has stalled, too: other threads of the process
-may be what is busy."""
+"""After this multiple of the seconds without progress, a device that seems to compute counts as stalled: other threads of the
+process may use the CPU."""
 
 log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """While its block runs: reports when `progress()` has not changed for some seconds.
+    """A context manager that reports when `progress()` has not changed for some seconds.
 
-    What is no stall is logged as information: work before the rollout begins, such as compiling, for which the clock does not
-    run, and a decode step that takes long, as long as this process computes. Everything else is an error that names `describe()`.
+    Two cases are logged as information: work before the rollout begins, such as compilation, and a long decode step while this
+    process uses the CPU. Everything else is logged as an error with `describe()`.
     """
 
     def __init__(
@@ -34,12 +34,15 @@ class Watchdog:
         preparing: Callable[[], str] = lambda: "",
         computing: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Reports after so many `seconds`, and after as many more each time (0: never).
+        """Set up the watchdog; its block starts it.
 
         Args:
-            preparing: what is done before the rollout begins; "" once it runs.
-            computing: whether the only thing waited for is a device that computes on the cores of this process, so that the CPU
-                time of the process shows whether it does.
+          seconds: time without progress before a report, and between reports. 0: no reports.
+          progress: returns a counter that changes with progress.
+          describe: returns what the rollout waits for.
+          preparing: returns the work before the rollout begins, "" once it runs.
+          computing: returns whether the rollout waits only for a device that computes on the cores of this process. Then the
+            CPU time of the process shows whether it computes.
         """
         self._seconds, self._progress, self._describe = seconds, progress, describe
         self._preparing, self._computing = preparing, computing
@@ -63,13 +66,13 @@ class Watchdog:
             self.check(time.monotonic(), time.process_time())
 
     def begin(self, now: float, used: float) -> None:
-        """Starts the clock, at the second `now`, when the process has used `used` seconds of CPU time."""
+        """Restart the clock. `now` is the time, `used` the CPU time of the process; both in seconds."""
         self._seen, self._doing = self._progress(), self._preparing()
         self._since = self._reported = now
         self._used = used
 
     def check(self, now: float, used: float) -> None:
-        """Reports, if nothing has moved for long enough."""
+        """Report if there was no progress for long enough. Arguments as for `begin`."""
         if self._progress() != self._seen or self._preparing() != self._doing:
             self.begin(now, used)
         elif now - self._reported >= self._seconds:
@@ -77,9 +80,9 @@ class Watchdog:
             self._reported, self._used = now, used
 
     def _report(self, waited: float, cores: float) -> None:
-        """`cores` is how many the process has used on average since the last report."""
+        """`cores` is the average number of cores that the process used since the last report."""
         if self._doing:
-            log.info("the rollout has not begun yet; for %.0f s: %s", waited, self._doing)
+            log.info("the rollout has not begun; for %.0f s: %s", waited, self._doing)
         elif (
             self._computing()
             and cores >= MIN_COMPUTING_CORES
@@ -89,4 +92,4 @@ class Watchdog:
                 "the device has been computing for %.0f s, on %.1f cores: %s", waited, cores, self._describe()
             )
         else:
-            log.error("the rollout has not moved for %g s: %s", self._seconds, self._describe())
+            log.error("the rollout made no progress for %g s: %s", self._seconds, self._describe())

@@ -1,1 +1,1 @@
-"""What every long run shares: its folder, checkpoints, metrics, progress and launcher."""
+"""Parts that all long runs share: data, workdir, checkpoints, metrics, progress line and launcher."""

@@ -1,4 +1,7 @@
-"""Checkpoints of a run: Orbax underneath, exact resume, and nothing taken for a checkpoint that is not whole."""
+"""Checkpoints of a run: saved by Orbax in the background, restored exactly, never read when incomplete.
+
+Read `Checkpoints` first.
+"""
 
 import contextlib
 import errno
@@ -20,30 +23,31 @@ from rrl.files import SaveError, saving, write_atomically
 from rrl.runs.workdir import CONFIG, lock_workdir, refuse_other_config
 
 FOLDER = "checkpoints"
-"""Of a workdir: holds a folder for each step."""
+"""Folder of a workdir with one folder per saved step."""
 _log = logging.getLogger(__name__)
 
-_NUMBER = 4
-"""Digits before the name of a leaf on disk, which keep their order."""
+_INDEX_DIGITS = 4
+"""Digits at the start of a leaf's name on disk. They keep the order of the leaves."""
 _TEMPORARY = "*.orbax-checkpoint-tmp*"
-"""What Orbax writes a checkpoint under until it is whole."""
+"""Pattern of the names that Orbax gives checkpoints until they are complete."""
 _COMMITTED = "commit_success.txt"
-"""What Orbax writes last into the folder of a step, before it gives that its name."""
+"""File that Orbax writes last into the folder of a step, before it gives the folder its final name."""
 _STEP_METADATA = "_CHECKPOINT_METADATA"
-"""Of a step's folder: JSON with the time of the commit."""
+"""File in a step's folder: JSON with the time of the commit."""
 _ITEMS = ("state/_METADATA", "metadata/metadata")
-"""A file of each item of a step, without which it cannot be read."""
+"""A file of each item of a step. A checkpoint without them cannot be read."""
 _MAX_FILES = 64
-"""Files and folders of one checkpoint at most, by far."""
+"""Generous upper bound on the files and folders of one checkpoint."""
 
 
 class Checkpoints:
     """The checkpoints of one workdir.
 
-    A workdir belongs to one config, written to `config.json`; another config is refused, since a run continued under other
-    settings is neither of the two. Saving is atomic (Orbax writes beside and renames), in the background.
+    A workdir belongs to one config, which is written to `config.json`. Opening it with another config raises an error, since a
+    run continued with other settings would be neither of the two runs. Saves are atomic (Orbax renames complete checkpoints)
+    and run in the background.
 
-    Opening a workdir removes what killed saves have left, and holds the workdir (`rrl.runs.workdir.lock_workdir`) until `close`.
+    Opening a workdir removes the remains of killed saves and locks the workdir (`rrl.runs.workdir.lock_workdir`) until `close`.
     """
 
     def __init__(
@@ -54,19 +58,19 @@ class Checkpoints:
         may_differ: tuple[str, ...] = (),
         may_grow: tuple[str, ...] = (),
     ) -> None:
-        """Opens a workdir, or makes it.
+        """Open a workdir; create it if it is missing.
 
         Args:
             workdir: folder of the run.
             config: the run's settings, as JSON-able values (nested mappings allowed).
-            keep: number of checkpoints that stay.
-            may_differ: dotted names of fields that do not change the numbers of a run (how often to log, ...).
-            may_grow: those of numbers that a continued run may raise (its steps).
+            keep: number of latest checkpoints to keep; older ones are deleted.
+            may_differ: dotted names of fields that do not change a run's results (how often to log, ...).
+            may_grow: dotted names of numeric fields that a continued run may raise (its steps).
 
         Raises:
-            UserError: the workdir holds a run of another config, or checkpoints of which none is whole (nothing is written
-                then), or another process holds it.
-            SaveError: it cannot be written.
+            UserError: the workdir holds a run of another config, all its checkpoints are incomplete (nothing is written
+                then), or another process has locked it.
+            SaveError: the workdir cannot be written.
         """
         self.workdir = pathlib.Path(workdir).absolute()
         self._folder = self.workdir / FOLDER
@@ -85,18 +89,18 @@ class Checkpoints:
             self._open = stack.pop_all()
         self._opened = self.workdir.stat()
         self._saving = self._folder
-        """Where the latest save goes."""
+        """Path of the latest save, for error messages."""
 
     @property
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint."""
+        """Step of the newest complete checkpoint; None if there is none."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
-        """Saves a pytree of arrays and JSON-able metadata as of `step` completed updates; a step already there is left.
+        """Save a pytree of arrays and JSON-able metadata after `step` updates. Does nothing if that step is already saved.
 
         Raises:
-            SaveError: there is no room, the workdir was deleted, or the save before failed in the background.
+            SaveError: the disk is full, the workdir was deleted, or the previous save failed in the background.
         """
         if step == self.latest:
             return
@@ -112,7 +116,7 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def check(self) -> None:
-        """Raises SaveError if the workdir was deleted or the latest save has failed. Does not wait for one that is under way."""
+        """Raise SaveError if the workdir was deleted or the latest save failed. Does not wait for a running save."""
         self._refuse_lost_workdir()
         if not self._manager.is_saving_in_progress():
             self.wait()
@@ -120,22 +124,30 @@ class Checkpoints:
     def _refuse_lost_workdir(self) -> None:
         if not (self.workdir.is_dir() and os.path.samestat(self._opened, self.workdir.stat())):
             raise SaveError(
-                f"workdir {self.workdir} was deleted, or another put in its place, while the run went on. Put it back, then give "
+                f"workdir {self.workdir} was deleted or replaced during the run. Put it back, then give "
                 "the same command again: it continues from what was saved before."
             )
 
     def wait(self) -> None:
-        """Waits until the latest save is on disk. Raises SaveError if it failed."""
+        """Wait until the latest save is on disk. Raises SaveError if it failed."""
         with saving(self._saving):
             self._manager.wait_until_finished()
 
     def restore(
         self, template: Any, step: int | None = None, fields: Iterable[str] = ()
     ) -> tuple[Any, dict[str, Any]]:
-        """The state as saved, with the template's structure, dtypes and shardings, and its metadata, which has these `fields`.
+        """Restore a checkpoint.
+
+        Args:
+            template: pytree of arrays (or abstract arrays) that gives structure, shapes, dtypes and shardings.
+            step: step of the checkpoint; None for the latest.
+            fields: fields that the metadata must have.
+
+        Returns:
+            The saved state and its metadata.
 
         Raises:
-            UserError: there is no checkpoint (of that step), its arrays are not the template's, or it is damaged.
+            UserError: there is no such checkpoint, its arrays do not match the template, or it is damaged.
         """
         self.wait()
         step = self.latest if step is None else step
@@ -144,24 +156,24 @@ class Checkpoints:
                 f"no checkpoint of step {step} in {self.workdir}; there are {list(self._manager.all_steps()) or 'none'}."
             )
         abstract = jax.tree.map(_abstract, _leaves_by_path(template))
-        with _reading(self._folder / str(step)):
+        with _explain_read_errors(self._folder / str(step)):
             _refuse_other_shapes(self._folder / str(step), abstract)
-            found = self._manager.restore(
+            restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardRestore(abstract), metadata=ocp.args.JsonRestore()
                 ),
             )
-        if missing := [field for field in fields if field not in found["metadata"]]:
+        if missing := [field for field in fields if field not in restored["metadata"]]:
             raise UserError(
-                f"{self._folder / str(step)}: damaged, its metadata lacks {', '.join(missing)}. Delete that checkpoint, and the "
-                "one before is used"
+                f"{self._folder / str(step)}: damaged, its metadata lacks {', '.join(missing)}. Delete that checkpoint; the "
+                "one before it is then used"
             )
-        leaves = jax.tree.leaves(found["state"])
-        return jax.tree.unflatten(jax.tree.structure(template), leaves), dict(found["metadata"])
+        leaves = jax.tree.leaves(restored["state"])
+        return jax.tree.unflatten(jax.tree.structure(template), leaves), dict(restored["metadata"])
 
     def close(self) -> None:
-        """Waits until everything is on disk. Raises SaveError if the latest save failed."""
+        """Wait until everything is on disk and release the workdir. Raises SaveError if the latest save failed."""
         with self._open:
             try:
                 self.wait()
@@ -174,13 +186,13 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A save that fails too does not hide the error that ends the block.
+        # A failing save must not hide the error that ended the block.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
             self.close()
 
 
 def saved_steps(workdir: str | os.PathLike[str]) -> list[int]:
-    """Steps of the complete checkpoints of a workdir, which is only read; UserError where it is none, or has none."""
+    """Return the steps of a workdir's complete checkpoints. Only reads. Raises UserError if there are none."""
     folder = pathlib.Path(workdir) / FOLDER
     if not folder.is_dir():
         raise UserError(
@@ -195,43 +207,43 @@ def saved_steps(workdir: str | os.PathLike[str]) -> list[int]:
 
 
 def saved_metadata(workdir: str | os.PathLike[str], step: int) -> dict[str, Any]:
-    """The metadata of one checkpoint; the workdir is only read. UserError where it is damaged."""
+    """Return the metadata of one checkpoint. Only reads. Raises UserError if the checkpoint is damaged."""
     folder = pathlib.Path(workdir).absolute() / FOLDER / str(step)
-    with _reading(folder), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+    with _explain_read_errors(folder), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
         return dict(reader.restore(folder / "metadata", args=ocp.args.JsonRestore()))
 
 
 def read_part(workdir: str | os.PathLike[str], step: int, where: str, template: Any) -> Any:
-    """A part of the state of one checkpoint; the rest of it, and the workdir, stay untouched.
+    """Read a part of the state of one checkpoint, without loading the rest. Only reads.
 
     Args:
         workdir: folder of the run.
         step: one of `saved_steps`.
-        where: path of the part in the state that was saved, as JAX writes it ("[0]" is the first of a tuple).
-        template: abstract arrays, whose structure and shardings the part gets; dtypes are those on disk.
+        where: path of the part in the saved state, as `jax.tree_util.keystr` writes it ("[0]" is the first item of a tuple).
+        template: abstract arrays that give structure, shapes and shardings; dtypes are those on disk.
 
     Raises:
-        UserError: the part lacks an array of the template, or one has another shape; or the checkpoint is damaged.
+        UserError: an array of the template is missing or has another shape, or the checkpoint is damaged.
     """
     folder = pathlib.Path(workdir).absolute() / FOLDER / str(step)
     handler = ocp.PyTreeCheckpointHandler()
-    with _reading(folder):
-        found = handler.metadata(folder / "state").tree
-    names = {name[_NUMBER:]: name for name in found}
-    leaves = [(_name(path, where), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(template)]
+    with _explain_read_errors(folder):
+        on_disk = handler.metadata(folder / "state").tree
+    names = {name[_INDEX_DIGITS:]: name for name in on_disk}
+    leaves = [(_leaf_name(path, where), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(template)]
     item: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     for name, leaf in leaves:
-        shape = found[names[name]].shape if name in names else None
+        shape = on_disk[names[name]].shape if name in names else None
         if shape != leaf.shape:
             raise UserError(
                 f"the checkpoint of step {step} in {os.fspath(workdir)} has {'no ' if shape is None else ''}{name}"
-                f"{'' if shape is None else f' of shape {tuple(shape)}'}, expected is shape {tuple(leaf.shape)}; "
-                "use the code that made it"
+                f"{'' if shape is None else f' of shape {tuple(shape)}'}; expected shape {tuple(leaf.shape)}. "
+                "Use the code version that wrote it"
             )
-        item[names[name]] = found[names[name]]
+        item[names[name]] = on_disk[names[name]]
         arguments[names[name]] = ocp.ArrayRestoreArgs(sharding=leaf.sharding)
-    with _reading(folder), ocp.Checkpointer(handler) as reader:
+    with _explain_read_errors(folder), ocp.Checkpointer(handler) as reader:
         arrays = reader.restore(
             folder / "state",
             args=ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True),
@@ -245,16 +257,19 @@ def _manager(folder: pathlib.Path, keep: int) -> ocp.CheckpointManager:
         options=ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,
-            # Else threads wait for 20 minutes for a folder that could not be made, and the process with them.
+            # Otherwise threads, and with them the process, wait 20 minutes for a folder that could not be created.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         ),
     )
 
 
 def _complete_steps(folder: pathlib.Path) -> tuple[list[int], dict[int, str]]:
-    """Steps whose checkpoints are complete, in order, and of the others the file that each lacks.
+    """Return the sorted steps of complete checkpoints, and for each incomplete step the file that it lacks.
 
-    Orbax takes any folder with a number for a checkpoint. Raises UserError where there are some, of which none is whole.
+    Orbax itself treats any folder with a number as a checkpoint.
+
+    Raises:
+        UserError: there are checkpoints, but none is complete.
     """
     lacks = {
         int(path.name): _missing_file(path)
@@ -266,16 +281,16 @@ def _complete_steps(folder: pathlib.Path) -> tuple[list[int], dict[int, str]]:
     if broken and not whole:
         named = ", ".join(f"{step} lacks {lack}" for step, lack in broken.items())
         raise UserError(
-            f"{folder} holds no complete checkpoint ({named}). Put complete ones there from a copy, or delete that folder and "
+            f"{folder} holds no complete checkpoint ({named}). Restore complete ones from a copy, or delete that folder and "
             "start from the beginning"
         )
     return whole, broken
 
 
 def _missing_file(folder: pathlib.Path) -> str:
-    """The first file that the folder of a step lacks to be a checkpoint; or ""."""
+    """Return the first file that a step's folder lacks to be a complete checkpoint; "" if it lacks none."""
     if not (folder / _COMMITTED).is_file():
-        try:  # Orbax before 0.12 has that mark alone
+        try:  # Orbax before 0.12 writes only that mark; later versions also record the commit here
             known = json.loads((folder / _STEP_METADATA).read_bytes())
             committed = known["commit_timestamp_nsecs"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -286,11 +301,13 @@ def _missing_file(folder: pathlib.Path) -> str:
 
 
 def _remove_leftovers(folder: pathlib.Path) -> None:
-    """Removes what killed saves and killed removals have left; an incomplete checkpoint that is newer than all complete ones
-    is only renamed, since it may be a copy that was broken off."""
+    """Remove the remains of killed saves and killed deletions.
+
+    An incomplete checkpoint that is newer than all complete ones is only renamed, since it may be an interrupted copy.
+    """
     for path in folder.glob(_TEMPORARY):
         if path.is_dir() and not path.is_symlink():
-            _log.info("removing %s, which a killed save has left", path)
+            _log.info("removing %s, left by a killed save", path)
             shutil.rmtree(path)
     whole, broken = _complete_steps(folder)
     for step, lack in broken.items():
@@ -309,55 +326,57 @@ def _remove_leftovers(folder: pathlib.Path) -> None:
 
 
 def _require_room(folder: pathlib.Path, state: Any) -> None:
-    """OSError where `folder` is gone, or its disk has no room for the state: TensorStore's threads would print a traceback
-    for each array."""
+    """Raise OSError if `folder` is missing or its disk has no room for the state.
+
+    Without this check TensorStore's threads would print a traceback for each array.
+    """
     with os.scandir(folder):
         disk = os.statvfs(folder)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if hasattr(leaf, "nbytes"))
-    # Some file systems count neither blocks nor inodes.
+    # Some file systems report 0 for blocks or inodes, which means unknown.
     full = disk.f_blocks and disk.f_bavail * disk.f_frsize < size
     if full or (disk.f_files and disk.f_favail < _MAX_FILES):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextlib.contextmanager
-def _reading(folder: pathlib.Path) -> Iterator[None]:
-    """Turns any error of reading a checkpoint into a UserError that names its folder and what to do."""
+def _explain_read_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Turn any error while reading a checkpoint into a UserError that names its folder and the fix."""
     try:
         yield
     except (UserError, MemoryError, RuntimeError):  # JAX's own errors are RuntimeErrors
         raise
-    except Exception as error:  # for a truncated array TensorStore raises a bare Exception
+    except Exception as error:  # TensorStore raises a bare Exception for a truncated array
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"the checkpoint {folder} is damaged ({reason}). Restore it from a copy, or move that folder away: the same command "
-            "then goes on from the checkpoint before it, or from the beginning"
+            "then continues from the checkpoint before it, or from the beginning"
         ) from error
 
 
 def _refuse_other_shapes(folder: pathlib.Path, abstract: Mapping[str, Any]) -> None:
-    """UserError where the arrays of a checkpoint are not those of `abstract`."""
-    found = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
-    stored = {name: tuple(leaf.shape) for name, leaf in found.items()}
-    wanted = {name: tuple(leaf.shape) for name, leaf in abstract.items()}
-    if stored == wanted:
+    """Raise UserError if the names or shapes of a checkpoint's arrays differ from those of `abstract`."""
+    on_disk = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
+    stored = {name: tuple(leaf.shape) for name, leaf in on_disk.items()}
+    expected = {name: tuple(leaf.shape) for name, leaf in abstract.items()}
+    if stored == expected:
         return
-    name = min(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
-    shapes = [f"of shape {shapes[name]}" if name in shapes else "absent" for shapes in (stored, wanted)]
+    name = min(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name))
+    shapes = [f"of shape {shapes[name]}" if name in shapes else "absent" for shapes in (stored, expected)]
     raise UserError(
-        f"the checkpoint {folder} does not fit this model and optimiser: {name[_NUMBER:]} is {shapes[0]} there, and {shapes[1]} "
-        "now. Use the code and config that made it, or another --workdir."
+        f"the checkpoint {folder} does not fit this model and optimiser: {name[_INDEX_DIGITS:]} is {shapes[0]} there, and "
+        f"{shapes[1]} now. Use the code and config that wrote it, or another --workdir."
     )
 
 
 def _leaves_by_path(tree: Any) -> dict[str, Any]:
-    """Leaves by path, so that what is on disk does not depend on the Python classes around them."""
+    """Return the leaves by numbered path, so that the names on disk do not depend on Python classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {f"{i:0{_NUMBER}d}{_name(path)}": leaf for i, (path, leaf) in enumerate(leaves)}
+    return {f"{i:0{_INDEX_DIGITS}d}{_leaf_name(path)}": leaf for i, (path, leaf) in enumerate(leaves)}
 
 
-def _name(path: tuple[Any, ...], where: str = "") -> str:
-    """Name of a leaf on disk, without its number."""
+def _leaf_name(path: tuple[Any, ...], where: str = "") -> str:
+    """Return the name of a leaf on disk, without its number."""
     return where + jax.tree_util.keystr(path).replace("/", "_")
 
 

@@ -1,4 +1,7 @@
-"""What a run trains and is tested on: the built-in world, or a folder of real questions and passages."""
+"""Questions, passages and retriever of a run: from the built-in world, or from a folder of real data.
+
+Read `load_datasets` first.
+"""
 
 import dataclasses
 import typing
@@ -24,31 +27,35 @@ from rrl.retrieval.retriever import Retriever, RetryPolicy, SearchFailed
 from rrl.retrieval.wire import FORMS
 
 HELD_OUT_SPLITS = tuple(split for split in SPLITS if split != "train")
-"""Splits of the built-in world whose names training never shows."""
+"""Splits of the built-in world that share no name with training."""
 
 SEARCH_ATTEMPTS = 3
-"""At a search that a service does not answer."""
+"""Attempts per search on a search service, the first included."""
 
 INDEXES_FOLDER = "indexes"
-"""Folder of a workdir with the indexes that its run built (see `stored_retriever`)."""
+"""Folder of a workdir with the indexes that the run built (see `stored_retriever`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RetrieverConfig:
-    """The search engine of a run."""
+    """The retriever of a run."""
 
     kind: str = "scann"
-    """scann, exact, bm25, or off: every search returns nothing."""
+    """scann, exact or bm25; or off, with which every search returns nothing."""
     encoder: str = ""
-    """Folder of the encoder, for scann and exact."""
+    """Folder of the text encoder, for scann and exact."""
     title_weight: int = 3
-    """How often the title counts for BM25. 0 leaves titles out, of embeddings too; there any other number is 1."""
+    """Weight of the title in BM25; its words count this many times. 0 leaves titles out, of embeddings too; for embeddings
+    every other value means 1."""
     k1: float = 0.9
+    """BM25's term-frequency saturation."""
     b: float = 0.4
+    """BM25's length normalisation, in 0..1."""
     index: str = ""
-    """An index folder, or http://… of a search service: in place of an index built here, whatever `kind` says but off."""
+    """An index folder, or the http://… address of a search service. It replaces an index built by this run, for every `kind`
+    except off."""
     form: str = "search-r1"
-    """What a service speaks: search-r1, flashrag or r1-searcher."""
+    """Request format of a search service: search-r1, flashrag or r1-searcher."""
 
     def __post_init__(self) -> None:
         one_of((*INDEXES, "off"), self, "kind")
@@ -56,8 +63,13 @@ class RetrieverConfig:
         self.bm25()
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide what is found; an index by its content. Those of an index only where there is one, and of a
-        service nothing else."""
+        """Return the settings that determine search results, with an index identified by its content.
+
+        `index` and `form` appear only if an index is given. A service is identified by its address and form alone.
+
+        Raises:
+            UserError: the index is broken, or the encoder would not be used.
+        """
         settings = dataclasses.asdict(self)
         if not self.index:
             del settings["index"], settings["form"]
@@ -82,7 +94,7 @@ class RetrieverConfig:
         return settings
 
     def bm25(self) -> Bm25Config:
-        """The settings of BM25 among them; UserError for one out of range."""
+        """Return the settings of BM25. Raises UserError if one is out of range."""
         return Bm25Config(k1=self.k1, b=self.b, title_weight=self.title_weight)
 
 
@@ -91,22 +103,29 @@ class DataConfig:
     """Where questions and passages come from."""
 
     path: str = "miniwiki"
-    """The built-in world, or a folder with question files and a corpus."""
+    """miniwiki for the built-in world, or a folder with question files and a corpus."""
     seed: int = 0
+    """Seed of the built-in worlds."""
     train_worlds: int = 32
+    """Built-in worlds for training."""
     held_out_worlds: int = 8
+    """Built-in worlds for evaluation."""
     world_size: int = 200
-    """Passages of one built-in world."""
+    """Passages per built-in world."""
     train_per_kind: int = 2000
-    """Training questions of each kind."""
+    """Training questions of each kind, in the built-in world."""
     held_out_per_kind: int = 144
+    """Held-out questions of each kind, in the built-in world."""
     held_out_split: str = "test"
+    """Split of the held-out worlds: test, or dev for tuning."""
     kinds: tuple[str, ...] = KINDS
+    """Kinds of questions in the built-in world."""
     held_out: int = 500
-    """Questions of a folder that are held out at most."""
+    """Largest number of held-out questions of a folder."""
     on_error: OnFault = "refuse"
-    """What a fault does. refuse: a broken record refuses its file; skip: broken records are skipped and counted. With both, a
-    question that is too long for the context ends as context_limit. stop: as refuse, and such a question stops the run."""
+    """What happens at a fault in the data. refuse: a broken record raises an error. skip: broken records are skipped and
+    counted. In both cases an episode whose question does not fit the context ends as context_limit. stop: like refuse, and
+    such a question raises an error too."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "seed", "held_out")
@@ -121,11 +140,13 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SearchDataset:
-    """Questions and the retriever over the passages that answer them."""
+    """Questions, and the retriever over the passages that answer them."""
 
     questions: list[Question]
     retriever: Retriever | None
+    """None if the retriever is off."""
     passages: Sequence[Passage]
+    """Empty if the retriever uses a given index."""
 
 
 def load_retriever(
@@ -135,11 +156,21 @@ def load_retriever(
     seconds: float = 60.0,
     workdir: Path | None = None,
 ) -> Retriever | None:
-    """The retriever of a config: over passages in memory unless it names an index; None when it is off.
+    """Return the retriever of a config.
 
-    After `seconds` a search is given up by who asks; a search service is tried `SEARCH_ATTEMPTS` times within them. With a
-    `workdir`, an index that would come out otherwise when built again is stored there, so that a resumed run finds the same
-    passages. Raises UserError for a service that does not answer.
+    Args:
+        passages: indexed unless the config names an index or a service.
+        config: kind and settings of the retriever.
+        encoder: text encoder for scann and exact.
+        seconds: time after which the caller gives up a search; a service gets `SEARCH_ATTEMPTS` attempts within it.
+        workdir: folder in which an index is stored if building it again could give another result, so that a resumed run
+            finds the same passages; None: no index is stored.
+
+    Returns:
+        The retriever; None if it is off.
+
+    Raises:
+        UserError: a search service does not answer.
     """
     if config.kind == "off":
         return None
@@ -155,7 +186,7 @@ def load_retriever(
 
 
 def _require_service(config: RetrieverConfig, retry_policy: RetryPolicy) -> None:
-    """Raises UserError for a search service that does not answer: a run over it would find nothing, and score that."""
+    """Raise UserError if a search service does not answer. A run would otherwise score episodes without search results."""
     try:
         open_remote(config.index, config.form, retry_policy).search(["search"], 1)
     except SearchFailed as error:
@@ -166,9 +197,11 @@ def _require_service(config: RetrieverConfig, retry_policy: RetryPolicy) -> None
 
 
 def encoder_folder(config: RetrieverConfig, where: str = "retriever") -> str:
-    """The folder of the encoder that a retriever config needs, or nothing.
+    """Return the folder of the encoder that a retriever config needs; "" if it needs none.
 
-    Raises UserError that names the field where one is needed and not given, or not there; `where` is the section.
+    Raises:
+        UserError: the encoder is needed and not given, or its folder is missing. The message names the field; `where` is the
+            name of its section.
     """
     if config.kind == "off" or (config.kind == "bm25" and not config.index):
         return ""
@@ -182,7 +215,7 @@ def encoder_folder(config: RetrieverConfig, where: str = "retriever") -> str:
 
 
 def load_retriever_encoder(config: RetrieverConfig, where: str = "retriever") -> TextEncoder | None:
-    """The text encoder that a retriever config needs; errors as `encoder_folder`."""
+    """Load the text encoder that a retriever config needs; None if it needs none. Raises UserError as `encoder_folder`."""
     folder = encoder_folder(config, where)
     if not folder:
         return None
@@ -190,32 +223,42 @@ def load_retriever_encoder(config: RetrieverConfig, where: str = "retriever") ->
 
 
 def data_fingerprint(folder: str) -> dict[str, Any]:
-    """What is in a data folder, wherever it lies: the size of each file, and a hash of its content."""
+    """Return size and SHA-256 of each file of a data folder, so that a moved folder is recognised."""
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
     stamps = {file.name: stamp(file) for file in files}
     return {
-        "files": {name: found["bytes"] for name, found in stamps.items()},
-        "content": {name: found["sha256"] for name, found in stamps.items()},
+        "files": {name: entry["bytes"] for name, entry in stamps.items()},
+        "content": {name: entry["sha256"] for name, entry in stamps.items()},
     }
 
 
 def load_datasets(
     data: DataConfig,
     retriever: RetrieverConfig,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     search_seconds: float = 60.0,
     workdir: Path | None = None,
 ) -> tuple[SearchDataset, SearchDataset]:
-    """The training corpus and the held-out one.
+    """Return the training dataset and the held-out dataset.
 
-    In the built-in world they share no entity. A folder has one corpus; its test (or dev) questions are held out, and
-    with one question file only, every fifth question of it. `search_seconds` and `workdir` as in `load_retriever`.
+    In the built-in world the two share no entity. A data folder has one corpus for both; its test (or dev) questions are held
+    out. If it has only one question file, every fifth question is held out.
+
+    Args:
+        data: source of questions and passages.
+        retriever: kind and settings of the retriever.
+        log: called with progress lines.
+        search_seconds: `seconds` of `load_retriever`.
+        workdir: see `load_retriever`.
+
+    Raises:
+        UserError: wrong settings, broken data, or a search service that does not answer.
     """
     encoder = load_retriever_encoder(retriever)
     if data.path == "miniwiki":
         if retriever.index:
             raise UserError(
-                "retriever.index goes with data=FOLDER; the built-in world makes its own passages"
+                "retriever.index needs data=FOLDER; the built-in world generates its own passages"
             )
         sides = (
             ("train", data.train_worlds, data.train_per_kind),
@@ -225,38 +268,40 @@ def load_datasets(
         for split, worlds, per_kind in sides:
             wiki = generate(split, data.seed, worlds * data.world_size, worlds)
             items = mixed_questions(wiki, per_kind, data.kinds, data.seed)
-            say(
+            log(
                 f"miniwiki {split}: {worlds} worlds, {len(wiki.passages)} passages, {len(items)} questions; indexing"
             )
             search = load_retriever(wiki.passages, retriever, encoder, workdir=workdir)
             corpora.append(SearchDataset([item.question for item in items], search, wiki.passages))
         return corpora[0], corpora[1]
     folder = load_folder(data.path, on_broken(data.on_error), corpus=not retriever.index)
-    doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
-    say(f"{data.path}: {len(folder.passages)} passages; {doing}")
+    action = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
+    log(f"{data.path}: {len(folder.passages)} passages; {action}")
     search = load_retriever(folder.passages, retriever, encoder, search_seconds, workdir)
     train, held_out = split_questions(folder)
-    say(f"{data.path}: {len(train)} training questions, {len(held_out[: data.held_out])} held out")
+    log(f"{data.path}: {len(train)} training questions, {len(held_out[: data.held_out])} held out")
     return SearchDataset(train, search, folder.passages), SearchDataset(
         held_out[: data.held_out], search, folder.passages
     )
 
 
 def split_questions(folder: DataFolder) -> tuple[list[Question], list[Question]]:
-    """Training and held-out questions of a folder: of two files with gold answers, or of the only one.
+    """Return the training and the held-out questions of a folder.
 
-    Held out is the test file, else the dev file, ...; files without gold answers are not used.
+    The held-out questions are the first of test, dev, questions and train that has gold answers; files without gold answers
+    are not used. The training questions are the first other file of train, questions and dev with gold answers. If there is no
+    other file, `hold_out` splits the only one.
     """
-    held = folder.first_answered(("test", "dev", "questions", "train"))
-    if held is None:
+    held_out = folder.first_answered(("test", "dev", "questions", "train"))
+    if held_out is None:
         raise UserError(f"data folder {folder.path}: none of its question files has gold answers; give one")
-    split, questions = held
+    split, questions = held_out
     rest = folder.first_answered(("train", "questions", "dev"), exclude=split)
     return (rest[1], questions) if rest else hold_out(questions)
 
 
 def hold_out(questions: list[Question]) -> tuple[list[Question], list[Question]]:
-    """Training and held-out questions of one file: every fifth is held out."""
+    """Split the questions of one file into training and held-out ones: every fifth is held out."""
     train = [question for place, question in enumerate(questions) if place % 5]
     if not train:
         raise UserError(

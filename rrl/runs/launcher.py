@@ -1,4 +1,7 @@
-"""How a launcher starts: flags and a config file in, and for wrong input one clear line and exit code 2."""
+"""The start of every launcher: parse flags and config, and turn errors into one clear line and an exit code.
+
+Read `run` first.
+"""
 
 import ast
 import contextlib
@@ -23,27 +26,31 @@ from rrl.retrieval.retriever import SearchFailed
 from rrl.stopping import RunStopped, ServiceUnavailable
 
 EXIT_USER_ERROR = 2
-"""Exit code for what a person must change: wrong input, or a workdir that cannot be written. Starting again does not help."""
+"""Exit code for errors that the user must fix: wrong input, or a workdir that cannot be written. A restart does not help."""
 EXIT_COLLAPSED = 3
 """Exit code of a run that its guard ended."""
 EXIT_TRY_AGAIN = 42
-"""Exit code of a run that ended after saving because a service (a judge, a reader) gave no answer; the same command continues
-it. xpk restarts a job on 42 and on 127 to 255; Slurm requeues on the codes that its RequeueExit lists."""
+"""Exit code of a run that saved and ended because a service (a judge, a reader) did not answer. The same command continues it.
+xpk restarts a job on 42 and on 127 to 255; Slurm requeues on the codes that its RequeueExit lists."""
 EXIT_STOPPED = 143
-"""Exit code of a run that SIGTERM or Ctrl-C stopped after saving; the same command continues it."""
+"""Exit code of a run that saved and ended because of SIGTERM or Ctrl-C. The same command continues it."""
 
 
 def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
-    """Parses flags and runs `main`; wrong input (flags, config arguments, fields, files) ends with exit code
-    `EXIT_USER_ERROR`, and so do a failed save and a search that cannot be done; a service that is away with `EXIT_TRY_AGAIN`.
+    """Parse the flags and run `main`. Errors end the process with one line and an exit code.
 
-    absl's own handling would print the whole usage text and exit with code 1. `callbacks`: see `prepare_host`, which
-    must come before the flags, since config files import jax.
+    Wrong input (flags, config arguments, fields, files), a failed save and a failed search exit with `EXIT_USER_ERROR`. A
+    service that does not answer exits with `EXIT_TRY_AGAIN`. absl's own handling would print the whole usage text and exit
+    with code 1.
+
+    Args:
+        main: called with the remaining arguments.
+        callbacks: see `prepare_host`, which must run before the flags are parsed, since config files import jax.
     """
     use_huge_pages()
     prepare_host(callbacks)
     sys.argv[1:] = rename_overrides(sys.argv[1:])
-    # A config of another folder may import `configs`.
+    # A config in another folder may import `configs`.
     sys.path.append(str(pathlib.Path(sys.argv[0]).resolve().parent.parent))
 
     def parse(argv: Sequence[str]) -> list[str]:
@@ -52,13 +59,13 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
         except UserError as error:
             _fail(error)
         except SystemExit:
-            # absl's flags of help exit with 1.
+            # absl exits with 1 after --help.
             if any(re.fullmatch(r"--?(help\w*|\?)", arg) for arg in argv):
                 sys.exit(0)
             raise
 
     def guarded(argv: Sequence[str]) -> None:
-        absl_logging.set_verbosity(absl_logging.WARNING)  # checkpointing tells every file it touches at INFO
+        absl_logging.set_verbosity(absl_logging.WARNING)  # checkpointing logs every file it touches at INFO
         logging.getLogger("rrl").setLevel(logging.INFO)
         _quiet_failed_saves()
         try:
@@ -77,19 +84,24 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
                     _exit_at_once(save_error(pathlib.Path(error.filename), error))
                 full = f"the disk, its inodes or the quota are full ({error}). Free space"
                 _exit_at_once(SaveError(f"{full}, then give the same command again"))
-            # ml_collections reports a config file that it could not read at the first use of the config only.
+            # ml_collections reports an unreadable config file only at the first use of the config.
             if str(error).startswith("Configuration is not available"):
                 _fail(" ".join(str(error.__cause__ or error).split()))
             if not error.filename:
                 raise
-            _fail(f"{error.filename}: {error.strerror}. Make it what the command needs, or give another path")
+            _fail(f"{error.filename}: {error.strerror}. Fix that path, or give another one")
 
     app.run(guarded, flags_parser=parse)
 
 
 def exit_after_runs(failed: Mapping[str, str], stopped: bool, again: bool = False) -> None:
-    """Names what failed of several runs, with its reason, and exits where one did or all were stopped. `again`: starting again
-    continues what failed."""
+    """Print the failures of several runs and exit if there are any, or if the runs were stopped.
+
+    Args:
+        failed: reason by name of each failed run.
+        stopped: whether a signal stopped the runs.
+        again: whether the same command continues the failed runs; the exit code is then `EXIT_TRY_AGAIN` instead of 1.
+    """
     for name, reason in failed.items():
         print(f"error: {name}: {reason}", file=sys.stderr)
     if stopped or failed:
@@ -97,20 +109,25 @@ def exit_after_runs(failed: Mapping[str, str], stopped: bool, again: bool = Fals
 
 
 def load_config(config: str, overrides: Sequence[str]) -> Any:
-    """The config that `--config=CONFIG --config.FIELD=VALUE ...` gives a launcher; each override is a FIELD=VALUE.
+    """Return the config that a launcher gets from `--config=CONFIG --config.FIELD=VALUE ...`.
 
-    Raises UserError as a launcher would end with it.
+    Args:
+        config: a config file with its arguments, as after `--config=`.
+        overrides: FIELD=VALUE each.
+
+    Raises:
+        UserError: wrong input, with the message that a launcher would print.
     """
     values = flags.FlagValues()
-    given = rename_overrides([f"--config.{override}" for override in overrides])
-    argv = ["rrl", f"--config={config}", *given]
+    renamed = rename_overrides([f"--config.{override}" for override in overrides])
+    argv = ["rrl", f"--config={config}", *renamed]
     holder = config_flags.DEFINE_config_file("config", None, "", values, lock_config=True, sys_argv=argv)
     _parse_flags(argv, values)
     return holder.value
 
 
 def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
-    """What is left of the arguments when the flags are taken out; UserError says what is wrong with them."""
+    """Parse the flags and return the remaining arguments. Raises UserError that names what is wrong."""
     argv = _with_shipped_config(argv)
     try:
         return values(argv)
@@ -120,8 +137,10 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
             KeyError: _unknown_field,
             flags.IllegalFlagValueError: _wrong_value,
         }
-        said = next((say(argv, values) for kind, say in known.items() if isinstance(error, kind)), "")
-        raise UserError(said or str(_cause(error))) from error
+        reason = next(
+            (describe(argv, values) for kind, describe in known.items() if isinstance(error, kind)), ""
+        )
+        raise UserError(reason or str(_cause(error))) from error
 
 
 def _with_shipped_config(argv: Sequence[str]) -> list[str]:
@@ -139,37 +158,37 @@ def _with_shipped_config(argv: Sequence[str]) -> list[str]:
 
 
 def default_workdir(config: Any) -> str:
-    """Folder of a run that was given none, from its config flag: configs/miniwiki_pretrain.py has runs/pretrain.
+    """Return the default workdir, named after the config: configs/miniwiki_pretrain.py gets runs/pretrain.
 
-    With arguments it has one of its own, so that a smoke run does not stand in the way of the main one.
+    Config arguments become part of the name, so that a smoke run does not block the main run.
     """
     file, _, arg = config_flags.get_config_filename(config).partition(":")
     return f"runs/{run_name(pathlib.Path(file).stem.removeprefix('miniwiki_'), arg)}"
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The innermost UserError behind an error, which ml_collections wraps together with its traceback."""
-    found, inner = error, error.__cause__ or error.__context__
+    """Return the innermost UserError behind an error; ml_collections wraps it together with its traceback."""
+    innermost, inner = error, error.__cause__ or error.__context__
     while inner is not None:
-        found = inner if isinstance(inner, UserError) else found
+        innermost = inner if isinstance(inner, UserError) else innermost
         inner = inner.__cause__ or inner.__context__
-    return found
+    return innermost
 
 
 def _overrides(argv: Sequence[str], values: flags.FlagValues) -> tuple[Any, dict[str, str]]:
-    """The config as its file makes it (None: no config), and what `--config.a.b=1` would set in it, by name."""
+    """Return the config without overrides (None if there is none), and the text of each `--config.a.b=VALUE` by name."""
     matches = [re.match(r"--?(?:no)?(config\.[^=]+)(?:=(.*))?", arg, re.DOTALL) for arg in argv]
-    given = {match[1]: match[2] or "" for match in matches if match}
-    at = next((place for place, arg in enumerate(argv) if re.match(r"--?config(=|$)", arg)), None)
-    if not given or at is None:
+    overrides = {match[1]: match[2] or "" for match in matches if match}
+    flag = next((place for place, arg in enumerate(argv) if re.match(r"--?config(=|$)", arg)), None)
+    if not overrides or flag is None:
         return None, {}
-    return values["config"].parser.parse(argv[at].partition("=")[2] or argv[at + 1]), given
+    return values["config"].parser.parse(argv[flag].partition("=")[2] or argv[flag + 1]), overrides
 
 
 def _unknown_field(argv: Sequence[str], values: flags.FlagValues) -> str:
-    """What is wrong with the first override of a field that the config does not have; or ""."""
-    config, given = _overrides(argv, values)
-    for name in given:
+    """Return an error message for the first override of a field that the config does not have; "" if there is none."""
+    config, overrides = _overrides(argv, values)
+    for name in overrides:
         section, path = config, "config"
         for field in name.split(".")[1:]:
             fields = sorted(section) if hasattr(section, "keys") else []
@@ -182,9 +201,9 @@ def _unknown_field(argv: Sequence[str], values: flags.FlagValues) -> str:
 
 
 def _wrong_value(argv: Sequence[str], values: flags.FlagValues) -> str:
-    """What is wrong with the first override whose value is not of its field's type; or ""."""
-    config, given = _overrides(argv, values)
-    for name, value in given.items():
+    """Return an error message for the first override whose value does not have its field's type; "" if there is none."""
+    config, overrides = _overrides(argv, values)
+    for name, value in overrides.items():
         section = config
         *path, field = name.split(".")[1:]
         for part in path:
@@ -210,9 +229,9 @@ _PARSERS: dict[type, tuple[Callable[[str], bool], str]] = {
     bool: (lambda text: text.lower() in ("true", "t", "1", "false", "f", "0"), "true or false"),
     int: (_parses_as(int), "a whole number"),
     float: (_parses_as(float), "a number"),
-    tuple: (_parses_as(ast.literal_eval), "a tuple in Python's form, texts in it in quotes"),
+    tuple: (_parses_as(ast.literal_eval), "a tuple in Python's syntax, with strings in quotes"),
 }
-"""Field types of which not every text is a value: what reads one, and what is allowed, in words."""
+"""Field type -> (whether a text is a value of the type, description of the allowed values)."""
 
 
 def _fail(error: object, code: int = EXIT_USER_ERROR) -> NoReturn:
@@ -221,8 +240,11 @@ def _fail(error: object, code: int = EXIT_USER_ERROR) -> NoReturn:
 
 
 def _quiet_failed_saves() -> None:
-    """Of a save that fails in the background only the SaveError is shown: Orbax's threads log the traceback of each array, and
-    TensorStore's report to event loops that Orbax has closed."""
+    """Hide the output of Orbax and TensorStore when a background save fails, so that only the SaveError is shown.
+
+    Orbax's threads would log a traceback for each array. TensorStore's threads would report to event loops that Orbax has
+    already closed.
+    """
     logging.getLogger("absl").addFilter(
         lambda record: not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
     )
@@ -236,8 +258,10 @@ def _quiet_failed_saves() -> None:
 
 
 def _exit_at_once(error: SaveError) -> NoReturn:
-    """Ends without the interpreter's shutdown, which would wait for threads that wait for the disk, and print a traceback for
-    each file that it cannot flush."""
+    """Print the error and exit without the interpreter's shutdown.
+
+    The shutdown would wait for threads that wait for the disk, and print a traceback for each file that it cannot flush.
+    """
     print(f"error: {error}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the log may lie on the same disk

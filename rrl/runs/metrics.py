@@ -1,4 +1,4 @@
-"""Metrics of a run: `metrics.jsonl` (one line a step) and TensorBoard, consistent across resumes."""
+"""Metrics of a run: `metrics.jsonl` (one line per step) and TensorBoard, consistent across resumes."""
 
 import json
 import logging
@@ -29,8 +29,8 @@ NUMERIC_PREFIXES = (
     "time",
     "memory",
 )
-"""What stands before the / of a name whose value is a number."""
-_REMEDY = "remove that line, or move the file away: a run goes on without them"
+"""Prefixes (before the "/") of metrics whose values must be numbers or null."""
+_REMEDY = "remove that line, or move the file away: the run continues without it"
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +38,15 @@ log = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends the metrics of each step to `workdir/metrics.jsonl` and to TensorBoard.
 
-    A run resumed from the checkpoint of step S goes on behind the lines that the file had when that was saved, so that the
-    file reads as one uninterrupted run, line by line. A checkpoint says how many they were: save `lines` with it.
-    Of several processes, which share the workdir and have the same metrics, the first writes.
+    A run that resumes from the checkpoint of step S truncates the file to the lines that it had when that checkpoint was
+    saved. So the file reads, line by line, as one uninterrupted run. Save `lines` with each checkpoint for this purpose.
+    In a run of several processes, which share the workdir and have the same metrics, only the first writes.
 
     Attributes:
-      past: these lines, in every process.
-      repeated: later lines of steps up to S, in every process: evaluations that followed the checkpoint. They are no
-        longer in the file; a run that wants to save the work writes them again in their turn.
-      lines: how many lines the file has now.
+      past: the lines that remain, in every process.
+      repeated: removed lines of steps up to S, in every process. They are evaluations that were done after the checkpoint;
+        the run may write them again instead of repeating the evaluations.
+      lines: number of lines in the file.
     """
 
     def __init__(
@@ -56,38 +56,39 @@ class MetricsWriter:
         resume_lines: int | None = None,
         tensorboard: bool = True,
     ) -> None:
-        """Opens the files.
+        """Open the files.
 
         Args:
           workdir: folder of the run.
-          resume_step: S, the number of completed updates; 0 where there is no checkpoint. Later lines are removed.
-          resume_lines: `lines` as the checkpoint says, 0 without a checkpoint; None (a checkpoint of an older version): all
-            lines up to S are past. Fewer lines than that were lost, of which the log warns.
-          tensorboard: False leaves TensorBoard out.
+          resume_step: S, the number of completed updates; 0 without a checkpoint. Later lines are removed.
+          resume_lines: `lines` from the checkpoint; 0 without a checkpoint. None (a checkpoint of an older version) keeps
+            all lines up to S. If the file has fewer lines, some were lost and a warning is logged.
+          tensorboard: whether to write TensorBoard files too.
 
-        Raises UserError as `read_metrics`.
+        Raises:
+          UserError: see `read_metrics`.
         """
         folder = pathlib.Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
-        there = _lines_of(path) if path.exists() else []
-        # A line that was copied must not push another out.
-        once = list({json.dumps(line): line for line in there}.values())
-        known = [line for line in once if line["step"] <= resume_step]
+        existing = _lines_of(path) if path.exists() else []
+        # Duplicate lines must not displace others.
+        unique = list({json.dumps(line): line for line in existing}.values())
+        known = [line for line in unique if line["step"] <= resume_step]
         end = len(known) if resume_lines is None else resume_lines
         self.past, self.repeated = known[:end], known[end:]
         self.lines = len(self.past)
         self._file: pathlib.Path | None = None
         self._board: EventFile | None = None
         if jax.process_index() == 0:
-            if there and resume_lines == 0 and resume_step == 0:
+            if existing and resume_lines == 0 and resume_step == 0:
                 log.warning(
-                    "%s holds %d lines of a run, but there is no checkpoint: training begins anew, and they are dropped",
+                    "%s holds %d lines of a run without a checkpoint: they are dropped, and training starts from the beginning",
                     path,
-                    len(there),
+                    len(existing),
                 )
-            _warn_of_loss(path, resume_step, len(self.past), resume_lines)
-            # A kill between two writes must not lose the past.
+            _warn_of_lost_lines(path, resume_step, len(self.past), resume_lines)
+            # A kill between two writes must not lose the remaining lines.
             with saving(path), atomic_stream(path) as stream:
                 stream.write("".join(json.dumps(line) + "\n" for line in self.past).encode())
             self._file = path
@@ -96,15 +97,16 @@ class MetricsWriter:
                     self._board = EventFile(folder / "tensorboard", purge_step=resume_step + 1)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes scalars of a step (the number of completed updates). A value that is not finite is written as null.
+        """Write the metrics of a step (the number of completed updates). Values that are not finite become null.
 
-        Raises SaveError where the disk is full, or a file was deleted meanwhile.
+        Raises:
+          SaveError: the disk is full, or a file was deleted in the meantime.
         """
         self.lines += 1
         if self._file is None:
             return
         plain = {name: _plain(value) for name, value in metrics.items()}
-        # What the file holds TensorBoard holds too, since a life that is resumed does not write its past again.
+        # TensorBoard already has repeated lines, since resuming does not remove them from its files.
         if self._board is not None and all(line["step"] != step for line in self.repeated):
             scalars = {name: value for name, value in plain.items() if isinstance(value, int | float)}
             with saving(self._board.file):
@@ -113,7 +115,7 @@ class MetricsWriter:
             append_bytes(self._file, (json.dumps({"step": step} | plain, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
-        """Writes nothing more."""
+        """Stop writing: later calls of `write` only count lines."""
         self._file = self._board = None
 
     def __enter__(self) -> "MetricsWriter":
@@ -124,26 +126,27 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a metrics file by step; a last line that a kill cut short is ignored.
+    """Return the lines of a metrics file, sorted by step. An incomplete last line, left by a kill, is skipped.
 
-    Raises UserError that names file and line for a line that is no JSON object in UTF-8, or whose step is no number.
+    Raises:
+      UserError: a line is not a JSON object in UTF-8, or a value that must be a number is not. Names file and line.
     """
     return sorted(_lines_of(path), key=lambda line: line["step"])
 
 
 def refuse_damaged_metrics(workdir: str | os.PathLike[str]) -> None:
-    """Raises UserError as `read_metrics`, before a run loads what takes long, where the workdir has metrics."""
+    """Check a workdir's metrics file, if it has one. Call it before models are loaded. Raises UserError as `read_metrics`."""
     path = pathlib.Path(workdir) / FILE
     if path.exists():
         _lines_of(path)
 
 
 def _lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines as they were written: step 0, the start's evaluation, comes after step 1."""
+    """Return the lines in the order of the file. (The evaluation of the start, step 0, is written after step 1.)"""
     lines = []
     for number, line in read_json_lines(pathlib.Path(path), _REMEDY):
         if "step" not in line:
-            raise UserError(f"{path}, line {number}: there is no step; {_REMEDY}")
+            raise UserError(f"{path}, line {number}: the field step is missing; {_REMEDY}")
         step = line["step"]
         if isinstance(step, bool) or not isinstance(step, int | float) or not abs(step) < math.inf:
             raise UserError(f"{path}, line {number}: step={step!r} must be a number; {_REMEDY}")
@@ -156,15 +159,15 @@ def _lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def _warn_of_loss(path: pathlib.Path, step: int, there: int, expected: int | None) -> None:
-    """Logs that lines are gone which the run had written by its checkpoint."""
+def _warn_of_lost_lines(path: pathlib.Path, step: int, remaining: int, expected: int | None) -> None:
+    """Log a warning if lines are missing that the run had written by its checkpoint."""
     least = min(step, 1) if expected is None else expected
-    if there < least:
-        number = "none" if not there else f"only {there}"
+    if remaining < least:
+        number = "none" if not remaining else f"only {remaining}"
         of = "the lines" if expected is None else f"the {expected} lines"
         log.warning(
-            "%s holds %s of %s that the run had written by its checkpoint of step %d: the others are lost, and missing in "
-            "curves and comparisons. TensorBoard's files in %s hold their values",
+            "%s holds %s of %s that the run had written by its checkpoint of step %d: the others are lost and missing in "
+            "curves and comparisons. The TensorBoard files in %s hold their values",
             path,
             number,
             of,

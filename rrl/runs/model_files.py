@@ -1,4 +1,4 @@
-"""What an export needs beside a checkpoint: description of the model, tokenizer and recipe card, kept in the workdir of a run."""
+"""The files that an export needs besides a checkpoint: model description, tokenizer and recipe card, in a run's workdir."""
 
 import os
 import pathlib
@@ -12,8 +12,9 @@ from rrl.models.weights import write_json
 from rrl.recipes.card import RecipeCard, write_card
 
 MODEL_FILES = "model_files"
+"""Folder of a workdir with these files."""
 START_FILE = "start.json"
-"""File in MODEL_FILES that names the folder a run started from, and its hash."""
+"""File in `MODEL_FILES` with the path and the hash of the folder that the run started from."""
 
 
 def write_model_files(
@@ -23,9 +24,14 @@ def write_model_files(
     card: RecipeCard | None = None,
     start: str | pathlib.Path | None = None,
 ) -> None:
-    """Keeps in a run's workdir what an export needs beside a checkpoint.
+    """Write to a run's workdir what an export needs besides a checkpoint.
 
-    `start` is the folder the run started from: checkpoints do not hold what training leaves as it was.
+    Args:
+        workdir: folder of the run.
+        config: shape of the model.
+        tokenizer: its tokenizer.
+        card: recipe card; None if the run has none.
+        start: folder that the run started from. An export needs it because checkpoints do not contain frozen parameters.
     """
     folder = pathlib.Path(workdir, MODEL_FILES)
     save_config_and_tokenizer(folder, config, tokenizer)

@@ -1,4 +1,4 @@
-"""A progress line: a bar on a terminal, a plain line every so often elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines in a log file or pipe."""
 
 import contextlib
 import math
@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Shows step, chosen metrics, tokens/s and time left, which is reckoned from the end of the first step on: that one compiles.
+    """Shows step, chosen metrics, tokens/s and the estimated time left.
 
-    On a terminal it is one tqdm bar; in a log file or pipe it is a line for the first step, at most one every `seconds`
-    after it, and one at the end.
+    The estimate ignores the first step, which compiles. On a terminal the progress is a tqdm bar. In a log file or pipe it is
+    one line for the first step, then at most one line every `seconds`, and one line at the end.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._began = self._last = time.monotonic()
         self._first: tuple[int, float] | None = None
-        """Where the first update ended, and when."""
+        """Step and time of the first `update`; the estimate starts there."""
         self._bar = (
             tqdm(total=total, initial=start, desc=label, file=self._stream, dynamic_ncols=True)
             if self._stream.isatty()
@@ -38,14 +38,14 @@ class Progress:
         )
 
     def begin(self) -> None:
-        """Starts the clock again: what came before belongs to no step."""
+        """Restart the clock. Call it when the first step starts."""
         self._began = time.monotonic()
         if self._bar is not None:
             self._bar.unpause()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside counts neither for the speed nor for the time left."""
+        """Exclude the time within the block from speed and time left."""
         began = time.monotonic()
         try:
             yield
@@ -60,8 +60,14 @@ class Progress:
     def update(
         self, step: int, metrics: Mapping[str, Any], tokens: int = 0, seconds: float | None = None
     ) -> None:
-        """Tells that `step` updates are done; `tokens` is what the steps since the last call processed. After so many `seconds`
-        more the run ends, whatever its steps."""
+        """Show that `step` updates are done.
+
+        Args:
+            step: completed updates.
+            metrics: values to show, by name.
+            tokens: tokens that were processed since the last call.
+            seconds: time after which the run ends regardless of its steps; None without such a limit.
+        """
         advance, self.step = step - self.step, step
         self._tokens += tokens
         now = time.monotonic()
@@ -77,24 +83,24 @@ class Progress:
         if self._first is None:
             self._first = step, now
 
-    def _left(self, step: int, now: float, most: float | None) -> str:
+    def _left(self, step: int, now: float, limit: float | None) -> str:
         if step >= self.total:
             return _clock(0)
         if self._first is None or step <= self._first[0]:
-            return "?" if most is None else _clock(max(0.0, most))
+            return "?" if limit is None else _clock(max(0.0, limit))
         done, since = self._first
         left = (now - since) / (step - done) * (self.total - step)
-        return _clock(left if most is None else max(0.0, min(left, most)))
+        return _clock(left if limit is None else max(0.0, min(left, limit)))
 
     def note(self, text: str) -> None:
-        """Prints a line of its own above the bar."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
             self._line(text)
 
     def close(self) -> None:
-        """Leaves the last state on the screen."""
+        """Close the bar. Its last state stays on the screen."""
         if self._bar is not None:
             self._bar.close()
 

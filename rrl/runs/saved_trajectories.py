@@ -1,8 +1,8 @@
-"""Trajectories for the page of the closing report, kept in the workdir from the moment they exist.
+"""Saves the trajectories that the final report shows, so that a killed run can still write its report.
 
-The page shows what the last evaluation and the last training step did. Both are over when the report is written, so that a
-run that is killed in its report could not make them again. Hence they are on disk before the run says that they are done:
-an evaluation's before its line of metrics, those of the last step before the last checkpoint.
+The report shows trajectories of the last evaluation and of the last training step. A run that is killed while it writes the
+report cannot sample them again. So they are saved first: those of an evaluation before its line of metrics, those of the last
+step before the last checkpoint.
 """
 
 import dataclasses
@@ -23,37 +23,45 @@ from rrl.errors import UserError
 from rrl.files import atomic_stream, read_json_lines, saving
 
 MAX_PER_SOURCE = 30
-"""Trajectories of each source on the page. Of these the tokens are kept; of others the text, as in trajectories.jsonl."""
+"""Trajectories of each source (evaluation, training) on the report's page. Only these are saved with their tokens; others are
+saved as text, as in trajectories.jsonl."""
 FOLDER = "report"
+"""Folder of a workdir with the saved trajectories."""
 EVALUATED, SAMPLED = "evaluated", "sampled"
-"""Files in it."""
+"""Names of the files in it, without ".jsonl"."""
 _ARRAYS = ("tokens", "roles", "logps", "sampled_logps", "turns")
-_REMEDY = "remove that file: the page of trajectories is then made without it"
+_REMEDY = "remove that file: the page of trajectories is then written without it"
 
 
 class SavedTrajectories:
-    """The folder `report` of a workdir; of several processes the first writes."""
+    """The folder `report` of a workdir. In a run of several processes only the first writes."""
 
     def __init__(self, workdir: str | os.PathLike[str]) -> None:
         self._folder = pathlib.Path(workdir) / FOLDER
 
     def save_evaluated(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Keeps what the evaluation after `step` updates did."""
+        """Save the trajectories of the evaluation after `step` updates."""
         self._save(EVALUATED, {"step": step}, trajectories)
 
     def save_sampled(
         self, step: int, trajectories: Sequence[Trajectory], left_out: Bool[np.ndarray, "N"]
     ) -> None:
-        """Keeps what the page shows of the update that made it `step`; `left_out` are those that it did not learn from."""
+        """Save the trajectories of the last training step.
+
+        Args:
+            step: completed updates, including this step's.
+            trajectories: N trajectories; only the first `MAX_PER_SOURCE` are saved.
+            left_out: [N] true for those that the update did not learn from.
+        """
         about = {"step": step, "left_out": left_out[:MAX_PER_SOURCE].tolist()}
         self._save(SAMPLED, about, trajectories[:MAX_PER_SOURCE])
 
     def load_evaluated(self, step: int) -> list[Trajectory]:
-        """What `save_evaluated` kept of this step, or nothing."""
+        """Return the trajectories that `save_evaluated` saved for this step; an empty list if there are none."""
         return self._load(EVALUATED, step)[1]
 
     def load_sampled(self, step: int) -> tuple[list[Trajectory], Bool[np.ndarray, "N"]]:
-        """What `save_sampled` kept of this step, or nothing."""
+        """Return the trajectories and `left_out` that `save_sampled` saved for this step; both empty if there are none."""
         about, trajectories = self._load(SAMPLED, step)
         return trajectories, np.array(about.get("left_out", []), bool)
 
@@ -80,11 +88,11 @@ class SavedTrajectories:
         try:
             return about, [from_json(record) for record in records]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"{file}: no trajectory ({error!r}); {_REMEDY}") from error
+            raise UserError(f"{file}: not a trajectory ({error!r}); {_REMEDY}") from error
 
 
 def as_json(trajectory: Trajectory, tokens: bool = True) -> dict[str, Any]:
-    """All of a trajectory, as values for JSON; without `tokens` its arrays are empty, and passages only have their titles."""
+    """Return all fields of a trajectory as JSON values. Without `tokens` arrays are empty and passages reduced to titles."""
     record = dataclasses.asdict(trajectory)
     for name in _ARRAYS:
         array = np.asarray(record[name]) if tokens else np.zeros(0, record[name].dtype)
@@ -96,7 +104,7 @@ def as_json(trajectory: Trajectory, tokens: bool = True) -> dict[str, Any]:
 
 
 def from_json(record: dict[str, Any]) -> Trajectory:
-    """The trajectory that `as_json` wrote."""
+    """Return the trajectory that `as_json` converted."""
     arrays = {name: np.array(record[name]["values"], record[name]["dtype"]) for name in _ARRAYS}
     turn_rewards = record["turn_rewards"]
     made: dict[str, Any] = {
@@ -118,5 +126,5 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scalar(value: Any) -> Any:
-    """A NumPy number in JSON."""
+    """Convert a NumPy scalar for JSON."""
     return value.item()

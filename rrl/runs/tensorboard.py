@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written in the caller's thread: a scalar is in the file when the call returns."""
+"""TensorBoard event files, written synchronously: a scalar is in the file when `EventFile.write` returns."""
 
 import pathlib
 import socket
@@ -15,27 +15,26 @@ from rrl.files import append_bytes
 
 
 class EventFile:
-    """One event file of a folder.
+    """One event file in a folder.
 
-    tensorboardX's own SummaryWriter has a thread and a queue: a kill loses what is in them, and after a full disk has ended
-    the thread, `add_scalar` and `close` wait for it for ever. Its file keeps what it could not write, and tries again when
-    the interpreter ends.
+    tensorboardX's SummaryWriter uses a thread and a queue. A kill loses what they hold. A full disk ends the thread, after
+    which `add_scalar` and `close` wait forever, and its file retries the failed write when the interpreter exits.
 
     Attributes:
-      file: where it is.
+      file: path of the event file.
     """
 
     def __init__(self, folder: pathlib.Path, purge_step: int) -> None:
-        """Begins a new file; TensorBoard drops what older files of the folder say of `purge_step` and later steps."""
+        """Start a new file. TensorBoard then ignores `purge_step` and later steps in older files of the folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        # A life that begins in the same second has other nanoseconds.
+        # Nanoseconds distinguish processes that start in the same second.
         self.file = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{time.time_ns()}"
         self.file.touch()
         self._add(Event(file_version="brain.Event:2"))
         self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes values of a step, by name. Raises OSError where the disk is full or the file was deleted."""
+        """Write the values of a step, by name. Raises OSError if the disk is full or the file was deleted."""
         values = [value for name, number in scalars.items() for value in scalar(name, number).value]
         self._add(Event(step=step, summary=Summary(value=values)))
 
@@ -45,6 +44,6 @@ class EventFile:
 
 
 def _record(data: bytes) -> bytes:
-    """A TFRecord: length, its checksum, data, its checksum."""
+    """Return a TFRecord: length, checksum of the length, data, checksum of the data."""
     length = struct.pack("<Q", len(data))
     return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))

@@ -1,11 +1,15 @@
-"""Lines on standard error with the seconds since the start."""
+"""Log lines on standard error, each with the seconds since the start."""
 
 import sys
 import time
 
 
 class TimedLog:
-    """Says what is happening, with the seconds since the start."""
+    """A callable that prints a line with the seconds since this object was created.
+
+    Attributes:
+        began: `time.perf_counter()` at creation.
+    """
 
     def __init__(self) -> None:
         self.began = time.perf_counter()

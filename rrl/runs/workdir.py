@@ -1,4 +1,4 @@
-"""The folder of a run: it belongs to one config and to one process at a time."""
+"""The workdir of a run: it belongs to one config (`refuse_other_config`) and to one process at a time (`lock_workdir`)."""
 
 import contextlib
 import json
@@ -14,9 +14,9 @@ from rrl.errors import UserError
 from rrl.files import MAX_NAME_BYTES, exclusive_lock, saving
 
 CONFIG = "config.json"
-"""What a workdir's run is, as JSON."""
+"""File with the run's settings, as JSON."""
 FOLDERS = ("checkpoints", "model_files", "policy", "tensorboard", "not_finite", "report", "indexes")
-"""Folders that a training run makes in its workdir."""
+"""Folders that a training run creates in its workdir."""
 FILES = (
     "metrics.jsonl",
     "curves.png",
@@ -25,13 +25,13 @@ FILES = (
     "summary.txt",
     "result.json",
 )
-"""Files that it makes, beside `CONFIG`."""
+"""Files that a training run creates in its workdir, besides `CONFIG`."""
 RESUMABLE: Mapping[str, str] = {
     "checkpoints/*": "checkpoints",
     "results.jsonl": "answers (results.jsonl)",
     "blocks/*.jsonl": "sampled trajectories (blocks)",
 }
-"""What only a run of the same config may go on with."""
+"""Glob pattern -> description of results that only a run of the same config may continue."""
 ADDED_FIELDS = (
     "run.data.content",
     "run.tokenizer_sha256",
@@ -39,12 +39,12 @@ ADDED_FIELDS = (
     "content",
     "retriever.encoder_sha256",
 )
-"""Fields of configs that older runs did not write."""
+"""Fields of config.json that older versions did not write. A run without them may continue."""
 MAX_DIFFERENCES = 6
-"""Differences that one message names."""
+"""Largest number of differing fields that an error message lists."""
 
 _locked_workdirs: set[pathlib.Path] = set()
-"""Workdirs that this process holds."""
+"""Workdirs that this process has locked."""
 _LOCKED = (
     "workdir {}: another process works there. Wait until it has ended, stop it, or choose another --workdir."
 )
@@ -52,13 +52,13 @@ _LOCKED = (
 
 @contextlib.contextmanager
 def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
-    """Keeps other processes from running in a workdir within the block; makes the folder where it is missing.
+    """Lock a workdir within the block, so that no other process runs in it. Creates the folder if it is missing.
 
-    Readers (export, evaluation) take no part. The system releases the lock with the process, however that ends. Blocks of
-    one process nest. Of several processes of one run the first holds the workdir.
+    Readers (export, evaluation) do not take the lock. The system releases it when the process ends, in whatever way. One
+    process may nest such blocks. In a run of several processes only the first takes the lock.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process has locked the workdir.
     """
     folder = pathlib.Path(workdir).absolute()
     if folder in _locked_workdirs or jax.process_index() != 0:
@@ -77,46 +77,51 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
 def refuse_locked(
     workdir: str | os.PathLike[str], folders: Sequence[str] = FOLDERS, files: Sequence[str] = FILES
 ) -> None:
-    """Raises UserError when another process holds the workdir, or a file stands where the run makes one of its `folders`, or a
-    folder where it makes one of its `files`. Writes nothing: to be called before models are loaded."""
+    """Raise UserError if another process has locked the workdir or a path that the run needs is occupied.
+
+    A path is occupied if one of `folders` is a file, or one of `files` is a folder. This function writes nothing; call it
+    before models are loaded.
+    """
     folder = pathlib.Path(workdir).absolute()
     for name in folders:
         if (folder / name).exists() and not (folder / name).is_dir():
-            raise UserError(f"{folder / name} is a file, where the run makes a folder; move it away")
+            raise UserError(f"{folder / name} is a file, but the run needs a folder there; move it away")
     for name in files:
         if (folder / name).is_dir():
-            raise UserError(f"{folder / name} is a folder, where the run makes a file; move it away")
+            raise UserError(f"{folder / name} is a folder, but the run needs a file there; move it away")
     if (folder / "lock").is_file():
         with lock_workdir(workdir):
             pass
 
 
 def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config.json of a workdir. Raises UserError, with file and line, for one that is broken."""
+    """Read the config.json of a workdir. Raises UserError with file and line if it is broken."""
     path = pathlib.Path(workdir) / CONFIG
-    cure = "put back the file that the run wrote, or delete that folder"
+    fix = "restore the file that the run wrote, or delete that folder"
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); {cure}") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}); {fix}") from error
     try:
         value = json.loads(data.decode())
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise UserError(
-            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; {cure}"
-        ) from error
+        raise UserError(f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; {fix}") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}); {cure}") from error
+        raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}); {fix}") from error
     except RecursionError as error:
-        raise UserError(f"{path}: not valid JSON (nested too deeply); {cure}") from error
+        raise UserError(f"{path}: not valid JSON (nested too deeply); {fix}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}; {cure}")
+        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}; {fix}")
     return rename_stored(value)
 
 
 def read_identity(workdir: str | os.PathLike[str], *fields: str) -> dict[str, Any]:
-    """What the config.json of a workdir says of its run, with these fields at least. Raises UserError as `read_config`."""
+    """Return the identity of a workdir's run: models, data and recipe, from the section `run` of its config.json.
+
+    Raises:
+        UserError: config.json is broken, or the section is missing or lacks one of `fields`.
+    """
     run = read_config(workdir).get("run")
     missing = [field for field in fields if field not in run] if isinstance(run, dict) else ["run"]
     if not isinstance(run, dict) or missing:
@@ -133,27 +138,34 @@ def refuse_other_config(
     may_differ: tuple[str, ...] = (),
     may_grow: tuple[str, ...] = (),
 ) -> dict[str, tuple[Any, Any]]:
-    """Raises UserError when the workdir holds a run of another config, naming each field that differs, or cannot be made.
+    """Raise UserError if the workdir belongs to a run of another config.
 
     Args:
         workdir: folder of the run.
-        config: its settings.
-        may_differ: dotted names of fields, or of mappings of fields, that may be others.
-        may_grow: those of numbers that may be larger than before. Returns the fields that are, with both values.
+        config: settings of the run that is about to start.
+        may_differ: dotted names of fields, or of mappings of fields, that may differ.
+        may_grow: dotted names of numeric fields that may be larger than before.
+
+    Returns:
+        The fields of `may_grow` that are larger, each with its old and its new value.
+
+    Raises:
+        UserError: the config differs (the message names the fields), the workdir has results but no config.json, or it cannot
+            be created.
     """
     path = pathlib.Path(workdir) / CONFIG
     refuse_unwritable(workdir, "workdir")
     if not path.exists():
         if left := [what for place, what in RESUMABLE.items() if any(path.parent.glob(place))]:
             raise UserError(
-                f"workdir {os.fspath(workdir)} holds {left[0]}, but not the config.json that says of which run; put that "
-                "file back, choose another --workdir, or delete that folder."
+                f"workdir {os.fspath(workdir)} holds {left[0]}, but the config.json of their run is missing; restore that "
+                "file, choose another --workdir, or delete that folder."
             )
         return {}
     stored = _flat(read_config(workdir))
     given = _flat(json.loads(json.dumps(config)))
     names = sorted(n for n in stored.keys() | given.keys() if not _is_within(n, may_differ))
-    # Runs from before there was one of these go on.
+    # A run of an older version, which lacks such a field, may continue.
     new = [prefix for prefix in ADDED_FIELDS if not any(_is_within(n, (prefix,)) for n in stored)]
     grown = {
         n: (stored[n], given[n])
@@ -177,7 +189,7 @@ def refuse_other_config(
 
 
 def _is_within(name: str, fields: tuple[str, ...]) -> bool:
-    """Whether a dotted name is one of these fields, or lies in one."""
+    """Return whether a dotted name is one of these fields or lies within one."""
     return any(name == field or name.startswith(f"{field}.") for field in fields)
 
 
@@ -186,22 +198,20 @@ def _grew(before: Any, now: Any) -> bool:
 
 
 def refuse_unwritable(folder: str | os.PathLike[str], option: str) -> None:
-    """Raises UserError when the folder that the flag --`option` names is a file, cannot be made, or cannot be written to."""
+    """Raise UserError if the folder that the flag --`option` names is a file, cannot be created or is not writable."""
     path = pathlib.Path(folder).absolute()
     for name in path.parts:
         if (size := len(os.fsencode(name))) > MAX_NAME_BYTES:
             raise UserError(
-                f"{option} {name[:40]}...: a name of {size} bytes is too long for the file system, which takes {MAX_NAME_BYTES}; "
-                f"choose a shorter --{option}."
+                f"{option} {name[:40]}...: a name of {size} bytes is too long for the file system, which allows "
+                f"{MAX_NAME_BYTES}; choose a shorter --{option}."
             )
     if path.is_file():
-        raise UserError(
-            f"{option} {os.fspath(folder)} is a file; choose a folder, or one that is not there yet."
-        )
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        reason = "cannot be written to" if there.is_dir() else "is a file"
-        raise UserError(f"{option} {os.fspath(folder)}: {there} {reason}; choose another --{option}.")
+        raise UserError(f"{option} {os.fspath(folder)} is a file; choose a folder, which may be a new one.")
+    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = "cannot be written to" if nearest.is_dir() else "is a file"
+        raise UserError(f"{option} {os.fspath(folder)}: {nearest} {reason}; choose another --{option}.")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""A trained agent in use: as a Python object, and as a folder for other tools."""
+"""A trained search agent as a Python object, and the export of its policy."""

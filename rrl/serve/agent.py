@@ -1,4 +1,4 @@
-"""A trained policy and a search index as one thing that answers questions."""
+"""Answers questions with a trained policy and a search index. Read `Agent.load` and `Agent.ask` first."""
 
 import dataclasses
 import pathlib
@@ -29,12 +29,14 @@ from rrl.serve.events import Event, ObservedEnvironment
 from rrl.text.chat import chat_ids
 
 READER_CONTEXT = 1024
+"""Maximum tokens of the reader's prompt and answer."""
 DEFAULT_CONTEXT = 4096
-"""Tokens of a trajectory, for a policy whose folder does not say what it was trained with."""
+"""Maximum tokens of a trajectory, for a policy whose folder has no recipe card."""
 
 
 class Agent:
-    """Answers questions by searching. One engine serves every call; calls from several threads take turns."""
+    """Answers questions by searching. All calls share one engine; calls from several threads run one after
+    another."""
 
     def __init__(
         self,
@@ -66,20 +68,23 @@ class Agent:
         rows: int = 8,
         seed: int = 0,
     ) -> "Agent":
-        """Loads a policy's Hugging Face folder and an index.
+        """Load a policy's Hugging Face folder and an index.
 
         Args:
-          policy: the folder; the recipe card in it, where there is one, says how the policy was trained.
-          recipe: a name of the catalogue, or a recipe, which then overrides the card.
-          index: an index folder, or a retriever. Without one every search comes back empty.
+          policy: the folder. If it holds a recipe card, the card states how the policy was trained.
+          recipe: name of a recipe, or a recipe object, which overrides the card.
+          index: an index folder, or a retriever. If None, every search returns no passages.
           encoder: folder of the query encoder, for an index over embeddings.
-          reader: folder of a model that answers from the evidence alone (R-Search, Eq. 4); only to show its answer.
-          temperature: 0 is greedy.
-          top_k: passages a search returns; the card's number if None.
-          context: most tokens of a trajectory; the card's number if None.
-          rows: questions of `ask_all` that run at once.
+          reader: folder of a model that answers from the evidence alone (R-Search, Eq. 4). Its answer
+            is only shown.
+          temperature: sampling temperature; 0 is greedy.
+          top_k: passages per search; None: the card's number.
+          context: maximum tokens of a trajectory; None: the card's number.
+          rows: number of questions that `ask_all` processes at once.
+          seed: seed of the sampling.
 
-        Raises UserError for a folder or a recipe that is not there or does not fit.
+        Raises:
+          UserError: a folder or recipe does not exist, or they do not fit together.
         """
         require_policy(policy)
         enable_compilation_cache()
@@ -106,8 +111,10 @@ class Agent:
         return cls(engine, nnx.state(decoder), recipe, reader=read, temperature=temperature, seed=seed)
 
     def close(self) -> None:
-        """Gives back the engines' compiled programs, after the call that is running; later calls raise UserError. Also done by
-        `with`."""
+        """Release the engines' compiled programs, after the running call has ended.
+
+        Later calls raise UserError. `with` calls this at its end.
+        """
         with self._lock:
             self.engine.close()
             if self.reader is not None:
@@ -120,19 +127,24 @@ class Agent:
         self.close()
 
     def ask(self, question: str | Question, sample: int = 0) -> DisplayedTrajectory:
-        """Answers one question. `sample` chooses among the trajectories of a temperature above 0.
+        """Answer one question.
 
-        A `Question` with gold answers is scored: its trajectory carries rewards and metrics.
+        Args:
+          question: a text, or a `Question`. If it has gold answers, the trajectory carries rewards and
+            metrics.
+          sample: index of the sample; with a temperature above 0, different indices give different
+            trajectories.
         """
         return self.ask_all([question], sample)[0]
 
     def ask_all(self, questions: Sequence[str | Question], sample: int = 0) -> list[DisplayedTrajectory]:
-        """Answers many questions, `rows` at a time; each trajectory is what `ask` would give."""
+        """Answer several questions, `rows` at a time. Each trajectory equals that of `ask`."""
         return self._run(questions, sample, self.recipe.environment)
 
     def stream(self, question: str | Question, sample: int = 0) -> Iterator[Event]:
-        """Yields what happens as it happens: reasoning, search, observation, evidence, answer, and at last "end",
-        which carries the trajectory.
+        """Yield events as they happen: reasoning, search, observation, evidence, answer.
+
+        The last event is "end"; it carries the trajectory.
         """
         events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         observed = ObservedEnvironment(self.recipe.environment, self.recipe.tags, events.put)
@@ -172,11 +184,11 @@ class Agent:
         ]
 
     def _score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Scores against gold answers where they are known; elsewhere only takes out answer and evidence."""
+        """Score questions with gold answers; for the others only extract answer and evidence."""
         unknown = {id(t): t.question for t in trajectories if not t.question.answers}
         for trajectory in trajectories:
             if id(trajectory) in unknown:
-                # A recipe scores against something; the scores of these are dropped below.
+                # A recipe needs some gold answer; these scores are discarded below.
                 trajectory.question = dataclasses.replace(trajectory.question, answers=("",))
         self.recipe.score(trajectories, ScoringContext(reader=self.reader.answers if self.reader else None))
         for trajectory in trajectories:

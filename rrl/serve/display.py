@@ -1,4 +1,4 @@
-"""A trajectory that a notebook shows in colour."""
+"""A trajectory that a notebook displays in colour."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,18 @@ from rrl.text.spans import Tag
 
 @dataclasses.dataclass(slots=True, repr=False)
 class DisplayedTrajectory(Trajectory):
-    """A trajectory with what is needed to show it: Jupyter draws it where it ends a cell."""
+    """A trajectory with a rich representation. Jupyter renders it if it is the last value of a cell."""
 
     tags: Mapping[Tag, str] = dataclasses.field(default_factory=lambda: RSEARCH_TAGS)
-    """Tag written by the policy → kind of piece."""
+    """Tag that the policy writes -> kind of segment."""
     token_bytes: Sequence[bytes] | None = None
-    """Exact bytes of each token id; with them, each token shows its log-probability."""
+    """Bytes of each token id. If given, each token shows its log-probability."""
 
     @classmethod
     def of(
         cls, trajectory: Trajectory, tags: Mapping[Tag, str], token_bytes: Sequence[bytes] | None
     ) -> "DisplayedTrajectory":
-        """The same trajectory, to be shown."""
+        """Return a copy of a trajectory that can be displayed."""
         values = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(Trajectory)}
         return cls(**values, tags=tags, token_bytes=token_bytes)
 
@@ -30,7 +30,7 @@ class DisplayedTrajectory(Trajectory):
         return fragment(self, tags=self.tags, token_bytes=self.token_bytes)
 
     def show(self) -> None:
-        """Displays it: in colour in a notebook, as text elsewhere."""
+        """Display it: in colour in a notebook, as text elsewhere."""
         try:
             from IPython.core.getipython import get_ipython
             from IPython.display import display

@@ -1,4 +1,4 @@
-"""What an episode does, as it does it: an environment that tells of every turn it sees."""
+"""Events of a running episode, and an environment that emits them."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +13,17 @@ from rrl.text.spans import Tag
 
 
 class Event(NamedTuple):
-    """One thing that happened."""
+    """One event of an episode."""
 
     kind: str
-    """reasoning, search, observation, evidence, answer; message (the environment's correction); end."""
+    """"reasoning", "search", "observation", "evidence", "answer", "message" (a correction by the
+    environment) or "end"."""
     text: str
-    """What was written; of "end", why the episode ended."""
+    """The text; for "end" the reason why the episode ended."""
     titles: tuple[str, ...] = ()
-    """Of an observation: the passages' titles, best first."""
+    """Titles of the passages, best first; for "observation" only."""
     trajectory: Trajectory | None = None
-    """Of "end" only."""
+    """For "end" only."""
 
     def __str__(self) -> str:
         shown = " · ".join(self.titles) if self.titles else self.text
@@ -31,9 +32,10 @@ class Event(NamedTuple):
 
 
 class ObservedEnvironment:
-    """An environment that answers as the one inside it does, and tells `emit` of each turn.
+    """Wraps an environment: behaves like it and emits an event for each part of each turn.
 
-    `emit` is called from the engine's host callback: it must be quick, must not raise and must not touch JAX.
+    `emit` is called from the engine's host callback: it must return quickly, must not raise and must
+    not call JAX.
     """
 
     def __init__(self, inner: Environment, tags: Mapping[Tag, str], emit: Callable[[Event], None]) -> None:
@@ -42,29 +44,29 @@ class ObservedEnvironment:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Those of the environment inside."""
+        """Stop strings of the wrapped environment."""
         return self._inner.stops
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
-        """Tells the pieces of the turn."""
+        """React like the wrapped environment, and emit the segments of the turn."""
         for piece in policy_segments(text, self._tags):
             self._emit(Event(piece.kind, piece.text))
         action = self._inner.react(episode, text, stop)
         if isinstance(action, Append):
             self._emit(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
         elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):
-            said = action.prompt if isinstance(action.prompt, str) else action.prompt.user_message
-            self._emit(Event("message", said))
+            message = action.prompt if isinstance(action.prompt, str) else action.prompt.user_message
+            self._emit(Event("message", message))
         return action
 
-    def observe(self, episode: Episode, *found: Sequence[Passage] | None) -> Action:
-        """Tells what was found."""
-        action = self._inner.observe(episode, *found)
-        passages = [passage for some in found for passage in some or ()]
+    def observe(self, episode: Episode, *results: Sequence[Passage] | None) -> Action:
+        """Observe like the wrapped environment, and emit the passages."""
+        action = self._inner.observe(episode, *results)
+        passages = [passage for result in results for passage in result or ()]
         text = action.body if isinstance(action, Append) else render(passages)
         self._emit(Event("observation", text, tuple(passage.title for passage in passages)))
         return action
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
-        """As the environment inside does; what was told was the whole message."""
+        """Shorten an observation like the wrapped environment. The event held the whole text."""
         return self._inner.overflow(episode, message, room)

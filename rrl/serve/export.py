@@ -1,7 +1,8 @@
-"""From a training workdir to a Hugging Face folder: the parameters of a checkpoint, with tokenizer and recipe card.
+"""Exports a checkpoint of a training run as a Hugging Face folder, with tokenizer and recipe card. Read
+`export` first.
 
-A run keeps everything of its model's folder but the weights in `model_files/` of its workdir, so that any checkpoint of
-it can be exported while it goes on, or after it was killed.
+A run stores all files of its model's folder except the weights in `model_files/` of its workdir. Any
+checkpoint can therefore be exported while the run continues, or after it was killed.
 """
 
 import os
@@ -35,8 +36,9 @@ from rrl.sft import loop as sft
 from rrl.train import learner
 
 _MODEL_FOLDERS = (MODEL_FILES, "policy", "model")
-"""Folders of a workdir that tell what its model is; workdirs of older versions lack the first."""
+"""Folders of a workdir that may hold the model's files; workdirs of older versions lack the first."""
 _REWRITTEN_FILES = re.compile(r"start\.json|config\.json|generation_config\.json|model.*\.safetensors.*|\..*")
+"""Files that are not copied, since the export writes them itself."""
 _UNITS = {"MB": 10**6, "GB": 10**9}
 
 
@@ -49,38 +51,38 @@ def export(
     max_shard_size: str = "5GB",
     start: str | pathlib.Path | None = None,
 ) -> str:
-    """Writes what a run has learned by a checkpoint as a folder for transformers, vLLM and our own `policy=`.
+    """Write a checkpoint as a folder for transformers, vLLM and rrl's own `policy=`.
 
-    The workdir is only read. The folder appears when it is complete.
+    The workdir is only read. The folder appears under its name when it is complete.
 
     Args:
-        workdir: of launch/train.py or launch/sft.py; the run may still be going.
-        out: a folder that is not there yet, or empty.
-        dtype: of the weights: float32, bfloat16 or float16.
-        step: of the checkpoint; None: the latest. The parameters are the averaged ones where the run averages, and the
-            best ones where it stops early.
-        max_shard_size: most of the weights in one file, in MB or GB.
-        start: where the folder that the run started from is now, should it have moved; it is needed where some parameters
-            were frozen, or adapters trained.
+      workdir: of launch/train.py or launch/sft.py; the run may still be active.
+      out: a folder that does not exist yet or is empty.
+      dtype: dtype of the weights: float32, bfloat16 or float16.
+      step: step of the checkpoint; None: the latest. The parameters are the averaged ones if the run
+        averages, and the best ones if it stops early.
+      max_shard_size: maximum size of one weight file, in MB or GB.
+      start: new path of the folder that the run started from, if it was moved. Needed only if
+        parameters were frozen or adapters trained.
 
     Returns:
-        What was written, in one line.
+      One line that describes the folder.
 
     Raises:
-        UserError: no workdir, checkpoint or step of this name; a damaged config.json; the folder is not empty, or cannot be
-            made; a size that is none.
-        SaveError: the folder could not be written.
+      UserError: no such workdir, checkpoint or step; a damaged config.json; `out` is not empty or
+        cannot be created; an invalid size.
+      SaveError: the folder could not be written.
     """
     workdir, out = pathlib.Path(workdir), pathlib.Path(out)
     shard_size = parse_size(max_shard_size)
     refuse_unwritable(out, "out")
     if out.exists() and any(out.iterdir()):
-        raise UserError(f"out={os.fspath(out)} is not an empty folder; choose one that is not there yet")
+        raise UserError(f"out={os.fspath(out)} is not an empty folder; choose one that does not exist yet")
     steps = saved_steps(workdir)
     step = steps[-1] if step is None else step
     if step not in steps:
         raise UserError(
-            f"workdir {os.fspath(workdir)} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
+            f"workdir {os.fspath(workdir)} has no checkpoint of step {step}; its steps are {', '.join(map(str, steps))}"
         )
     model_folder = _model_folder(workdir)
     try:
@@ -89,7 +91,7 @@ def export(
         if step in saved_steps(workdir):
             raise
         raise UserError(
-            f"the run has removed its checkpoint of step {step} meanwhile, to keep the latest; run this again"
+            f"the run has just deleted its checkpoint of step {step}, since it keeps only the latest; run this again"
         ) from error
     with saving(out):
         _write(out, decoder, model_folder, dtype, shard_size)
@@ -99,7 +101,7 @@ def export(
 def _write(
     out: pathlib.Path, decoder: Decoder, model_folder: pathlib.Path, dtype: str, shard_size: int
 ) -> None:
-    """Writes a folder that appears under its name when it is complete."""
+    """Write a folder that appears under its name when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -114,7 +116,7 @@ def _write(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "500MB" or "5GB". Raises UserError for another form."""
+    """Return the bytes of "500MB" or "5GB". Raises UserError for any other form."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", text.strip().upper())
     if not found or not float(found[1]):
         raise UserError(f"max_shard_size={text!r} must be a size such as 500MB or 5GB")
@@ -126,18 +128,18 @@ def _model_folder(workdir: pathlib.Path) -> pathlib.Path:
         if (workdir / name / CONFIG_FILE).is_file():
             return workdir / name
     raise UserError(
-        f"workdir {os.fspath(workdir)} says nowhere what its model is (no {MODEL_FILES}/{CONFIG_FILE}); start its command "
-        "again, which writes that, or use the workdir of a run with a language model"
+        f"workdir {os.fspath(workdir)} does not describe its model (no {MODEL_FILES}/{CONFIG_FILE}); start its command "
+        "again, which writes that file, or give the workdir of a run with a language model"
     )
 
 
 def _read_decoder(
     workdir: pathlib.Path, step: int, model_folder: pathlib.Path, start: str | pathlib.Path | None
 ) -> Decoder:
-    """What the run has to show by a checkpoint, spread over the devices of this process."""
+    """Return the model of a checkpoint, sharded over the devices of this process."""
     settings, run = read_config(workdir), read_identity(workdir)
     if "optim" not in settings:
-        raise UserError(f"{workdir / CONFIG_FILE} lacks optim; give the workdir of a training run")
+        raise UserError(f"{workdir / CONFIG_FILE} has no section optim; give the workdir of a training run")
     if "average_last" in settings:
         where = learner.learned_params_path(settings)
     else:
@@ -162,7 +164,14 @@ def _read_decoder(
 
 
 def _trained_sections(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, ...], LoraConfig]:
-    """Which parameters a run froze, and its adapters, by these sections of its config.json. UserError for a damaged one."""
+    """Return the frozen parameters and the adapters of a run.
+
+    Args:
+      workdir: of the run, for error messages.
+      optim, lora: these sections of its config.json.
+
+    Raises UserError for a damaged section.
+    """
     try:
         for name, section in (("optim", optim), ("lora", lora)):
             if not isinstance(section, dict):
@@ -170,19 +179,19 @@ def _trained_sections(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tup
         frozen = build(OptimConfig, {"frozen": optim.get("frozen", ())}, "optim").frozen
         return frozen, build(LoraConfig, lora, "lora")
     except UserError as error:
-        raise UserError(f"{workdir / CONFIG_FILE}: {error}; put back the file that the run wrote") from error
+        raise UserError(f"{workdir / CONFIG_FILE}: {error}; restore the file that the run wrote") from error
 
 
 def _start_folder(
     workdir: pathlib.Path, model_folder: pathlib.Path, moved: str | pathlib.Path | None
 ) -> pathlib.Path:
-    """The folder that a run started from, whose weights are still the same."""
+    """Return the folder that a run started from. Raises UserError if its weights have changed."""
     if not (model_folder / START_FILE).is_file():
         raise UserError(
-            f"workdir {os.fspath(workdir)}: the run froze some of its parameters, and started from random ones; only the "
-            "folder that it writes at its end holds them"
+            f"workdir {os.fspath(workdir)}: the run froze parameters and started from random ones; only the folder that it "
+            "writes at its end holds them"
         )
-    known = read_json(model_folder / START_FILE, "which says what the run started from")
+    known = read_json(model_folder / START_FILE, "which names the folder that the run started from")
     folder = shipped(moved or known["folder"])
     found = folder_hash(folder) if (folder / CONFIG_FILE).is_file() else "none"
     if found != known["sha256"]:

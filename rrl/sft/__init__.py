@@ -1,1 +1,1 @@
-"""Supervised training: cold start, demonstrations, judges and text encoders."""
+"""Supervised training: demonstrations and cold start of a policy, judges, readers and text encoders."""

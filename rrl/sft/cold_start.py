@@ -1,7 +1,7 @@
-"""Demonstrations for a cold start (R3-RAG, 3.2.1): a strong model's trajectories, of which the right and well-formed are kept.
+"""Demonstrations for a cold start by rejection sampling (R3-RAG, 3.2.1): a teacher's correct and well-formed trajectories.
 
-Algorithm 1 samples, Algorithm 2 makes (input, output) pairs of what is kept. Trajectories are written block by block, so that
-a run that was killed goes on where it was.
+Algorithm 1 samples trajectories. Algorithm 2 turns the accepted ones into (input, output) pairs. Trajectories are written in
+blocks of questions, so that a killed run continues after its last complete block. Read `run` first.
 """
 
 import collections
@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.episodes import find_long_prompts
 from rrl.rewards.endpoint import EndpointConfig
 from rrl.rewards.judge import Judge
-from rrl.rewards.judge_settings import SECTIONS as JUDGE
+from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
@@ -50,41 +50,43 @@ from rrl.sft.teacher import REFUSED, EndpointTeacher, PolicyTeacher, Teacher
 from rrl.stopping import ServiceUnavailable, stop_requested
 
 FOLDERS = ("blocks", "indexes")
-"""Folders that a run makes in its workdir."""
+"""Folders that a run creates in its workdir."""
 FILES = ("pairs.jsonl", "report.json")
-"""Files that it makes, beside config.json."""
+"""Files that a run creates in its workdir, besides config.json."""
 
 
+@runtime_checkable
 class HasDemonstrations(Recipe, Protocol):
-    """A recipe whose scored trajectories can be demonstrations."""
+    """A recipe that can turn scored trajectories into demonstrations."""
 
     def rejection_reason(self, trajectory: Trajectory) -> str:
-        """Why it is none; "" where it is one."""
+        """Return why a trajectory is rejected as a demonstration; "" if it is accepted."""
 
     def sft_pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
-        """What is read (the user's turn) and what shall be written, of each of its steps."""
+        """Return (input, output) for each step of a trajectory: the user's turn, and the text to learn."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How many trajectories are sampled, and how many are kept."""
+    """How many trajectories are sampled and accepted."""
 
     questions: int = 0
-    """Of the training questions, from the first on; 0: all."""
+    """Training questions, taken from the start of the data; 0: all."""
     temperatures: tuple[float, ...] = (0.1, 0.4, 0.7, 1.0)
-    """One trajectory of a question at each of them; one may stand there twice."""
+    """Sampling temperatures: one trajectory of each question at each of them. A temperature may occur more than once."""
     keep: int = 1
-    """Trajectories of a question that are kept at most, the first of them (the paper keeps 51,254 of 64,937 questions); 0: all
-    that differ."""
+    """Largest number of accepted trajectories per question; the first ones are taken. 0: all that differ. With 1 the paper
+    accepts a trajectory for 51,254 of 64,937 questions."""
     block: int = 64
-    """Questions whose trajectories are written together."""
+    """Questions per block; the trajectories of a block are written together."""
     seed: int = 0
+    """Seed of the sampling."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "questions", "keep", "seed")
         at_least(1, self, "block")
         if not self.temperatures or min(self.temperatures) < 0:
-            raise UserError(f"temperatures={self.temperatures} must be one number or more, each at least 0")
+            raise UserError(f"temperatures={self.temperatures} must be one or more numbers, each at least 0")
 
 
 SECTIONS = {
@@ -95,13 +97,13 @@ SECTIONS = {
     "mesh": MeshConfig,
     "compute": ComputeConfig,
 }
-"""The dataclass behind each section of a config, but for those of `recipe`, `endpoint` and the judge."""
+"""The dataclass of each config section, except `recipe`, `endpoint` and the judge's sections."""
 
 
 def with_defaults(config: ConfigDict) -> ConfigDict:
-    """A config of this form (see configs/r3rag_cold_start.py) with every field there is, so that each can be overridden."""
+    """Add every missing field with its default to a config (see configs/r3rag_cold_start.py), so that each can be overridden."""
     rename_config(config)
-    judge = JUDGE if any(name in config for name in JUDGE) else {}
+    judge = JUDGE_SECTIONS if any(name in config for name in JUDGE_SECTIONS) else {}
     for name, kind in {**SECTIONS, "endpoint": EndpointConfig, **judge}.items():
         if name not in config:
             config[name] = ConfigDict()
@@ -114,13 +116,14 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
 
 @dataclasses.dataclass(frozen=True)
 class ColdStartSettings:
-    """A config, checked and typed."""
+    """The checked and typed settings of a whole cold-start run."""
 
     model: str
-    """Folder of the strong model; empty: it is a service."""
+    """Folder of the teacher; "" if the teacher is a service."""
     endpoint: EndpointConfig | None
+    """Service of the teacher; None if the teacher is a folder."""
     recipe: Any
-    """A `HasDemonstrations`."""
+    """A recipe that implements `HasDemonstrations`."""
     sampling: SamplingConfig
     rollout: EngineConfig
     data: DataConfig
@@ -128,42 +131,39 @@ class ColdStartSettings:
     mesh: MeshConfig
     compute: ComputeConfig
     judge: JudgeSettings | None
+    """Judge of answers that do not match the gold answers; None if the recipe uses none."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ColdStartSettings":
-        """Checks a config and that its folders are there; loads nothing yet. Raises UserError."""
+        """Check a config and that its folders exist, without loading anything. Raises UserError."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        refuse_unknown_fields([*SECTIONS, *JUDGE, "model", "endpoint", "recipe"], values, "config")
+        refuse_unknown_fields([*SECTIONS, *JUDGE_SECTIONS, "model", "endpoint", "recipe"], values, "config")
         fields = dict(values["recipe"])
         name, environment = fields.pop("name"), fields.pop("environment", {})
         recipe = make_recipe(name, fields, environment)
-        if not (hasattr(recipe, "rejection_reason") and hasattr(recipe, "sft_pairs")):
-            able = ", ".join(
-                key
-                for key, kind in RECIPES.items()
-                if hasattr(kind, "sft_pairs") and hasattr(kind, "rejection_reason")
-            )
+        if not isinstance(recipe, HasDemonstrations):
+            able = ", ".join(key for key in RECIPES if isinstance(make_recipe(key), HasDemonstrations))
             raise UserError(f"recipe.name={name!r} makes no pairs of its trajectories; choose {able}")
         model, endpoint = values["model"], values.get("endpoint", {})
         if bool(model) == bool(endpoint.get("url")):
             raise UserError(
-                f"model={model!r} and endpoint.url={endpoint.get('url', '')!r}: give one of them as the strong model"
+                f"model={model!r} and endpoint.url={endpoint.get('url', '')!r}: give exactly one of them as the teacher"
             )
         for field, instead in (("temperature", "temperatures"), ("seed", "seed")):
             if endpoint.get(field):
                 raise UserError(
-                    f"endpoint.{field}={endpoint[field]} has no part in a cold start, whose samples each have their own: "
-                    f"set sampling.{instead}"
+                    f"endpoint.{field}={endpoint[field]} has no effect in a cold start, which sets it for each sample: "
+                    f"set sampling.{instead} instead"
                 )
         top_p = values.get("rollout", {}).get("top_p", 1.0)
         if not model and top_p != 1.0:
             raise UserError(f"rollout.top_p={top_p} is not sent to a service: set model, or leave it at 1.0")
         if model:
             require_policy(model, "model")
-        judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
+        judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE_SECTIONS) else None
         if recipe.needs_judge and judge is None:
             raise UserError(
-                "recipe: answers that do not match are to be judged; give the section judge, or recipe.judge_answers=False"
+                "recipe: a judge must check answers that do not match; give the section judge, or recipe.judge_answers=False"
             )
         if judge is not None:
             judge.check()
@@ -174,7 +174,7 @@ class ColdStartSettings:
         encoder_folder(sections["retriever"])
         path = sections["data"].path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
-            raise UserError(f"data={path!r} is no folder; give one, or miniwiki for the built-in world")
+            raise UserError(f"data={path!r} is not a folder; give one, or miniwiki for the built-in world")
         return cls(
             model=model,
             endpoint=None if model else build(EndpointConfig, endpoint, "endpoint"),
@@ -184,9 +184,9 @@ class ColdStartSettings:
         )
 
     def identity(self) -> dict[str, Any]:
-        """What decides the trajectories: models by content or name, data, search, settings."""
+        """Return everything that determines the trajectories: models by content or name, data, retriever, settings."""
         encoder = encoder_folder(self.retriever)
-        found = {
+        identity = {
             "model": folder_hash(self.model) if self.endpoint is None else self.endpoint.identity,
             "recipe": dataclasses.asdict(self.recipe),
             "sampling": dataclasses.asdict(self.sampling),
@@ -196,21 +196,21 @@ class ColdStartSettings:
             "judge": self.judge.identity() if self.judge else None,
         }
         if self.data.path != "miniwiki":
-            found |= data_fingerprint(self.data.path)
-        return found
+            identity |= data_fingerprint(self.data.path)
+        return identity
 
-    def load(self, corpus: SearchDataset, say: TimedLog) -> tuple[Teacher, Judge | None]:
-        """The strong model, and the judge where one is asked."""
+    def load(self, data: SearchDataset, log: TimedLog) -> tuple[Teacher, Judge | None]:
+        """Load the teacher, and the judge if there is one."""
         mesh = self.mesh.make()
         temperatures, seed = self.sampling.temperatures, self.sampling.seed
-        strong: Teacher
+        teacher: Teacher
         if self.endpoint is not None:
-            say(f"strong model {self.endpoint.model} at {self.endpoint.url}")
-            strong = EndpointTeacher(
-                self.endpoint, self.recipe, corpus.retriever, self.rollout.top_k, temperatures, seed
+            log(f"teacher {self.endpoint.model} at {self.endpoint.url}")
+            teacher = EndpointTeacher(
+                self.endpoint, self.recipe, data.retriever, self.rollout.top_k, temperatures, seed
             )
         else:
-            say(f"strong model {self.model}")
+            log(f"teacher {self.model}")
             dtype = jnp.dtype(self.compute.dtype)
             decoder, tokenizer = load_language_model(
                 self.model,
@@ -221,33 +221,37 @@ class ColdStartSettings:
                 param_dtype=dtype,
                 mesh=mesh if mesh.size > 1 else None,
             )
-            engine = Engine(decoder, tokenizer, self.rollout, retriever=corpus.retriever, mesh=mesh)
+            engine = Engine(decoder, tokenizer, self.rollout, retriever=data.retriever, mesh=mesh)
             check_tags(self.recipe, tokenizer)
-            find_long_prompts(engine, self.recipe, corpus.questions, self.data.on_error, say)
-            strong = PolicyTeacher(engine, nnx.state(decoder), self.recipe, temperatures, seed)
-        judge = None if self.judge is None else self.judge.load(corpus.questions, self.compute, mesh)
-        return strong, judge
+            find_long_prompts(engine, self.recipe, data.questions, self.data.on_error, log)
+            teacher = PolicyTeacher(engine, nnx.state(decoder), self.recipe, temperatures, seed)
+        judge = None if self.judge is None else self.judge.load(data.questions, self.compute, mesh)
+        return teacher, judge
 
 
 @dataclasses.dataclass(frozen=True)
 class ColdStartReport:
-    """What was kept, and why the rest fell."""
+    """Counts of accepted and rejected trajectories. The field names are keys of report.json."""
 
     questions: int
+    """Questions that were sampled."""
     trajectories: int
+    """Sampled trajectories."""
     kept: int
+    """Accepted trajectories."""
     answered: int
-    """Questions of which something is kept."""
+    """Questions with an accepted trajectory."""
     pairs: int
+    """(input, output) pairs of the accepted trajectories."""
     fell: Mapping[str, int]
-    """Trajectories by why they are not kept."""
+    """Rejected trajectories by reason."""
     by_temperature: Mapping[str, tuple[int, int]]
-    """Kept, and sampled, at each."""
+    """(accepted, sampled) trajectories by temperature."""
     unread: int = 0
-    """Answers of the judge that could not be read, which count as no."""
+    """Answers of the judge that could not be parsed; they count as "no"."""
 
     def text(self) -> str:
-        """The same as a table."""
+        """Return the report as a table."""
         share = 100 / max(self.trajectories, 1)
         lines = [
             f"{self.trajectories} trajectories of {self.questions} questions",
@@ -259,67 +263,76 @@ class ColdStartReport:
             for temperature, (kept, sampled) in self.by_temperature.items()
         ]
         if self.unread:
-            lines.append(f"  {self.unread} answers of the judge could not be read: they count as no")
+            lines.append(f"  {self.unread} answers of the judge could not be parsed: they count as no")
         return "\n".join(lines)
 
 
 def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> ColdStartReport | None:
-    """Samples, and writes `pairs.jsonl` ({id, step, input, output}) and `report.json` to `workdir`.
+    """Sample trajectories and write `pairs.jsonl` ({id, step, input, output}) and `report.json` to `workdir`.
 
-    `blocks/` holds every trajectory, the rejected ones too, with what became of it. None where a signal stopped it; the same
-    command continues. Raises UserError for a wrong config, for a workdir of another one, or that another process holds, and for
-    a damaged block; SaveError where the workdir cannot be written.
+    `blocks/` gets every trajectory, rejected ones too, with the reason of its rejection. The same command continues a stopped
+    run.
+
+    Returns:
+        The report; None if a signal stopped the run.
+
+    Raises:
+        UserError: the config is wrong, the workdir belongs to another config or is locked by another process, or a block is
+            damaged.
+        SaveError: the workdir cannot be written.
     """
-    say, settings, folder = TimedLog(), ColdStartSettings.from_config(config), pathlib.Path(workdir)
+    log, settings, folder = TimedLog(), ColdStartSettings.from_config(config), pathlib.Path(workdir)
     identity = json.loads(json.dumps(settings.identity()))
-    # The first is read after all is sampled; the others are known by their content.
+    # `keep` applies only after all sampling. The others are identified by their content.
     refuse_other_config(folder, identity, ("sampling.keep", "data.path", "retriever.encoder"))
     refuse_locked(folder, FOLDERS, FILES)
     enable_compilation_cache()
     with lock_workdir(folder):
-        return _run(settings, identity, folder, say)
+        return _run(settings, identity, folder, log)
 
 
 def _run(
-    settings: ColdStartSettings, identity: Mapping[str, Any], folder: pathlib.Path, say: TimedLog
+    settings: ColdStartSettings, identity: Mapping[str, Any], folder: pathlib.Path, log: TimedLog
 ) -> ColdStartReport | None:
-    """As `run`, in a workdir that this process holds."""
-    corpus, _ = load_datasets(settings.data, settings.retriever, say, settings.rollout.search_seconds, folder)
+    """The body of `run`, within the lock on the workdir."""
+    data, _ = load_datasets(settings.data, settings.retriever, log, settings.rollout.search_seconds, folder)
     sampling = settings.sampling
-    questions = corpus.questions[: sampling.questions or None]
-    corpus = dataclasses.replace(corpus, questions=questions)
+    questions = data.questions[: sampling.questions or None]
+    data = dataclasses.replace(data, questions=questions)
     blocks = {
         folder / "blocks" / f"{first:08d}.jsonl": range(first, min(first + sampling.block, len(questions)))
         for first in range(0, len(questions), sampling.block)
     }
-    missing = [file for file, block in blocks.items() if not _is_complete(file, block, sampling, say)]
-    models = settings.load(corpus, say) if missing else None
-    # Not before: what `load` refuses is mended with another config.
+    missing = [file for file, block in blocks.items() if not _is_complete(file, block, sampling, log)]
+    models = settings.load(data, log) if missing else None
+    # Only after `load`: a user who fixes what `load` refuses changes the config.
     _write(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
     if models is not None:
-        strong, judge = models
+        teacher, judge = models
         with saving(folder / "blocks"):
             (folder / "blocks").mkdir(exist_ok=True)
         with stop_requested() as stop:
             for file in missing:
                 if stop:
-                    say("stopped; the same command continues")
+                    log("stopped; the same command continues")
                     return None
-                some, first = [questions[at] for at in blocks[file]], blocks[file].start
+                batch, first = [questions[at] for at in blocks[file]], blocks[file].start
                 try:
-                    records = sample_block(strong, settings.recipe, some, first, sampling.temperatures, judge)
+                    records = sample_block(
+                        teacher, settings.recipe, batch, first, sampling.temperatures, judge
+                    )
                 except ServiceUnavailable:
                     if not stop:
                         raise
-                    say("stopped; the same command continues")
+                    log("stopped; the same command continues")
                     return None
                 _write(file, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
                 good = sum(not record["fault"] for record in records)
-                say(
-                    f"questions {first + 1} to {first + len(some)}: {good} of {len(records)} trajectories are good"
+                log(
+                    f"questions {first + 1} to {first + len(batch)}: {good} of {len(records)} trajectories accepted"
                 )
-    cure = "delete that file and give the same command again, which samples its questions again"
-    lines = (record for file in blocks for _, record in read_json_lines(file, cure))
+    fix = "delete that file and give the same command again: it samples the file's questions again"
+    lines = (record for file in blocks for _, record in read_json_lines(file, fix))
     pairs, report = select_pairs(lines, sampling.keep, len(questions))
     _write(folder / "pairs.jsonl", "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in pairs))
     _write(folder / "report.json", json.dumps(dataclasses.asdict(report), indent=2))
@@ -327,32 +340,44 @@ def _run(
     return report
 
 
-def _is_complete(file: pathlib.Path, block: Collection[int], sampling: SamplingConfig, say: TimedLog) -> bool:
-    """Whether a file holds a line for each trajectory of a block; says so where it is there and does not."""
+def _is_complete(file: pathlib.Path, block: Collection[int], sampling: SamplingConfig, log: TimedLog) -> bool:
+    """Return whether a file has a line for each trajectory of a block. Logs if the file exists and is incomplete."""
     if not file.exists():
         return False
     count, expected = file.read_bytes().count(b"\n"), len(block) * len(sampling.temperatures)
     if count != expected:
-        say(f"{file} holds {count} of {expected} trajectories: its questions are sampled again")
+        log(f"{file} holds {count} of {expected} trajectories: its questions are sampled again")
     return count == expected
 
 
 def _write(file: pathlib.Path, text: str) -> None:
-    """Writes a file that is there only when it is whole. Raises SaveError."""
+    """Write a file atomically. Raises SaveError."""
     with saving(file):
         write_atomically(file, text)
 
 
 def sample_block(
-    strong: Teacher,
+    teacher: Teacher,
     recipe: HasDemonstrations,
     questions: Sequence[Question],
     first: int,
     temperatures: Sequence[float],
     judge: Judge | None = None,
 ) -> list[dict[str, Any]]:
-    """Algorithm 1 on some questions, and what became of each trajectory: a record a trajectory."""
-    trajectories = strong.sample(questions, first)
+    """Sample and score trajectories of some questions (Algorithm 1).
+
+    Args:
+        teacher: samples the trajectories.
+        recipe: scores them and turns them into pairs.
+        questions: questions of the block.
+        first: number of the first question in the run.
+        temperatures: those of the teacher, for the records.
+        judge: judge of answers that do not match; None without one.
+
+    Returns:
+        A record per trajectory, with the reason of its rejection in `fault` ("" if it is accepted).
+    """
+    trajectories = teacher.sample(questions, first)
     recipe.score(trajectories, ScoringContext(judge=judge))
     records = []
     for place, trajectory in enumerate(trajectories):
@@ -377,12 +402,19 @@ def sample_block(
 def select_pairs(
     records: collections.abc.Iterable[Mapping[str, Any]], keep: int, questions: int
 ) -> tuple[list[dict[str, Any]], ColdStartReport]:
-    """The pairs of what is kept of records in their order, and the report: of a question no two trajectories that say the same
-    but for white space, and at most `keep` of them (0: all)."""
+    """Select trajectories and return their pairs, in the order of the records, and the report.
+
+    Of several trajectories of a question whose outputs differ only in white space, the first is taken.
+
+    Args:
+        records: those of `sample_block`, of all blocks.
+        keep: largest number of trajectories per question; 0: all.
+        questions: number of sampled questions, for the report.
+    """
     pairs: list[dict[str, Any]] = []
-    fell: collections.Counter[str] = collections.Counter()
+    rejected: collections.Counter[str] = collections.Counter()
     sampled: collections.Counter[str] = collections.Counter()
-    kept: collections.Counter[str] = collections.Counter()
+    accepted: collections.Counter[str] = collections.Counter()
     seen: dict[int, set[tuple[str, ...]]] = collections.defaultdict(set)
     taken: collections.Counter[int] = collections.Counter()
     unread = 0
@@ -391,28 +423,28 @@ def select_pairs(
         sampled[temperature] += 1
         unread += record["unread"]
         if not fault:
-            said = tuple(" ".join(output.split()) for _, output in record["pairs"])
-            if said in seen[number]:
+            outputs = tuple(" ".join(output.split()) for _, output in record["pairs"])
+            if outputs in seen[number]:
                 fault = "duplicate"
             elif keep and taken[number] == keep:
                 fault = "more than are kept of its question"
-            seen[number].add(said)
+            seen[number].add(outputs)
         if fault:
-            fell[fault] += 1
+            rejected[fault] += 1
             continue
         taken[number] += 1
-        kept[temperature] += 1
+        accepted[temperature] += 1
         pairs += [
-            {"id": record["id"], "step": step, "input": told, "output": said}
-            for step, (told, said) in enumerate(record["pairs"], start=1)
+            {"id": record["id"], "step": step, "input": read, "output": written}
+            for step, (read, written) in enumerate(record["pairs"], start=1)
         ]
     return pairs, ColdStartReport(
         questions=questions,
         trajectories=sampled.total(),
-        kept=kept.total(),
+        kept=accepted.total(),
         answered=len(taken),
         pairs=len(pairs),
-        fell=dict(fell.most_common()),
-        by_temperature={name: (kept[name], count) for name, count in sampled.items()},
+        fell=dict(rejected.most_common()),
+        by_temperature={name: (accepted[name], count) for name, count in sampled.items()},
         unread=unread,
     )

@@ -1,4 +1,4 @@
-"""Demonstrations of a recipe as training examples, tokenised piece by piece exactly as the engine would see them."""
+"""Demonstrations of a recipe's scripted expert as training examples, tokenised segment by segment as in the rollout engine."""
 
 import dataclasses
 import functools
@@ -22,34 +22,39 @@ from rrl.text.encoding import plain_ids, text_ids
 
 @dataclasses.dataclass(frozen=True)
 class RecipeDataConfig:
-    """What is taught: the recipe, for the card beside the weights."""
+    """The recipe that the data demonstrates, for the recipe card that is saved with the weights."""
 
     top_k: int = 3
+    """Passages per search in the demonstrations."""
     card_top_k: int = 0
-    """Passages of a search with which the policy is to be used, where these are others than its teacher searches for (R2AG's
-    shows the first of two, and now and then the second); 0: as many."""
+    """Passages per search for the trained policy, as its recipe card states; 0: `top_k`. They differ for R2AG, whose expert
+    retrieves two passages and shows the first, rarely the second."""
     context: int = 1024
-    """Most tokens of a trajectory."""
+    """Largest number of tokens of a trajectory, for the recipe card."""
     recipe: str = "rsearch"
+    """Name of the recipe."""
     recipe_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the recipe that differ from their defaults."""
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the recipe's environment that differ from their defaults."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "top_k", "context")
         at_least(0, self, "card_top_k")
 
     def make(self) -> Recipe:
-        """The recipe itself. Raises UserError for an unknown one or a wrong field."""
+        """Return the recipe. Raises UserError if it is unknown or has a wrong field."""
         return make_recipe(self.recipe, dict(self.recipe_options), dict(self.environment))
 
 
 @dataclasses.dataclass(frozen=True)
 class DemonstrationConfig(RecipeDataConfig):
-    """A fixed set of the scripted expert's demonstrations."""
+    """A fixed set of demonstrations of the scripted expert."""
 
     number: int = 300
+    """Training demonstrations."""
     held_out: int = 60
-    """Further demonstrations, in worlds of the dev split, for early stopping."""
+    """Held-out demonstrations, from worlds of the dev split, for early stopping."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,16 +68,26 @@ def demonstration_examples(
     retriever: Retriever,
     top_k: int,
 ) -> list[Example]:
-    """What the recipe's scripted expert does on each question, with the real retriever's passages; one example a context.
+    """Let the recipe's scripted expert answer each question with a real retriever; return one example per context.
 
-    Targets are the policy's tokens, the end-of-sequence token among them; prompts and observations are given.
+    The loss is on the policy's tokens, including the end-of-sequence token, and not on prompts and observations.
+
+    Args:
+        recipe: its expert acts.
+        tokenizer: tokenises as the rollout engine does.
+        items: questions of the built-in world.
+        retriever: answers the searches.
+        top_k: passages per search.
+
+    Raises:
+        UserError: a tag of the recipe contains a special token of the tokenizer.
     """
     queries = list(dict.fromkeys(hop.query for item in items for hop in item.plan.hops))
     vectors = retriever.embed(queries) if retriever.needs_embeddings else None
-    found = dict(zip(queries, retriever.search(queries, top_k, vectors), strict=True))
+    hits = dict(zip(queries, retriever.search(queries, top_k, vectors), strict=True))
 
     def retrieve(query: str) -> list[Passage]:
-        return [hit.passage for hit in found[query]]
+        return [hit.passage for hit in hits[query]]
 
     check_tags(recipe, tokenizer)
     encode, encode_body = (functools.partial(ids, tokenizer) for ids in (text_ids, plain_ids))
@@ -84,9 +99,9 @@ def demonstration_examples(
         thinks = opened_by_template(tokenizer, prompt)
         for segment in recipe.demonstrate(item, retrieve):
             if isinstance(segment, str):
-                # A thought that the template has opened is not opened again.
-                own = segment.removeprefix("<think>") if thinks and len(contexts[-1]) == 1 else segment
-                contexts[-1].append((encode(own), True))
+                # If the chat template already opens the thought, the expert does not open it again.
+                text = segment.removeprefix("<think>") if thinks and len(contexts[-1]) == 1 else segment
+                contexts[-1].append((encode(text), True))
             elif isinstance(segment, Append):
                 body, _ = message_ids(segment, encode, recipe.environment.observation_tokens, encode_body)
                 contexts[-1].append((body, False))
@@ -96,14 +111,14 @@ def demonstration_examples(
                 contexts.append(
                     [(again if isinstance(again, np.ndarray) else chat_ids(tokenizer, again), False)]
                 )
-        examples += [_example(pieces, tokenizer.eos_token_id) for pieces in contexts]
+        examples += [_example(segments, tokenizer.eos_token_id) for segments in contexts]
     return examples
 
 
-def _example(pieces: Sequence[tuple[np.ndarray, bool]], end: int) -> Example:
-    """A context whose pieces are the policy's own or not; it ends where the policy says so."""
-    pieces = [*pieces, (np.array([end], np.int32), True)]
+def _example(segments: Sequence[tuple[np.ndarray, bool]], end: int) -> Example:
+    """Return the example of one context: its segments (token ids, whether the policy wrote them) and the end token."""
+    segments = [*segments, (np.array([end], np.int32), True)]
     return Example(
-        np.concatenate([ids for ids, _ in pieces]),
-        np.concatenate([np.full(len(ids), own) for ids, own in pieces]),
+        np.concatenate([ids for ids, _ in segments]),
+        np.concatenate([np.full(len(ids), is_policy) for ids, is_policy in segments]),
     )

@@ -1,4 +1,7 @@
-"""Contrastive training of a small text encoder on the built-in world, deterministic by its seed."""
+"""Contrastive training of a small text encoder on the built-in world, deterministic given its seed.
+
+Read `train_encoder` first.
+"""
 
 import dataclasses
 import functools
@@ -30,28 +33,39 @@ from rrl.sft.encoder_recall import miniwiki_recall
 
 @dataclasses.dataclass(frozen=True)
 class EncoderTrainingConfig:
-    """What is trained, on what, for how long."""
+    """Size of the encoder, its training data and its optimiser."""
 
     seed: int = 0
+    """Seed of parameters, worlds and batches."""
     hidden: int = 128
     """Width of the encoder and length E of its embeddings."""
     layers: int = 1
     heads: int = 4
+    """Attention heads."""
     mlp: int = 256
+    """Width of the MLP."""
     query_tokens: int = 32
+    """Largest number of tokens of a query; longer ones are cut."""
     passage_tokens: int = 64
+    """Largest number of tokens of a passage; longer ones are cut."""
     worlds: int = 100
+    """Generated training worlds."""
     passages_per_world: int = 200
     steps: int = 200
+    """Updates."""
     groups: int = 4
-    """Worlds in a batch; the queries of one world are each other's negatives."""
+    """Worlds per batch. The many queries of one world give each other negatives from the same world."""
     queries_per_group: int = 48
+    """Queries of each world in a batch."""
     learning_rate: float = 2e-3
+    """Peak learning rate."""
     warmup: int = 20
+    """Steps of linear warm-up."""
     weight_decay: float = 0.01
     temperature: float = 0.05
+    """Softmax temperature of the contrastive loss."""
     names: float = 0.15
-    """Share of queries that are a bare name."""
+    """Share of queries that are only a name."""
     questions: float = 0.15
     """Share of queries that are a whole question."""
 
@@ -63,7 +77,7 @@ class EncoderTrainingConfig:
             raise UserError(f"temperature={self.temperature} must be above 0")
         if self.names + self.questions > 1:
             raise UserError(
-                f"names={self.names} and questions={self.questions} are shares: at most 1 together"
+                f"names={self.names} and questions={self.questions} are shares; their sum must be at most 1"
             )
         if self.queries_per_group > self.passages_per_world:
             raise UserError(
@@ -74,12 +88,14 @@ class EncoderTrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ContrastiveBatch:
-    """B queries with a positive passage each, and one misleading passage each: C = 2B candidates."""
+    """B queries, each with a positive passage and a hard negative: C = 2B candidate passages."""
 
     queries: Int[np.ndarray, "B Tq"]
+    """Token ids of the queries, padded."""
     passages: Int[np.ndarray, "C Tp"]
+    """Token ids of the candidates, padded: first the positives, then the hard negatives, in the order of the queries."""
     allowed: Bool[np.ndarray, "B C"]
-    """False where a candidate is another right passage of the query, which must not count as a negative."""
+    """False where a candidate is another gold passage of the query, which must not count as a negative."""
 
 
 def contrastive_loss(
@@ -88,9 +104,10 @@ def contrastive_loss(
     allowed: Bool[Array, "B C"],
     temperature: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """InfoNCE (van den Oord et al. 2018, Eq. 4) over in-batch candidates; passage i is right for query i.
+    """InfoNCE (van den Oord et al. 2018, Eq. 4) over in-batch candidates; passage i is the positive of query i.
 
-    Returns the mean loss and the share of queries whose right passage scores highest.
+    Returns:
+        The mean loss, and the share of queries whose positive passage scores highest.
     """
     logits = jnp.where(allowed, queries @ passages.T / temperature, -jnp.inf)
     labels = jnp.arange(queries.shape[0])
@@ -101,7 +118,7 @@ def contrastive_loss(
 def batches(
     config: EncoderTrainingConfig, pairs: EncoderPairs, tokenizer: Any, settings: TextSettings
 ) -> Iterator[ContrastiveBatch]:
-    """Endless batches, drawn by the seed."""
+    """Yield batches without end, drawn with the config's seed."""
     cut = token_cutter(tokenizer)
     texts = (f"{settings.passage_prefix}{passage.title} {passage.text}" for passage in pairs.passages)
     passages = pad(cut(texts, settings.passage_tokens)[0], settings.passage_tokens, tokenizer.pad_token_id)
@@ -115,23 +132,23 @@ def batches(
             for world in worlds
             for at in rng.choice(pairs.spans[world], config.queries_per_group, replace=False)
         ]
-        asked = [_draw_query(config, pairs, at, rng) for at in positives]
+        drawn = [_draw_query(config, pairs, at, rng) for at in positives]
         candidates = np.array(positives + [_draw_hard_negative(pairs, at, rng) for at in positives])
-        right = (candidates[None, :, None] == pairs.gold[asked][:, None, :]).any(-1)
-        right[np.arange(len(asked)), np.arange(len(asked))] = False
-        yield ContrastiveBatch(queries[asked], passages[candidates], ~right)
+        other_gold = (candidates[None, :, None] == pairs.gold[drawn][:, None, :]).any(-1)
+        other_gold[np.arange(len(drawn)), np.arange(len(drawn))] = False
+        yield ContrastiveBatch(queries[drawn], passages[candidates], ~other_gold)
 
 
 def _draw_query(config: EncoderTrainingConfig, pairs: EncoderPairs, at: int, rng: np.random.Generator) -> int:
     chosen = rng.random()
-    way = (
+    kind = (
         "name"
         if chosen < config.names
         else "question"
         if chosen < config.names + config.questions
         else "query"
     )
-    options = pairs.by_passage[way][at] or pairs.by_passage["name"][at]
+    options = pairs.by_passage[kind][at] or pairs.by_passage["name"][at]
     return options[int(rng.integers(len(options)))]
 
 
@@ -144,7 +161,7 @@ def _draw_hard_negative(pairs: EncoderPairs, at: int, rng: np.random.Generator) 
 
 
 def optimizer(config: EncoderTrainingConfig) -> optax.GradientTransformation:
-    """AdamW with warm-up and cosine decay; gradients clipped to norm 1."""
+    """Return AdamW with linear warm-up, cosine decay and gradients clipped to norm 1."""
     rate = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup, max(config.steps, config.warmup + 1)
     )
@@ -159,8 +176,8 @@ def _update(
 
     def loss_of(state: Any) -> Any:
         encoder = nnx.merge(graph, state)
-        found = encoder.embed(queries, queries != pad_id), encoder.embed(passages, passages != pad_id)
-        return contrastive_loss(*found, allowed, config.temperature)
+        embeddings = encoder.embed(queries, queries != pad_id), encoder.embed(passages, passages != pad_id)
+        return contrastive_loss(*embeddings, allowed, config.temperature)
 
     (loss, accuracy), gradient = jax.value_and_grad(loss_of, has_aux=True)(state)
     updates, moments = optimizer(config).update(gradient, moments, state)
@@ -170,11 +187,12 @@ def _update(
 def train_encoder(
     config: EncoderTrainingConfig, tokenizer: Any, log: Callable[[int, dict[str, float]], None] | None = None
 ) -> TextEncoder:
-    """Train from scratch; the same config gives the same weights on the same machine.
+    """Train an encoder from scratch. The same config gives the same weights on the same machine.
 
     Args:
+      config: size, data and optimiser.
       tokenizer: a loaded fast tokenizer with a padding token.
-      log: called with (step, metrics) every 20 steps.
+      log: called with (step, metrics) every 20 steps and at the end.
     """
     settings = TextSettings(query_tokens=config.query_tokens, passage_tokens=config.passage_tokens)
     shape = EncoderConfig(
@@ -206,37 +224,38 @@ def train_encoder(
 
 
 def train_and_save(
-    config: EncoderTrainingConfig, tokenizer_folder: str, out: str, say: Callable[[str], None] = print
+    config: EncoderTrainingConfig, tokenizer_folder: str, out: str, log: Callable[[str], None] = print
 ) -> None:
-    """Train, write the encoder's folder, and say recall@3 on unseen worlds beside BM25's.
+    """Train an encoder, write its folder, and log its recall@3 and that of BM25 on unseen worlds.
 
-    Raises UserError if `out` is a folder with something in it, or the tokenizer cannot be loaded.
+    Raises:
+      UserError: `out` is a file or a folder that is not empty, or the tokenizer cannot be loaded.
     """
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"out={out}: exists. Remove it, or give another folder.")
     tokenizer = load_tokenizer(tokenizer_folder)
-    say(f"generating {config.worlds} training worlds of {config.passages_per_world} passages, then compiling")
+    log(f"generating {config.worlds} training worlds of {config.passages_per_world} passages, then compiling")
 
-    def log(step: int, values: dict[str, float]) -> None:
+    def log_step(step: int, values: dict[str, float]) -> None:
         left = values["seconds"] / step * (config.steps - step)
-        say(
-            f"step {step}/{config.steps}  loss {values['loss']:.4f}  right first {values['accuracy']:.3f}  "
+        log(
+            f"step {step}/{config.steps}  loss {values['loss']:.4f}  accuracy {values['accuracy']:.3f}  "
             f"{values['seconds']:.0f} s, {left:.0f} s left"
         )
 
-    trained = save_text_encoder(folder, train_encoder(config, tokenizer, log))
+    trained = save_text_encoder(folder, train_encoder(config, tokenizer, log_step))
     weights = folder / "model.safetensors"
-    say(
+    log(
         f"{folder}: {weights.stat().st_size / 2**20:.2f} MiB, sha256 {hashlib.sha256(weights.read_bytes()).hexdigest()}"
     )
     for worlds in (8, 64):
-        say(f"recall@3 on {worlds} unseen worlds of 200 passages in one index ({', '.join(QUERY_KINDS)}):")
+        log(f"recall@3 on {worlds} unseen worlds of 200 passages in one index ({', '.join(QUERY_KINDS)}):")
         wiki = generate("test", 0, 200 * worlds, worlds)
         weighted = make_retriever(wiki.passages, "bm25", bm25=Bm25Config(title_weight=3))
         for name, retriever in (
             ("BM25, title x3", weighted),
             ("encoder", make_retriever(wiki.passages, "exact", trained)),
         ):
-            found = miniwiki_recall(retriever, wiki)
-            say(f"  {name:15}" + "".join(f"{100 * found[way]:8.2f}" for way in QUERY_KINDS))
+            recall = miniwiki_recall(retriever, wiki)
+            log(f"  {name:15}" + "".join(f"{100 * recall[kind]:8.2f}" for kind in QUERY_KINDS))

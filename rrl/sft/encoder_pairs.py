@@ -1,4 +1,4 @@
-"""Training pairs for the built-in world's encoder: queries, the passages that answer them, and ones that mislead."""
+"""Training pairs for the text encoder of the built-in world: queries, their gold passages, and hard negatives."""
 
 import collections
 import dataclasses
@@ -11,42 +11,43 @@ from rrl.miniwiki import KINDS, MiniWiki, generate
 from rrl.miniwiki.passages import RELATIONS
 
 QUERY_KINDS = ("query", "name", "question")
-"""Ways of asking: a hop's search query, the bare name, a whole question."""
+"""Kinds of queries: the search query of a hop, the name of its subject, a whole question."""
 
 MAX_GOLD = 4
-"""Passages that a question may need at most; the rest of a row of gold positions is -1."""
+"""Largest number of gold passages of a query."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EncoderPairs:
-    """Queries about the passages of many small worlds; positions are indices into `passages`."""
+    """Queries about the passages of many small worlds. Positions are indices into `passages`."""
 
     passages: list[Passage]
     spans: tuple[range, ...]
     """Positions of the passages of each world."""
     queries: list[str]
+    """Q queries of all kinds."""
     gold: Int[np.ndarray, "Q 4"]
-    """Positions of the passages that each query is about, -1 where there are fewer."""
+    """Positions of the gold passages of each query, padded with -1."""
     by_passage: dict[str, list[list[int]]]
-    """By way of asking (`QUERY_KINDS`): for each passage, the queries whose subject it is."""
+    """By kind of query (`QUERY_KINDS`): for each passage, the indices of the queries that name it."""
     hard_negatives: list[list[int]]
-    """For each passage, others of its world that share a word of its title: namesakes, and those that mention it."""
+    """For each passage, the positions of other passages of its world that contain a word of its title."""
 
 
 def make_pairs(seed: int, worlds: int, passages_per_world: int) -> EncoderPairs:
-    """Pairs from freshly generated training worlds. Same arguments, same pairs."""
+    """Generate training worlds and return their pairs. The same arguments give the same pairs."""
     wiki = generate("train", seed, worlds * passages_per_world, worlds)
     position = {passage.title: index for index, passage in enumerate(wiki.passages)}
     queries: list[str] = []
     gold: list[list[int]] = []
-    by_passage: dict[str, list[list[int]]] = {way: [[] for _ in wiki.passages] for way in QUERY_KINDS}
+    by_passage: dict[str, list[list[int]]] = {kind: [[] for _ in wiki.passages] for kind in QUERY_KINDS}
 
-    def add(way: str, query: str, titles: tuple[str, ...]) -> None:
+    def add(kind: str, query: str, titles: tuple[str, ...]) -> None:
         positions = [position[title] for title in titles]
-        # The entities that a question names can be found from its words; later hops cannot.
+        # A query can find the entities that it names, but not those of later hops.
         for at in positions:
             if wiki.passages[at].title in query:
-                by_passage[way][at].append(len(queries))
+                by_passage[kind][at].append(len(queries))
         queries.append(query)
         gold.append(positions)
 
@@ -66,7 +67,7 @@ def make_pairs(seed: int, worlds: int, passages_per_world: int) -> EncoderPairs:
 
 
 def _hard_negatives(wiki: MiniWiki) -> list[list[int]]:
-    found: list[list[int]] = []
+    negatives: list[list[int]] = []
     for span in wiki.spans:
         holders: dict[str, set[int]] = collections.defaultdict(set)
         for at in span:
@@ -76,5 +77,5 @@ def _hard_negatives(wiki: MiniWiki) -> list[list[int]]:
                     holders[word].add(at)
         for at in span:
             words = [word for word in wiki.passages[at].title.split() if word not in ("The", "New")]
-            found.append(sorted(set().union(*(holders[word] for word in words)) - {at}))
-    return found
+            negatives.append(sorted(set().union(*(holders[word] for word in words)) - {at}))
+    return negatives

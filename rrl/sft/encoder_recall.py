@@ -1,4 +1,4 @@
-"""How well a retriever finds gold passages: recall@k, by way of asking."""
+"""Recall@k of a retriever on gold passages, by kind of query."""
 
 from collections.abc import Sequence
 
@@ -10,27 +10,29 @@ from rrl.retrieval.retriever import Retriever
 
 
 def recall_at(retriever: Retriever, queries: Sequence[str], gold: Sequence[Sequence[str]], k: int) -> float:
-    """Mean share of each query's gold titles among its k best passages, in [0, 1]."""
+    """Return recall@k in [0, 1]: the mean share of each query's gold titles among its k best passages."""
     embeddings = retriever.embed(queries) if retriever.needs_embeddings else None
-    found = retriever.search(queries, k, embeddings)
-    titles = [[hit.passage.title for hit in hits] for hits in found]
+    results = retriever.search(queries, k, embeddings)
+    titles = [[hit.passage.title for hit in hits] for hits in results]
     return float(np.nanmean(gold_hits(titles, gold).recall()))
 
 
 def miniwiki_recall(
     retriever: Retriever, wiki: MiniWiki, k: int = 3, questions: int = 200, seed: int = 0
 ) -> dict[str, float]:
-    """recall@k on the built-in world by way of asking.
+    """Return recall@k on the built-in world by kind of query (`rrl.sft.encoder_pairs.QUERY_KINDS`).
 
-    "query" are the hops' own search queries, "name" the bare subjects, "question" whole one-hop questions, all over
-    the hops of `questions` questions of each kind (one-hop questions for "question").
+    "query" uses the search queries of the hops, "name" only their subjects, and "question" whole one-hop questions. They are
+    taken from `questions` questions of each kind.
     """
     items = [item for kind in KINDS for item in wiki.questions(kind, questions, seed)]
     hops = list({hop.query: hop for item in items for hop in item.plan.hops}.values())
     single = [item.question for item in items if len(item.plan.hops) == 1]
-    asked = {
+    queries_and_gold = {
         "query": ([hop.query for hop in hops], [[hop.title] for hop in hops]),
         "name": ([hop.subject for hop in hops], [[hop.title] for hop in hops]),
         "question": ([question.text for question in single], [list(question.gold) for question in single]),
     }
-    return {way: recall_at(retriever, queries, gold, k) for way, (queries, gold) in asked.items()}
+    return {
+        kind: recall_at(retriever, queries, gold, k) for kind, (queries, gold) in queries_and_gold.items()
+    }

@@ -1,4 +1,7 @@
-"""How often a judge says what the oracle says, over cases of built-in worlds that no training shows or what a policy did."""
+"""Agreement of a judge with the oracle, on held-out built-in worlds or on the trajectories of a policy.
+
+Read `agreement` first.
+"""
 
 import collections
 from collections.abc import Sequence
@@ -19,17 +22,18 @@ from rrl.sft.judge_examples import JudgeExample, JudgeExamplesConfig, make_judge
 from rrl.text.spans import Tag
 
 WORLD_PASSAGES = 200
-"""Passages of one world."""
+"""Passages per world."""
 NEAR_TOLERANCE = 0.2
-"""Scores in tenths that differ by so much are called near."""
+"""Largest difference of two scores (in 0..1) that counts as near."""
 
 
 def held_out_judge_examples(
     questions: int, config: JudgeExamplesConfig, split: str = "test", seed: int = 0
 ) -> list[JudgeExample]:
-    """The oracle's verdicts about so many questions, one of each kind of case about each, in four worlds of a split.
+    """Return judge examples about `questions` questions in four worlds of a split: one of each kind of prompt per question.
 
-    Raises UserError for a number of questions that is no multiple of the kinds of questions.
+    Raises:
+        UserError: `questions` is not a multiple of the number of kinds of questions.
     """
     if questions < 1 or questions % len(KINDS):
         raise UserError(f"questions={questions} must be a multiple of {len(KINDS)}, the kinds of questions")
@@ -38,74 +42,92 @@ def held_out_judge_examples(
 
 
 def judge_examples_of(trajectories: Sequence[Trajectory], answer: Tag = "answer") -> list[JudgeExample]:
-    """The oracle's verdicts about what a policy did: is it sufficient, how good is its thinking, is its answer right.
+    """Return judge examples about trajectories: sufficiency of the context, quality of the thinking, correctness of the answer.
 
     Args:
-      trajectories: their questions name gold passages.
-      answer: the tag of answers, which are no part of what was thought.
+        trajectories: trajectories of a policy; their questions name gold passages.
+        answer: tag of the answer, which is not part of the thinking.
+
+    Returns:
+        Two or three examples per trajectory, scored by the oracle, without the text that a judge should write.
     """
-    cases: list[JudgePrompt] = []
+    prompts: list[JudgePrompt] = []
     for trajectory in trajectories:
-        question, told = trajectory.question, transcript_of(trajectory, answer)
-        cases += [Sufficiency(question, told), Thinking(question, told)]
+        question, transcript = trajectory.question, transcript_of(trajectory, answer)
+        prompts += [Sufficiency(question, transcript), Thinking(question, transcript)]
         if trajectory.answer:
-            cases.append(Correctness(question, trajectory.answer))
-    return [
-        JudgeExample(case, score or 0.0, "") for case, score in zip(cases, Oracle().grade(cases), strict=True)
-    ]
+            prompts.append(Correctness(question, trajectory.answer))
+    scores = Oracle().grade(prompts)
+    return [JudgeExample(prompt, score or 0.0, "") for prompt, score in zip(prompts, scores, strict=True)]
 
 
 def judge_report(
     judge: str,
     model: str,
-    against: Sequence[JudgeExample],
+    examples: Sequence[JudgeExample],
     compute: ComputeConfig,
     mesh: Mesh,
     rows: int = 64,
     context: int = 0,
 ) -> str:
-    """The table of `agreement_table` for a judge in one word (`judge_settings.judge_sections`). A model is asked `rows` cases at
-    a time, of at most `context` tokens each (0: what its card says). Raises UserError for one that is not there."""
+    """Load a judge, compare it with the oracle and return the table.
+
+    Args:
+        judge: the judge in one word (see `judge_settings.judge_sections`).
+        model: name of its model, for a service.
+        examples: prompts with the oracle's scores.
+        compute: dtype of a judge model.
+        mesh: devices of a judge model.
+        rows: prompts that a judge model answers at a time.
+        context: largest number of tokens of a prompt and its answer; 0: as the judge's card states.
+
+    Raises:
+        UserError: the judge is missing.
+    """
     sections = judge_sections(judge, model, context)
     sections["judge_rollout"]["rows"] = rows
     settings = JudgeSettings.parse(sections)
     settings.check()
     return agreement_table(
-        agreement(settings.load([verdict.prompt.question for verdict in against], compute, mesh), against)
+        agreement(settings.load([example.prompt.question for example in examples], compute, mesh), examples)
     )
 
 
-def agreement(judge: Judge, against: Sequence[JudgeExample]) -> dict[str, dict[str, float]]:
-    """By kind of case: how the judge's scores agree with the verdicts.
+def agreement(judge: Judge, examples: Sequence[JudgeExample]) -> dict[str, dict[str, float]]:
+    """Compare the judge's scores with those of the examples.
 
-    - cases: their number; unread: answers of the judge that say none, which agree with nothing;
-    - exact: share of equal scores; near: of scores that differ by 0.2 at most;
-    - balanced: the mean of `exact` over the verdicts that occur, so that naming the most frequent one earns 1 in so many;
-    - majority_exact, majority_near, majority_balanced: the same of who always says the most frequent verdict.
+    Returns:
+        By kind of prompt:
+
+        - cases: number of examples; unread: answers of the judge without a readable score, which agree with nothing;
+        - exact: share of equal scores; near: share of scores that differ by at most 0.2;
+        - balanced: mean of `exact` over the n scores that occur, so that a constant answer earns at most 1/n;
+        - majority_exact, majority_near, majority_balanced: the same for a judge that always gives the most frequent score.
     """
-    said = judge.grade([verdict.prompt for verdict in against])
+    scores = judge.grade([example.prompt for example in examples])
     by_kind: dict[str, list[tuple[float, float | None]]] = collections.defaultdict(list)
-    for verdict, score in zip(against, said, strict=True):
-        by_kind[type(verdict.prompt).__name__].append((verdict.score, score))
+    for example, score in zip(examples, scores, strict=True):
+        by_kind[type(example.prompt).__name__].append((example.score, score))
     return {kind: _agreement_scores(pairs) for kind, pairs in by_kind.items()}
 
 
 def _agreement_scores(pairs: Sequence[tuple[float, float | None]]) -> dict[str, float]:
-    right = np.array([truth for truth, _ in pairs])
-    found = np.array([np.nan if score is None else score for _, score in pairs], float)
-    values, counts = np.unique(right, return_counts=True)
-    most = np.full(len(right), values[counts.argmax()])
-    scores = {"cases": float(len(pairs)), "unread": float(np.isnan(found).sum())}
-    for prefix, given in (("", found), ("majority_", most)):
-        equal = np.isclose(given, right)
+    """Return the scores of `agreement` for (oracle's score, judge's score) pairs."""
+    oracle = np.array([truth for truth, _ in pairs])
+    judged = np.array([np.nan if score is None else score for _, score in pairs], float)
+    values, counts = np.unique(oracle, return_counts=True)
+    majority = np.full(len(oracle), values[counts.argmax()])
+    scores = {"cases": float(len(pairs)), "unread": float(np.isnan(judged).sum())}
+    for prefix, scored in (("", judged), ("majority_", majority)):
+        equal = np.isclose(scored, oracle)
         scores[f"{prefix}exact"] = float(equal.mean())
-        scores[f"{prefix}near"] = float((np.abs(given - right) <= NEAR_TOLERANCE + 1e-6).mean())
-        scores[f"{prefix}balanced"] = float(np.mean([equal[right == value].mean() for value in values]))
+        scores[f"{prefix}near"] = float((np.abs(scored - oracle) <= NEAR_TOLERANCE + 1e-6).mean())
+        scores[f"{prefix}balanced"] = float(np.mean([equal[oracle == value].mean() for value in values]))
     return scores
 
 
-def agreement_table(found: dict[str, dict[str, float]]) -> str:
-    """A table of `agreement`, in percent."""
+def agreement_table(agreements: dict[str, dict[str, float]]) -> str:
+    """Return the result of `agreement` as a table, in percent."""
     names = ("exact", "near", "balanced")
     head = ("case", "number", *(text for name in names for text in (name, "majority")), "unread")
     rows = [
@@ -115,7 +137,10 @@ def agreement_table(found: dict[str, dict[str, float]]) -> str:
             *(f"{100 * scores[key]:.1f}" for name in names for key in (name, f"majority_{name}")),
             f"{scores['unread']:.0f}",
         )
-        for kind, scores in found.items()
+        for kind, scores in agreements.items()
     ]
-    title = f"Agreement with the oracle (percent; near: within {NEAR_TOLERANCE}; majority: its most frequent verdict)"
+    title = (
+        f"Agreement with the oracle (percent; near: within {NEAR_TOLERANCE}; "
+        "majority: always its most frequent score)"
+    )
     return "\n".join([title, *table([head, *rows])])

@@ -1,8 +1,10 @@
-"""Cases of the built-in world with the oracle's verdicts: what a small judge is trained on, and held against.
+"""Judge examples from the built-in world: prompts with the oracle's score and reasons, to train and to test a small judge.
 
-An attempt at a question, right or faulty, is acted out by a recipe's scripted expert over a real retriever. It gives one case
-of each kind that recipes ask a judge about: is it sufficient, how good is its thinking (TIRESRAG-R1), how relevant is what one
-of its steps found (R3-RAG), and is its answer right.
+A recipe's scripted expert carries out an attempt at a question, correct or faulty, with a real retriever. The attempt gives
+one prompt of each kind that recipes send to a judge: whether the context is sufficient, how good the thinking is
+(TIRESRAG-R1), how relevant the passages of one step are (R3-RAG), and whether the answer is correct.
+
+Read `make_judge_examples` first.
 """
 
 import dataclasses
@@ -41,24 +43,25 @@ from rrl.text.chat import fitting_ids
 from rrl.text.encoding import plain_ids
 
 PROMPT_KINDS: tuple[type, ...] = (Relevance, Sufficiency, Thinking, Correctness)
-"""What the judge of the built-in world is asked."""
+"""Kinds of prompts that the judge of the built-in world answers."""
 MAX_LISTED_WORDS = 6
-"""Most words that an answer lists."""
+"""Largest number of ungrounded words that the reasons of an answer list."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgeExamplesConfig:
-    """How cases are made."""
+    """How attempts and prompts are generated."""
 
     faulty: float = 0.6
-    """Share of attempts in which something goes wrong."""
+    """Share of attempts with a fault."""
     partial: float = 0.2
-    """Share of attempts that are broken off after some of their searches."""
+    """Share of attempts that end after some of their searches."""
     top_k: int = 2
-    """Passages a search returns, as in the runs of the built-in world."""
+    """Passages per search, as in the runs of the built-in world."""
     context: int = 1280
-    """Most tokens of a prompt and its answer."""
+    """Largest number of tokens of a prompt and its answer."""
     answer_tokens: int = 160
+    """Largest number of tokens of an answer."""
 
     def __post_init__(self) -> None:
         for name in ("faulty", "partial"):
@@ -72,7 +75,7 @@ class JudgeExamplesConfig:
 
     @property
     def card(self) -> JudgeCard:
-        """What a judge trained on these cases says of itself."""
+        """Return the card of a judge that is trained on these examples."""
         return JudgeCard(
             False, self.context, self.answer_tokens, tuple(kind.__name__ for kind in PROMPT_KINDS)
         )
@@ -80,123 +83,141 @@ class JudgeExamplesConfig:
 
 @dataclasses.dataclass(frozen=True)
 class JudgeExample:
-    """A case, what the oracle says of it, and why."""
+    """A judge prompt with the oracle's score and the answer that the judge should write."""
 
     prompt: JudgePrompt
     score: float
+    """The oracle's score, in 0..1."""
     answer: str
-    """What the judge shall write: its reasons, and the score in the form that `JudgePrompt.parse` reads."""
+    """The text that the judge should write: the reasons, then the score in the form that `prompt.read` parses."""
 
 
 def make_judge_examples(
     wiki: MiniWiki, seed: int, per_kind: int, config: JudgeExamplesConfig, recipe: TiresRag | None = None
 ) -> Iterator[JudgeExample]:
-    """One verdict of each of `PROMPT_KINDS` about each of `per_kind` questions of each kind, in random order; the same
-    arguments give the same ones.
+    """Yield judge examples in random order. The same arguments give the same examples.
 
-    `recipe`: in whose form attempts are acted out; None: that of the built-in world.
+    Args:
+        wiki: the built-in world.
+        seed: seed of questions and attempts.
+        per_kind: questions of each kind. Each question gives one example of each of `PROMPT_KINDS`.
+        config: shares of faulty and partial attempts, passages per search.
+        recipe: its scripted expert carries out the attempts; None: TIRESRAG-R1 with the tags of the built-in world.
     """
     recipe = recipe or TiresRag(opening="bare")
     rng = np.random.default_rng((seed, 4))
     lookup = WikiLookup(wiki)
     items = mixed_questions(wiki, per_kind, QUESTIONS, seed)
-    tried = [make_attempt(item, lookup, rng, config.faulty) for item in items]
+    attempts = [make_attempt(item, lookup, rng, config.faulty) for item in items]
     retriever = make_retriever(wiki.passages, "bm25", None, Bm25Config(title_weight=3))
-    queries = [*(hop.query for one in tried for hop in one.hops), *(item.question.text for item in items)]
-    wanted = list(dict.fromkeys(queries))
-    hits = retriever.search(wanted, config.top_k + 1)
-    found = {
-        query: [hit.passage for hit in some] for query, some in zip(wanted, hits, strict=True)
-    }  # one more than is shown, for those whose search shall miss
-    for item, one in zip(items, tried, strict=True):
-        episode = act_out(item, one, found, config.top_k, recipe)
-        for case in _cases(item, one, episode, found, lookup, rng, config, recipe):
-            (score,) = Oracle().grade([case])
+    queries = [
+        *(hop.query for tried in attempts for hop in tried.hops),
+        *(item.question.text for item in items),
+    ]
+    unique = list(dict.fromkeys(queries))
+    # One passage more than an attempt sees, since a search that must miss drops the gold passage.
+    hits = retriever.search(unique, config.top_k + 1)
+    results = {query: [hit.passage for hit in some] for query, some in zip(unique, hits, strict=True)}
+    for item, tried in zip(items, attempts, strict=True):
+        episode = act_out(item, tried, results, config.top_k, recipe)
+        for prompt in _prompts(item, tried, episode, results, lookup, rng, config, recipe):
+            (score,) = Oracle().grade([prompt])
             assert score is not None
-            yield JudgeExample(case, score, f" {_answer(case, item, score)}")
+            yield JudgeExample(prompt, score, f" {_answer(prompt, item, score)}")
 
 
 def act_out(
-    item: MiniQuestion, one: Attempt, found: Mapping[str, Sequence[Passage]], top_k: int, recipe: TiresRag
+    item: MiniQuestion, tried: Attempt, results: Mapping[str, Sequence[Passage]], top_k: int, recipe: TiresRag
 ) -> Trajectory:
-    """What the recipe's expert does when it follows an attempt; no tokens, and nothing is scored."""
+    """Let the recipe's expert carry out an attempt; return its trajectory, without tokens and scores.
+
+    Args:
+        item: the question.
+        tried: the attempt.
+        results: passages of each query, at least `top_k` + 1.
+        top_k: passages per search.
+        recipe: its scripted expert acts.
+    """
     searches: list[Search] = []
 
     def retrieve(query: str) -> list[Passage]:
         place = len(searches)
-        passages = list(found[query])
-        if place in one.failed_hops:
-            passages = [p for p in passages if p.title != one.hops[place].title]
+        passages = list(results[query])
+        if place in tried.failed_hops:
+            passages = [p for p in passages if p.title != tried.hops[place].title]
         passages = passages[:top_k]
         searches.append(Search.of(place, query, passages))
         return passages
 
     acted = dataclasses.replace(
-        item, question=dataclasses.replace(item.question, answers=(one.answer,)), plan=one
+        item, question=dataclasses.replace(item.question, answers=(tried.answer,)), plan=tried
     )
     segments: list[tuple[int, str]] = []
     for part in recipe.demonstrate(acted, retrieve):
         if isinstance(part, str):
             segments.append((POLICY, part))
         elif isinstance(part, Append):
-            # What has no body is an early answer, which the expert shall see and not learn to write.
+            # A segment without a body is an early answer, which the expert sees but must not learn to write.
             text = f"{part.prefix}{part.body}{part.suffix}"
             segments.append((ENVIRONMENT if part.body else POLICY, text))
     none = np.zeros(0)
     return Trajectory(
-        item.question, 0, 0, none, none, none, none, none, segments, searches, "answer", answer=one.answer
+        item.question, 0, 0, none, none, none, none, none, segments, searches, "answer", answer=tried.answer
     )
 
 
 def tokenize_judge_examples(
-    verdicts: Iterator[JudgeExample], tokenizer: PreTrainedTokenizerBase, card: JudgeCard
+    examples: Iterator[JudgeExample], tokenizer: PreTrainedTokenizerBase, card: JudgeCard
 ) -> Iterator[Example]:
-    """Verdicts as training examples: the prompt as the judge will be asked it, and the answer, which alone is a target."""
+    """Yield training examples: the prompt as the judge receives it, and the answer. The loss is on the answer only."""
     room = card.context - card.answer_tokens - 2
-    for verdict in verdicts:
-        asked = fitting_ids(tokenizer, card.prompt_for(verdict.prompt), room)
-        said = [*plain_ids(tokenizer, verdict.answer), tokenizer.eos_token_id]
-        yield Example(np.array([*asked, *said], np.int32), np.arange(len(asked) + len(said)) >= len(asked))
+    for example in examples:
+        prompt = fitting_ids(tokenizer, card.prompt_for(example.prompt), room)
+        answer = [*plain_ids(tokenizer, example.answer), tokenizer.eos_token_id]
+        yield Example(
+            np.array([*prompt, *answer], np.int32), np.arange(len(prompt) + len(answer)) >= len(prompt)
+        )
 
 
-# -- one attempt ---------------------------------------------------------------------------------------------------------
+# -- the prompts of one attempt ------------------------------------------------------------------------------------------
 
 
-def _cases(
+def _prompts(
     item: MiniQuestion,
-    one: Attempt,
+    tried: Attempt,
     episode: Trajectory,
-    found: Mapping[str, Sequence[Passage]],
+    results: Mapping[str, Sequence[Passage]],
     lookup: WikiLookup,
     rng: np.random.Generator,
     config: JudgeExamplesConfig,
     recipe: TiresRag,
 ) -> list[JudgePrompt]:
+    """Return one prompt of each kind about an attempt that was carried out in `episode`."""
     searches = len(episode.searches)
     if rng.random() < config.partial:
         searches = int(rng.integers(searches))
-    told = transcript_of(episode, recipe.environment.answer, "<think>", searches)
+    transcript = transcript_of(episode, recipe.environment.answer, "<think>", searches)
     shown = R3RagEnvironment().documents(episode.searches)
     shown = [passages for passages in shown if passages]
     documents = shown[int(rng.integers(len(shown)))]
     if rng.random() < 0.1:
-        documents = tuple(found[item.question.text][: config.top_k])
+        documents = tuple(results[item.question.text][: config.top_k])
     return [
         Relevance(item.question, documents),
-        Sufficiency(item.question, told),
-        Thinking(item.question, told),
-        Correctness(item.question, _predicted(item, one, lookup, rng)),
+        Sufficiency(item.question, transcript),
+        Thinking(item.question, transcript),
+        Correctness(item.question, _predicted(item, tried, lookup, rng)),
     ]
 
 
-def _predicted(item: MiniQuestion, one: Attempt, lookup: WikiLookup, rng: np.random.Generator) -> str:
-    """The attempt's answer, or another one, at times in a sentence."""
+def _predicted(item: MiniQuestion, tried: Attempt, lookup: WikiLookup, rng: np.random.Generator) -> str:
+    """Return the answer to judge: the attempt's, a gold answer or a wrong one, sometimes within a sentence."""
     draw = rng.random()
-    said = one.answer
+    answer = tried.answer
     if draw < 0.3:
-        said = item.question.answers[int(rng.integers(len(item.question.answers)))]
+        answer = item.question.answers[int(rng.integers(len(item.question.answers)))]
     elif draw < 0.7:
-        said = wrong_answer(item, lookup, rng)
+        answer = wrong_answer(item, lookup, rng)
     forms = (
         "{}",
         "{}",
@@ -204,51 +225,54 @@ def _predicted(item: MiniQuestion, one: Attempt, lookup: WikiLookup, rng: np.ran
         "{}",
         "It is {}.",
         "The answer is {}.",
-        f"The {one.hops[-1].query} is {{}}.",
+        f"The {tried.hops[-1].query} is {{}}.",
     )
-    return forms[int(rng.integers(len(forms)))].format(said)
+    return forms[int(rng.integers(len(forms)))].format(answer)
 
 
-# -- why -------------------------------------------------------------------------------------------------------------------
+# -- the answers, with reasons -------------------------------------------------------------------------------------------
 
 
-def _answer(case: JudgePrompt, item: MiniQuestion, score: float) -> str:
-    match case:
-        case Sufficiency(_, told):
-            said = f'{{"Sufficient Context": {score:.0f}}}'
-            return _thought(_chain(item, told), said)
-        case Thinking(question, told):
-            return _thought(_quality(question, told), f"{score:.1f}")
+def _answer(prompt: JudgePrompt, item: MiniQuestion, score: float) -> str:
+    """Return the answer that the judge should write to a prompt about `item`."""
+    match prompt:
+        case Sufficiency(_, transcript):
+            verdict = f'{{"Sufficient Context": {score:.0f}}}'
+            return _with_reasons(_chain(item, transcript), verdict)
+        case Thinking(question, transcript):
+            return _with_reasons(_quality(question, transcript), f"{score:.1f}")
         case Relevance(question, passages):
             titles = {passage.title for passage in passages}
-            found = [title for title in question.gold if title in titles]
-            return _thought(f"{item.plan.facts} : {' ; '.join(found) or 'nothing'}", f"{score:.1f}")
+            retrieved = [title for title in question.gold if title in titles]
+            return _with_reasons(f"{item.plan.facts} : {' ; '.join(retrieved) or 'nothing'}", f"{score:.1f}")
         case Correctness(question, predicted):  # side by side they are easier to compare
-            return _thought(f"{gold_text(question)} : {predicted}", str(score > 0))
-    raise TypeError(f"no reasons are known for {type(case).__name__}")
+            return _with_reasons(f"{gold_text(question)} : {predicted}", str(score > 0))
+    raise TypeError(f"no reasons are known for {type(prompt).__name__}")
 
 
-def _thought(reasons: str, said: str) -> str:
-    return f"<think> {reasons} </think> {said}"
+def _with_reasons(reasons: str, verdict: str) -> str:
+    return f"<think> {reasons} </think> {verdict}"
 
 
-def _chain(item: MiniQuestion, told: Transcript) -> str:
-    """The facts that the question needs, up to the first whose passage was not found."""
+def _chain(item: MiniQuestion, transcript: Transcript) -> str:
+    """Return the facts that the question needs, up to the first whose passage was not retrieved."""
     facts = []
     for hop in item.plan.hops:
-        known = hop.title in told.titles
+        known = hop.title in transcript.titles
         facts.append(f"The {hop.query} is {hop.value if known else 'unknown'}.")
         if not known:
             break
     return " ".join(facts)
 
 
-def _quality(question: Question, told: Transcript) -> str:
-    """Which of the needed passages are named, and what is said that had not been found; the share of each."""
+def _quality(question: Question, transcript: Transcript) -> str:
+    """Return the gold passages that the thinking names and the words that no passage supports, with the share of each."""
     named = [
-        title if chain_coverage(dataclasses.replace(question, gold=(title,)), told) else "unknown"
+        title if chain_coverage(dataclasses.replace(question, gold=(title,)), transcript) else "unknown"
         for title in question.gold
     ]
-    new = list(dict.fromkeys(word for word, stood in claims(question, told) if not stood))[:MAX_LISTED_WORDS]
-    shares = f"{chain_coverage(question, told):.1f}", f"{groundedness(question, told):.1f}"
+    new = list(dict.fromkeys(word for word, stood in claims(question, transcript) if not stood))[
+        :MAX_LISTED_WORDS
+    ]
+    shares = f"{chain_coverage(question, transcript):.1f}", f"{groundedness(question, transcript):.1f}"
     return f"{' ; '.join(named)} : {shares[0]}. Not found : {', '.join(new) or 'nothing'} : {shares[1]}."

@@ -1,4 +1,7 @@
-"""Supervised training on packed rows: pretraining on text and fine-tuning on demonstrations are the same loop."""
+"""Supervised training on packed rows. Pretraining on text and fine-tuning on demonstrations use the same loop.
+
+Read `train` first.
+"""
 
 import dataclasses
 import json
@@ -41,26 +44,30 @@ from rrl.stopping import stop_requested
 
 @dataclasses.dataclass(frozen=True)
 class SFTConfig:
-    """Settings of one supervised run."""
+    """Settings of one supervised training run."""
 
     steps: int
+    """Updates."""
     optim: OptimConfig
     rows: int = 16
-    """Rows a step; what a row holds is up to the source."""
+    """Rows per step. The source decides what a row holds."""
     row_length: int = 512
+    """Tokens per row."""
     chunk: int = 1024
-    """Positions whose logits exist at a time; chunks without a target cost nothing."""
+    """Positions whose logits are computed at a time, which bounds memory. Chunks without a target are skipped."""
     seed: int = 0
+    """Seed of initial parameters and data."""
     log_every: int = 10
+    """Steps between lines of metrics."""
     eval_every: int = 0
-    """Steps between evaluations; 0: at the end only."""
+    """Steps between evaluations; 0: only at the end."""
     patience: int = 0
-    """Stop after so many evaluations without a better held-out loss and keep the best parameters; 0: never."""
+    """Early stopping: end after this many evaluations without a lower held-out loss, with the best parameters; 0: never."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0: at the end only (and when SIGTERM comes)."""
+    """Steps between checkpoints; 0: only at the end and after SIGTERM."""
     minutes: float = 0.0
-    """Stop at the first step after so much training time (without evaluations); 0: never. Such a run is not
-    reproducible to the bit."""
+    """End at the first step after this much training time, without evaluations; 0: no limit. With a limit the result is not
+    bitwise reproducible."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "rows", "row_length", "chunk", "log_every"):
@@ -71,41 +78,43 @@ class SFTConfig:
 
 
 MAY_DIFFER = ("log_every", "checkpoint_every", "run.data.path", "run.data.encoder", "run.tokenizer")
-"""Fields that a continued run may change: they don't touch its numbers. Data, encoder and tokenizer are known by
-their content."""
+"""Fields that a continued run may change, since they do not affect its results. Data, encoder and tokenizer are identified by
+their content, not by their paths."""
 MAY_GROW = ("steps", "optim.total_steps", "eval_every")
-"""Fields that a continued run may raise: it goes on for longer, from where it was, by the schedule of the longer run."""
+"""Fields that a continued run may raise. It then continues with the learning-rate schedule of the longer run."""
 
 
 def learned_params_path(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
-    """Where in the state of a checkpoint the parameters are that the run has to show: the best ones, with `patience`."""
+    """Return the path of the final parameters within a checkpoint's state: the best ones with `patience`, else the last."""
     return "[1]" if settings["patience"] and metadata["loss"] is not None else "[0].params"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What an update changes."""
+    """Everything that an update changes."""
 
     params: nnx.State
-    """Those that are trained."""
+    """The trained parameters."""
     opt_state: optax.OptState
     step: jax.Array
+    """Completed updates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SFTResult:
-    """How a run ended."""
+    """How a supervised run ended."""
 
     step: int
+    """Completed updates."""
     evaluation: dict[str, float]
-    """Of the parameters that the decoder now has; empty after a signal, and without held-out examples."""
+    """Held-out metrics of the final parameters; empty after a signal or without held-out examples."""
     stopped: str
-    """One of done, patience, minutes, signal."""
+    """Reason of the end: done, patience, minutes or signal."""
 
 
 def loss_sums(decoder: Decoder, batch: Batch, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Negative log-likelihood summed over targets, and their number: summed over microbatches, divided once."""
+    """Return the negative log-likelihood summed over the targets, and the number of targets."""
     scores = token_logprobs(decoder, batch, chunk=chunk)
     return -scores.logp.sum(), batch.loss_mask[:, 1:].sum()
 
@@ -113,9 +122,9 @@ def loss_sums(decoder: Decoder, batch: Batch, chunk: int) -> tuple[jax.Array, ja
 def make_update(
     graph: nnx.GraphDef, optimizer: optax.GradientTransformation, chunk: int
 ) -> Callable[..., Any]:
-    """The jitted update: (state, fixed, batch) -> (state, metrics). The old state's buffers are donated.
+    """Return the jitted update: (state, fixed, batch) -> (state, metrics). It donates the buffers of the old state.
 
-    `graph` and the parameters `fixed` are those of `rrl.rl.optim.split_trained`.
+    `graph` and the frozen parameters `fixed` come from `rrl.rl.optim.split_trained`.
     """
 
     def loss(params: nnx.State, fixed: nnx.State, batch: Batch) -> jax.Array:
@@ -139,10 +148,10 @@ def make_update(
 
 
 class Evaluator:
-    """Held-out loss, token accuracy and exact match of whole responses, over named sets of examples.
+    """Computes held-out loss, token accuracy and exact match of whole responses over named sets of examples.
 
-    A response counts as matched when every one of its targets is the most probable token given the true text before it
-    (teacher-forced), which is exactly when greedy decoding would reproduce it.
+    A response matches if each of its targets is the most probable token given the true text before it (teacher forcing).
+    Greedy decoding would reproduce exactly these responses.
     """
 
     def __init__(
@@ -168,10 +177,10 @@ class Evaluator:
         self._scores = scores
 
     def __call__(self, decoder: Decoder) -> dict[str, float]:
-        """Metrics "loss", "accuracy" (of tokens), "match" (of responses) over all sets, and of each as "match/NAME"."""
+        """Return "loss", "accuracy" (of tokens) and "match" (of responses) over all sets, and "match/NAME" of each set."""
         totals = np.zeros(3)
         matches: dict[str, float] = {}
-        pieces = []
+        all_matches = []
         for name, (packed, lengths) in self._sets.items():
             batch = packed.batch
             parts = []
@@ -185,19 +194,19 @@ class Evaluator:
                 greedy[batch.loss_mask].sum(),
                 batch.loss_mask.sum(),
             ]
-            right = [
+            set_matches = [
                 g[m].all()
                 for g, m in zip(
                     packed.unpack(greedy, lengths), packed.unpack(batch.loss_mask, lengths), strict=True
                 )
             ]
-            matches[f"match/{name}"] = float(np.mean(right))
-            pieces += right
+            matches[f"match/{name}"] = float(np.mean(set_matches))
+            all_matches += set_matches
         count = max(1.0, totals[2])
         return {
             "loss": totals[0] / count,
             "accuracy": totals[1] / count,
-            "match": float(np.mean(pieces)),
+            "match": float(np.mean(all_matches)),
             **matches,
         }
 
@@ -212,58 +221,59 @@ def train(
     identity: Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
 ) -> SFTResult:
-    """Trains `decoder` in place, continuing what the workdir holds.
+    """Train `decoder` in place. If the workdir has a checkpoint, continue from it.
 
     Args:
-        config: settings.
-        source: gives the batch of each step.
+        config: settings of the run.
+        source: provides the batch of each step.
         decoder: its parameters are replaced by the trained ones (the best ones, with `patience`).
-        workdir: gets config.json, checkpoints, metrics.jsonl and TensorBoard files.
+        workdir: gets config.json, checkpoints, metrics.jsonl, TensorBoard files and result.json.
         held_out: named sets of examples for evaluation.
-        identity: what else makes this run what it is (model, data); a workdir made with another is refused.
-        mesh: the decoder lies on it; None: on one device.
+        identity: what identifies this run besides its settings (model, data). Another identity in the workdir is refused.
+        mesh: mesh of the decoder; None: one device.
 
     Raises:
-        UserError: the workdir belongs to another config.
+        UserError: the workdir belongs to another config, or the loss is not finite.
         SaveError: the workdir cannot be written.
     """
     graph, params, fixed = split_trained(decoder, config.optim.frozen)
     fixed = cast_params(fixed, decoder.dtype)
-    nnx.update(decoder, fixed)  # lets go of the wider copy
+    nnx.update(decoder, fixed)  # frees the copy in the wider dtype
     optimizer = make_optimizer(config.optim)
     state = TrainState(params, init_optimizer(optimizer, params, mesh), jnp.zeros((), jnp.int32))
     update = make_update(graph, optimizer, config.chunk)
     rate = make_schedule(config.optim)
     evaluate = Evaluator(held_out, config.rows, config.row_length, config.chunk, mesh) if held_out else None
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
-    best: dict[str, Any] = {"loss": None, "bad": 0, "seconds": 0.0, "lines": 0}
+    # Metadata of checkpoints: lowest held-out loss, evaluations since then, training seconds, lines of metrics.
+    metadata: dict[str, Any] = {"loss": None, "bad": 0, "seconds": 0.0, "lines": 0}
     with Checkpoints(workdir, settings, 2, MAY_DIFFER, MAY_GROW) as checkpoints, stop_requested() as stop:
         best_params = jax.tree.map(jnp.copy, params) if config.patience else None
         if checkpoints.latest is not None:
-            (state, best_params), best = checkpoints.restore(
+            (state, best_params), metadata = checkpoints.restore(
                 (state, best_params), fields=("loss", "bad", "seconds")
             )
         start = int(state.step)
-        if best.get("stopped") == "done" and start < config.steps:  # more steps than before
-            del best["stopped"]
-        stopped = best.get("stopped") or ""
+        if metadata.get("stopped") == "done" and start < config.steps:  # the run was extended
+            del metadata["stopped"]
+        stopped = metadata.get("stopped") or ""
         with (
-            MetricsWriter(workdir, start, best.get("lines")) as writer,
+            MetricsWriter(workdir, start, metadata.get("lines")) as writer,
             Progress(config.steps, start, "sft") as progress,
         ):
             if start:
                 words = "finished already," if stopped else "continues"
                 progress.note(f"{words} after step {start} of {config.steps}")
             began, tokens, step = time.monotonic(), 0, start
-            spent = best["seconds"]
+            spent = metadata["seconds"]
             while step < config.steps and not stopped:
                 with use_mesh(mesh):
                     state, metrics = update(state, fixed, put_rows(source.batch(step), mesh))
                 step += 1
                 checkpoints.check()
                 last = step == config.steps
-                best["seconds"] = spent + time.monotonic() - began
-                if config.minutes and best["seconds"] > 60 * config.minutes:
+                metadata["seconds"] = spent + time.monotonic() - began
+                if config.minutes and metadata["seconds"] > 60 * config.minutes:
                     stopped = "minutes"
                 if step % config.log_every == 0 or last:
                     _refuse_divergence(step, metrics, checkpoints.latest)
@@ -274,28 +284,32 @@ def train(
                     writer.write(step, host)
                     shown = {"loss": host["loss"], "lr": host["lr"]}
                     if config.minutes:
-                        shown["minutes"] = f"{best['seconds'] / 60:.1f}/{config.minutes:g}"
+                        shown["minutes"] = f"{metadata['seconds'] / 60:.1f}/{config.minutes:g}"
                     progress.update(
-                        step, shown, tokens, 60 * config.minutes - best["seconds"] if config.minutes else None
+                        step,
+                        shown,
+                        tokens,
+                        60 * config.minutes - metadata["seconds"] if config.minutes else None,
                     )
                 if evaluate and config.eval_every and step % config.eval_every == 0 and not last:
                     paused = time.monotonic()
                     with progress.paused():
-                        found = evaluate(nnx.merge(graph, state.params, fixed))
+                        evaluation = evaluate(nnx.merge(graph, state.params, fixed))
                     began += time.monotonic() - paused
                     writer.write(
-                        step, {f"eval/{k}": v for k, v in found.items()} | {"seconds": best["seconds"]}
+                        step,
+                        {f"eval/{k}": v for k, v in evaluation.items()} | {"seconds": metadata["seconds"]},
                     )
-                    progress.note(f"step {step} ({best['seconds']:.0f} s): {_table(found)}")
+                    progress.note(f"step {step} ({metadata['seconds']:.0f} s): {_table(evaluation)}")
                     if config.patience:
-                        if best["loss"] is None or found["loss"] < best["loss"]:
-                            best |= {"loss": found["loss"], "bad": 0}
+                        if metadata["loss"] is None or evaluation["loss"] < metadata["loss"]:
+                            metadata |= {"loss": evaluation["loss"], "bad": 0}
                             best_params = jax.tree.map(jnp.copy, state.params)
                         else:
-                            best["bad"] += 1
-                        if best["bad"] >= config.patience:
+                            metadata["bad"] += 1
+                        if metadata["bad"] >= config.patience:
                             stopped = "patience"
-                if stop and not stopped and not last:  # else it is over anyway
+                if stop and not stopped and not last:  # otherwise the run ends anyway
                     stopped = "signal"
                     break
                 if (
@@ -305,43 +319,51 @@ def train(
                     and not last
                 ):
                     _refuse_divergence(step, metrics, checkpoints.latest)
-                    checkpoints.save(step, (state, best_params), best | {"lines": writer.lines})
+                    checkpoints.save(step, (state, best_params), metadata | {"lines": writer.lines})
             if stopped != "signal":
-                best["stopped"] = stopped = stopped or "done"
-            if config.patience and best["loss"] is not None and evaluate and stopped in ("done", "minutes"):
+                metadata["stopped"] = stopped = stopped or "done"
+            if (
+                config.patience
+                and metadata["loss"] is not None
+                and evaluate
+                and stopped in ("done", "minutes")
+            ):
                 now = evaluate(nnx.merge(graph, state.params, fixed))
-                if now["loss"] < best["loss"]:
-                    best["loss"], best_params = now["loss"], state.params
+                if now["loss"] < metadata["loss"]:
+                    metadata["loss"], best_params = now["loss"], state.params
             if step > start:
                 _refuse_divergence(step, metrics, checkpoints.latest)
-            checkpoints.save(step, (state, best_params), best | {"lines": writer.lines})
-            final = best_params if config.patience and best["loss"] is not None else state.params
+            checkpoints.save(step, (state, best_params), metadata | {"lines": writer.lines})
+            final = best_params if config.patience and metadata["loss"] is not None else state.params
             nnx.update(decoder, final)
-            found = evaluate(decoder) if evaluate and stopped != "signal" else {}
+            evaluation = evaluate(decoder) if evaluate and stopped != "signal" else {}
             if stopped == "signal":
                 progress.note(f"stopped after step {step} of {config.steps}; the same command continues")
-            if found:
-                writer.write(step, {f"eval/{k}": v for k, v in found.items()} | {"seconds": best["seconds"]})
-                progress.note(f"end, step {step} ({stopped}): {_table(found)}")
+            if evaluation:
+                writer.write(
+                    step, {f"eval/{k}": v for k, v in evaluation.items()} | {"seconds": metadata["seconds"]}
+                )
+                progress.note(f"end, step {step} ({stopped}): {_table(evaluation)}")
     file = pathlib.Path(workdir, "result.json")
     if jax.process_index() == 0:
         with saving(file):
             write_atomically(
-                file, json.dumps({"step": step, "stopped": stopped, "evaluation": found}, indent=2)
+                file, json.dumps({"step": step, "stopped": stopped, "evaluation": evaluation}, indent=2)
             )
-    return SFTResult(step, found, stopped)
+    return SFTResult(step, evaluation, stopped)
 
 
 def _refuse_divergence(step: int, metrics: Mapping[str, jax.Array], saved: int | None) -> None:
-    """Raises UserError where the loss is not finite, before such parameters are saved."""
+    """Raise UserError if the loss is not finite. Call it before saving, so that such parameters are never saved.
+
+    `saved`: step of the latest checkpoint.
+    """
     if not np.isfinite(loss := metrics["loss"].item()):
-        kept = (
-            f"the checkpoint of step {saved} is the last"
-            if saved is not None
-            else "there is no checkpoint yet"
+        latest = (
+            f"the latest checkpoint is of step {saved}" if saved is not None else "there is no checkpoint yet"
         )
         raise UserError(
-            f"step {step}: the loss is {loss}. Lower optim.lr, or look at the weights that training starts from; {kept}"
+            f"step {step}: the loss is {loss}. Lower optim.lr, or check the weights that training starts from; {latest}"
         )
 
 

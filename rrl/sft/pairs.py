@@ -1,4 +1,4 @@
-"""Pairs of an input and an output, as `launch/cold_start.py` writes them, as examples whose loss is on the output."""
+"""Reads (input, output) pairs, as `launch/cold_start.py` writes them, into examples with the loss on the output."""
 
 import dataclasses
 import hashlib
@@ -16,7 +16,9 @@ from rrl.sft.demonstrations import RecipeDataConfig
 from rrl.text.chat import chat_ids
 from rrl.text.encoding import plain_ids
 
-RECORD_FORMAT = "{input, output}, two texts, and id, which pairs of one question share; JSON lines"
+RECORD_FORMAT = (
+    "JSON lines of {input, output}, both texts, and optionally id, the same for all pairs of a question"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,15 +26,16 @@ class PairsConfig(RecipeDataConfig):
     """A file of pairs."""
 
     path: str = ""
+    """The file, such as the pairs.jsonl of launch/cold_start.py."""
     held_out: int = 100
-    """Questions, the last of the file, whose pairs are held out."""
+    """Number of held-out questions, taken from the end of the file, with all their pairs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, self, "held_out")
         if not pathlib.Path(self.path).is_file():
             raise UserError(
-                f"path={self.path!r} is no file; give the pairs.jsonl of launch/cold_start.py, by pairs=FILE"
+                f"path={self.path!r} is not a file; give the pairs.jsonl of launch/cold_start.py, by pairs=FILE"
             )
 
     @property
@@ -42,44 +45,50 @@ class PairsConfig(RecipeDataConfig):
 
 
 def load_pairs(
-    config: PairsConfig, tokenizer: PreTrainedTokenizerBase, most: int
+    config: PairsConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> tuple[list[Example], list[Example]]:
-    """Training and held-out examples of at most `most` tokens, which share no question; longer ones are left out, and told.
+    """Return training and held-out examples, which share no question.
 
-    Raises UserError for a broken record, with its line, and for a file that leaves nothing to train on or to hold out.
+    Pairs of more than `max_tokens` tokens are dropped; a line on standard error gives their number.
+
+    Raises:
+        UserError: a record is broken (the message names its line), or no training or no held-out pair is left.
     """
     pairs = load_records(config.path, _pair, RECORD_FORMAT, "refuse", None)
-    asked = list(dict.fromkeys(question for question, _, _ in pairs))
-    held = set(asked[-config.held_out :])
+    questions = list(dict.fromkeys(question for question, _, _ in pairs))
+    held_out_questions = set(questions[-config.held_out :])
     train: list[Example] = []
     held_out: list[Example] = []
     long = 0
-    for question, told, said in pairs:
-        example = _example(tokenizer, told, said)
-        if len(example) > most:
+    for question, text, output in pairs:
+        example = _example(tokenizer, text, output)
+        if len(example) > max_tokens:
             long += 1
             continue
-        (held_out if question in held else train).append(example)
+        (held_out if question in held_out_questions else train).append(example)
     if not train or not held_out:
         raise UserError(
-            f"data.path={config.path!r}: {len(asked)} questions, {long} pairs longer than train.row_length={most}, leave "
-            f"{len(train)} pairs to train on and {len(held_out)} held out; change data.held_out={config.held_out} or give more"
+            f"data.path={config.path!r}: {len(questions)} questions, with {long} pairs longer than "
+            f"train.row_length={max_tokens}, leave {len(train)} pairs to train on and {len(held_out)} held out; change "
+            f"data.held_out={config.held_out} or give more questions"
         )
-    left = f"; {long} longer than {most} tokens are left out" if long else ""
-    print(f"{config.path}: {len(train)} pairs to train on, {len(held_out)} held out{left}", file=sys.stderr)
+    dropped = f"; {long} longer than {max_tokens} tokens are left out" if long else ""
+    print(
+        f"{config.path}: {len(train)} pairs to train on, {len(held_out)} held out{dropped}", file=sys.stderr
+    )
     return train, held_out
 
 
 def _pair(position: int, record: Any) -> tuple[str, str, str]:
     fields = fields_of(record)
     for name in ("input", "output"):
-        text_field(fields, name)  # something must stand there; white space at its ends counts
+        text_field(fields, name)  # refuses a missing or empty text; white space at its ends is kept
     return str(fields.get("id", position)), fields["input"], fields["output"]
 
 
-def _example(tokenizer: PreTrainedTokenizerBase, told: str, said: str) -> Example:
-    """As the engine would see it: the chat's opening, what is written, and the end of the turn."""
-    prompt = chat_ids(tokenizer, told)
-    own = [*plain_ids(tokenizer, said), tokenizer.eos_token_id]
-    loss = np.arange(len(prompt) + len(own)) >= len(prompt)
-    return Example(np.concatenate([prompt, np.array(own, np.int32)]), loss)
+def _example(tokenizer: PreTrainedTokenizerBase, text: str, output: str) -> Example:
+    """Return the token ids that the engine would see: the input as a chat prompt, the output, and the end token."""
+    prompt = chat_ids(tokenizer, text)
+    targets = [*plain_ids(tokenizer, output), tokenizer.eos_token_id]
+    loss = np.arange(len(prompt) + len(targets)) >= len(prompt)
+    return Example(np.concatenate([prompt, np.array(targets, np.int32)]), loss)

@@ -1,4 +1,7 @@
-"""Where supervised training takes its rows from: batches that are a pure function of (seed, step)."""
+"""Batch sources of supervised training. The batch of a step is a pure function of (seed, step).
+
+`FixedSource` repeats a fixed set in epochs; `StreamSource` generates examples without end.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,22 +16,23 @@ from rrl.rl.packing import pack, take_rows
 
 
 class BatchSource(Protocol):
-    """Gives the batch of each step; asking twice gives the same batch."""
+    """Provides the batch of each step."""
 
     def batch(self, step: int) -> Batch:
-        """Rows [B, T] as NumPy arrays."""
+        """Return the rows [B, T] of a step as NumPy arrays. The same step always gives the same batch."""
         ...
 
 
 def pack_examples(examples: Sequence[Example], row_length: int, too_long: str = "error") -> Batch:
-    """All examples as packed rows."""
+    """Pack all examples into rows of `row_length` tokens. `too_long`: see `rrl.rl.packing.pack`."""
     return pack([e.tokens for e in examples], [e.loss for e in examples], row_length, too_long=too_long).batch
 
 
 class FixedSource:
     """A fixed set of examples, shuffled anew in each epoch.
 
-    The number of rows an epoch needs depends on the lengths alone, so that step s always lies in epoch s // steps_per_epoch.
+    The number of rows per epoch depends only on the lengths of the examples, so that step s is in epoch
+    s // steps_per_epoch.
     """
 
     def __init__(self, examples: Sequence[Example], rows: int, row_length: int, seed: int) -> None:
@@ -38,7 +42,7 @@ class FixedSource:
         self.steps_per_epoch = -(-len(self._packed.tokens) // rows)
 
     def batch(self, step: int) -> Batch:
-        """The rows of a step; the last step of an epoch is filled up with padding."""
+        """Return the rows of a step. The last step of an epoch is filled up with empty rows."""
         epoch = step // self.steps_per_epoch
         if epoch != self._epoch:
             self._epoch, (self._packed, self._order) = epoch, self._load(epoch)
@@ -47,7 +51,7 @@ class FixedSource:
         return take_rows(self._packed, np.pad(rows, (0, self._rows - len(rows)), constant_values=-1))
 
     def _load(self, epoch: int) -> tuple[Batch, Int[np.ndarray, "R"]]:
-        """The rows of an epoch, and their order."""
+        """Return the packed rows of an epoch and their random order."""
         rng = np.random.default_rng((self._seed, epoch))
         shuffled = [self._examples[i] for i in rng.permutation(len(self._examples))]
         packed = pack_examples(shuffled, self._row_length)
@@ -56,18 +60,23 @@ class FixedSource:
 
 @dataclasses.dataclass
 class StreamSource:
-    """An endless source: `make(block)` gives the examples of a block, each of which feeds `steps_per_block` steps."""
+    """An endless source, generated in blocks of `steps_per_block` steps."""
 
     make: Callable[[int], Sequence[Example]]
+    """Generates the examples of a block, by its number."""
     rows: int
+    """Rows per step."""
     row_length: int
+    """Tokens per row."""
     seed: int
+    """Seed of the order of rows within a block."""
     steps_per_block: int = 16
-    """A block with too few rows for its steps repeats rows; one with too many leaves some out."""
+    """Steps per block. A block with too few rows for its steps repeats rows; one with too many drops some."""
     _cache: tuple[int, Batch] | None = None
+    """Number and shuffled rows of the latest block."""
 
     def batch(self, step: int) -> Batch:
-        """The rows of a step."""
+        """Return the rows of a step."""
         block = step // self.steps_per_block
         if self._cache is None or self._cache[0] != block:
             packed = pack_examples(self.make(block), self.row_length)
@@ -80,11 +89,12 @@ class StreamSource:
 
 @dataclasses.dataclass(frozen=True)
 class AlternatingSource:
-    """Takes turns between sources, `steps` steps each, so that most rows can be short and cheap and some long."""
+    """Cycles through sources, `steps` steps each, so that most rows can be short and cheap and some long."""
 
     sources: Sequence[BatchSource]
     steps: int
+    """Steps before the next source."""
 
     def batch(self, step: int) -> Batch:
-        """The batch of the source whose turn it is."""
+        """Return the batch of the source of this step."""
         return self.sources[step // self.steps % len(self.sources)].batch(step)

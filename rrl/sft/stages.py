@@ -1,10 +1,12 @@
-"""The stages of the cold start: what a config says becomes data, model and loop, and ends as a Hugging Face folder.
+"""The stages of supervised training: turns a config into data and model, trains, and writes a Hugging Face folder.
 
-reading (stage 0): an endless stream of reading, copying and comparing in the built-in world, from random parameters.
-evidence: the same for the reader of another family, which answers from evidence.
-demonstrations (stage 1): a small fixed set of what a recipe's scripted expert does, from the model of stage 0.
-pairs: the same from a file of what a strong model did.
-verdicts: an endless stream of cases with the oracle's verdicts, for a judge, whose agreement is told at the end.
+reading (stage 0): an endless stream of reading, copying and comparing exercises, from random parameters.
+evidence: an endless stream of questions with evidence, for the reader (a model of another family).
+demonstrations (stage 1): a small fixed set of demonstrations of a recipe's scripted expert, from the model of stage 0.
+pairs: a fixed set of (input, output) pairs from a file, such as a teacher's demonstrations.
+verdicts: an endless stream of judge examples, for a judge; at the end its agreement with the oracle is printed.
+
+Read `run` first.
 """
 
 import contextlib
@@ -61,38 +63,42 @@ from rrl.sft.pairs import PairsConfig, load_pairs
 from rrl.sft.sources import AlternatingSource, BatchSource, FixedSource, StreamSource
 
 AGREEMENT_QUESTIONS = 200
-"""About which a judge's agreement is taken at the end."""
+"""Held-out questions for the agreement of a trained judge with the oracle."""
 _FIRST_WORLD_SEED = 1000
-"""Worlds of the streams are numbered from here, so that they are none of those that reinforcement learning uses."""
+"""First seed of the streams' worlds. It keeps them apart from the worlds of reinforcement learning."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig:
-    """An endless stream: each block of steps reads a group of freshly made worlds."""
+    """An endless stream. Each block of steps generates new worlds and takes its examples from them."""
 
     worlds: int = 10
+    """Worlds per block."""
     world_size: int = 200
+    """Passages per world."""
     steps_per_block: int = 20
+    """Steps per block."""
     probes: int = 64
-    """Held-out examples of each kind, in worlds of the dev split."""
+    """Held-out examples of each kind, from worlds of the dev split."""
     short_length: int = 0
-    """Row length of cheap blocks, with as many more rows as fit the same tokens; 0: none."""
+    """Row length of short blocks, which are cheaper; their rows have the same number of tokens in total. 0: none."""
     short_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Arguments of the stream in those, beside `options`."""
+    """Arguments of the stream in short blocks; they override `options`."""
     long_every: int = 4
-    """One block in so many is of full row length, where there are short ones."""
+    """With short blocks, one block in this many has the full row length."""
     curriculum: str = ""
-    """"1:200;2:300": reading examples have at most 1 passage for 200 steps, then at most 2 for 300, and then what the
-    options say."""
+    """"1:200;2:300": reading examples have at most 1 passage for 200 steps, then at most 2 for 300, and then as many as
+    `options` allow. "": no curriculum."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Further arguments of the stream (rrl.miniwiki.reading, .evidence; rrl.sft.judge_examples.JudgeExamplesConfig)."""
 
     reading: float = 0.0
-    """Evidence stage: share of tokens that are reading examples (their options are `reading_options`) while the
-    curriculum lasts. Answers alone are too few targets to learn looking up from."""
+    """Stage evidence: share of tokens that are reading examples during the curriculum. Answers alone have too few target
+    tokens to learn retrieval from context."""
     reading_later: float = 0.0
-    """The same afterwards."""
+    """Stage evidence: the same share after the curriculum."""
     reading_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Stage evidence: arguments of the reading examples."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "worlds", "world_size", "steps_per_block", "probes", "long_every", where="data.")
@@ -103,7 +109,7 @@ class StreamConfig:
                 raise UserError(f"data.{name}={getattr(self, name)} must lie in 0..1.")
 
     def most_passages(self, step: int) -> int | None:
-        """What the curriculum says of a step; None once it is over."""
+        """Return the curriculum's largest number of passages at a step; None after the curriculum."""
         for passages, steps in parse_curriculum(self.curriculum):
             if step < steps:
                 return passages
@@ -112,16 +118,16 @@ class StreamConfig:
 
 
 HARDWARE = {"mesh": MeshConfig, "compute": ComputeConfig, "lora": LoraConfig}
-"""Sections that a config need not list."""
+"""Optional sections of a config and their dataclasses."""
 SECTIONS = (
     *("stage", "init", "tokenizer", "out", "model", "scales", "induction", "data", "train", "optim"),
     *HARDWARE,
 )
-"""Fields of a config."""
+"""All fields of a config."""
 
 
 def with_defaults(config: ConfigDict) -> ConfigDict:
-    """A config of this form (see configs/miniwiki_*.py) with every field there is, so that each can be overridden."""
+    """Add every missing field with its default to a config (see configs/miniwiki_*.py), so that each can be overridden."""
     rename_config(config)
     fill_defaults(config.train, SFTConfig)
     fill_defaults(config.optim, OptimConfig)
@@ -137,21 +143,21 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     if config.stage == "demonstrations":
         fill_defaults(config.data, DataConfig)
         fill_defaults(config.data.retriever, RetrieverConfig)
-    shown = config.data.demonstrations if config.stage == "demonstrations" else config.data
-    fill_defaults(shown, RECIPE_STAGES[config.stage])
-    recipe = make_recipe(shown.recipe)
-    fill_defaults(shown.recipe_options, type(recipe))
-    fill_defaults(shown.environment, type(recipe.environment))
+    section = config.data.demonstrations if config.stage == "demonstrations" else config.data
+    fill_defaults(section, RECIPE_STAGES[config.stage])
+    recipe = make_recipe(section.recipe)
+    fill_defaults(section.recipe_options, type(recipe))
+    fill_defaults(section.environment, type(recipe.environment))
     return config
 
 
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> SFTResult:
-    """Trains as the config says and writes the model to `config["out"]` (default: workdir/model).
+    """Train a model by a config and write it to `config["out"]` (default: workdir/model).
 
-    Running it again with the same config continues; a finished run only writes the model again.
+    The same config continues a stopped run. A finished run only writes the model again.
 
     Raises:
-        UserError: a field that is unknown or wrong, a workdir of another config, or one that another process holds.
+        UserError: a field is unknown or wrong, or the workdir belongs to another config or is locked by another process.
         SaveError: the workdir or `out` cannot be written.
     """
     with contextlib.ExitStack() as stack:
@@ -159,7 +165,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> SFTResult:
 
 
 def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextlib.ExitStack) -> SFTResult:
-    """As `run`; the workdir is held until `stack` is closed."""
+    """The body of `run`. The workdir stays locked until `stack` is closed."""
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     refuse_unknown_fields(SECTIONS, values, "config")
     stage, model = values["stage"], values["model"]
@@ -175,21 +181,21 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     lora = build(LoraConfig, values.get("lora", {}), "lora")
     if lora.rank:
         identity["lora"] = dataclasses.asdict(lora)
-    if (numbers := (compute.dtype, compute.param_dtype)) != ("float32", "float32"):
-        identity["compute"] = numbers
+    if (dtypes := (compute.dtype, compute.param_dtype)) != ("float32", "float32"):
+        identity["compute"] = dtypes
     if values["init"]:
         identity["init"] = _init_hash(values["init"])
     elif (tokenizer_file := shipped(values["tokenizer"]) / "tokenizer.json").is_file():
         identity["tokenizer_sha256"] = stamp(tokenizer_file)["sha256"]
     if (encoder := values["data"].get("encoder")) and shipped(encoder).is_dir():
         identity["encoder_sha256"] = folder_hash(encoder)
-    shown = _recipe_data_config(stage, values["data"])
-    if isinstance(shown, PairsConfig):
-        identity["pairs"] = shown.fingerprint
+    recipe_data = _recipe_data_config(stage, values["data"])
+    if isinstance(recipe_data, PairsConfig):
+        identity["pairs"] = recipe_data.fingerprint
     out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
     refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER, MAY_GROW)
     if out.exists() and not out.is_dir():
-        raise UserError(f"out={str(out)!r} is a file; give a folder, or one that is not there yet")
+        raise UserError(f"out={str(out)!r} is a file; give a folder, which may be a new one")
     refuse_locked(workdir)
     refuse_damaged_metrics(workdir)
     mesh = mesh_config.make()
@@ -222,35 +228,40 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         nnx.update(decoder, shard(nnx.state(decoder), mesh))
     source, held_out = STAGES[stage](values["data"], settings, tokenizer, pathlib.Path(workdir))
     card = None
-    if shown is not None:
-        card = make_card(shown.make(), shown.context, shown.card_top_k or shown.top_k)
-    judged = _judge_examples_config(values["data"]) if stage == "verdicts" else None
+    if recipe_data is not None:
+        card = make_card(recipe_data.make(), recipe_data.context, recipe_data.card_top_k or recipe_data.top_k)
+    judge_config = _judge_examples_config(values["data"]) if stage == "verdicts" else None
     stack.enter_context(lock_workdir(workdir))
     with saving(pathlib.Path(workdir, MODEL_FILES)):
         write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
-        if judged is not None:
-            write_judge_card(pathlib.Path(workdir, MODEL_FILES), judged.card)
+        if judge_config is not None:
+            write_judge_card(pathlib.Path(workdir, MODEL_FILES), judge_config.card)
     result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity, mesh=mesh)
     if result.stopped != "signal":
         with saving(out):
             save_decoder(out, decoder, tokenizer)
             if card is not None:
                 write_card(out, card)
-            if judged is not None:
-                write_judge_card(out, judged.card)
+            if judge_config is not None:
+                write_judge_card(out, judge_config.card)
         print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
-        if judged is not None:
-            # Few rows, so that this process needs no wider pool for the engine's callbacks.
+        if judge_config is not None:
+            # Few rows, since launch/sft.py does not enlarge the thread pool for the callbacks of more rows.
             print(
                 judge_report(
-                    str(out), "", held_out_judge_examples(AGREEMENT_QUESTIONS, judged), compute, mesh, rows=16
+                    str(out),
+                    "",
+                    held_out_judge_examples(AGREEMENT_QUESTIONS, judge_config),
+                    compute,
+                    mesh,
+                    rows=16,
                 )
             )
     return result
 
 
 def _recipe_data_config(stage: str, data: Mapping[str, Any]) -> RecipeDataConfig | None:
-    """What a stage teaches, where that is a recipe."""
+    """Return the recipe data of a stage; None if the stage does not train a recipe."""
     if stage == "demonstrations":
         return build(DemonstrationConfig, data["demonstrations"], "data.demonstrations")
     return build(PairsConfig, data, "data") if stage == "pairs" else None
@@ -270,7 +281,7 @@ StageLoader = Callable[
     [Mapping[str, Any], SFTConfig, PreTrainedTokenizerBase, pathlib.Path],
     tuple[BatchSource, dict[str, Sequence[Example]]],
 ]
-"""What makes a stage's data from config, settings, tokenizer and workdir."""
+"""(section data, settings, tokenizer, workdir) -> (training batches, named sets of held-out examples)."""
 
 
 def _reading(
@@ -290,8 +301,8 @@ def _reading(
     whole = source(settings.rows, settings.row_length, config.options)
     if not config.short_length:
         return whole, dict(probes)
-    more = settings.rows * settings.row_length // config.short_length
-    short = source(more, config.short_length, {**config.options, **config.short_options})
+    short_rows = settings.rows * settings.row_length // config.short_length
+    short = source(short_rows, config.short_length, {**config.options, **config.short_options})
     return AlternatingSource([short] * (config.long_every - 1) + [whole], config.steps_per_block), dict(
         probes
     )
@@ -306,12 +317,12 @@ def _read_block(
     limit: int,
     options: Mapping[str, float],
 ) -> list[Example]:
-    """Reading examples of a block, in worlds of its own."""
+    """Return `tokens` tokens of reading examples for a block, from newly generated worlds."""
     number = _FIRST_WORLD_SEED * (seed + 1) + block
     wiki = generate("train", number, config.worlds * config.world_size, config.worlds)
-    few = config.most_passages(block * config.steps_per_block)
-    given = {**options} if few is None else {**options, "most_passages": few}
-    return _take_tokens(reading_examples(wiki, tokenizer, number, limit=limit, **given), tokens)  # type: ignore[arg-type]
+    most = config.most_passages(block * config.steps_per_block)
+    arguments = {**options} if most is None else {**options, "most_passages": most}
+    return _take_tokens(reading_examples(wiki, tokenizer, number, limit=limit, **arguments), tokens)  # type: ignore[arg-type]
 
 
 def _evidence(
@@ -344,14 +355,14 @@ def _evidence(
 def _demonstrations(
     data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, workdir: pathlib.Path
 ) -> tuple[BatchSource, dict[str, Sequence[Example]]]:
-    given = dict(data)
-    config = build(DemonstrationConfig, given.pop("demonstrations"), "data.demonstrations")
-    retrieval = build(RetrieverConfig, given.pop("retriever"), "data.retriever")
-    world = build(DataConfig, given, "data")
+    fields = dict(data)
+    config = build(DemonstrationConfig, fields.pop("demonstrations"), "data.demonstrations")
+    retrieval = build(RetrieverConfig, fields.pop("retriever"), "data.retriever")
+    world = build(DataConfig, fields, "data")
     recipe = config.make()
     encoder = load_retriever_encoder(retrieval, "data.retriever")
 
-    def some(split: str, worlds: int, number: int) -> list[Example]:
+    def examples(split: str, worlds: int, number: int) -> list[Example]:
         wiki = generate(split, world.seed, worlds * world.world_size, worlds)
         each = -(-number // len(world.kinds))
         items = mixed_questions(wiki, each, world.kinds, world.seed)[:number]
@@ -362,9 +373,11 @@ def _demonstrations(
             )
         return demonstration_examples(recipe, tokenizer, items, retriever, config.top_k)
 
-    examples = some("train", world.train_worlds, config.number)
-    held_out = some("dev", world.held_out_worlds, config.held_out)
-    return FixedSource(examples, settings.rows, settings.row_length, settings.seed), {"expert": held_out}
+    train_examples = examples("train", world.train_worlds, config.number)
+    held_out = examples("dev", world.held_out_worlds, config.held_out)
+    return FixedSource(train_examples, settings.rows, settings.row_length, settings.seed), {
+        "expert": held_out
+    }
 
 
 def _pairs(
@@ -372,7 +385,7 @@ def _pairs(
 ) -> tuple[BatchSource, dict[str, Sequence[Example]]]:
     examples, held_out = load_pairs(build(PairsConfig, data, "data"), tokenizer, settings.row_length)
     source = FixedSource(examples, settings.rows, settings.row_length, settings.seed)
-    print(f"an epoch has {source.steps_per_epoch} steps of {settings.rows} rows", file=sys.stderr)
+    print(f"one epoch is {source.steps_per_epoch} steps of {settings.rows} rows", file=sys.stderr)
     return source, {"pairs": held_out}
 
 
@@ -384,16 +397,16 @@ def _judge_examples(
 
     def stream(split: str, seed: int, per_kind: int, kind: type | None = None) -> Iterator[Example]:
         wiki = generate(split, seed, config.worlds * config.world_size, config.worlds)
-        found = (
+        selected = (
             v
             for v in make_judge_examples(wiki, seed, per_kind, options)
             if kind is None or type(v.prompt) is kind
         )
-        examples = tokenize_judge_examples(found, tokenizer, options.card)
+        examples = tokenize_judge_examples(selected, tokenizer, options.card)
         return (example for example in examples if len(example) <= settings.row_length)
 
     def make(block: int) -> list[Example]:
-        # Four cases a question; more questions than the tokens take.
+        # A question gives four examples. This many questions are more than the tokens need.
         return _take_tokens(
             stream("train", _FIRST_WORLD_SEED * (settings.seed + 1) + block, tokens // 3000 + 1), tokens
         )
@@ -411,21 +424,21 @@ def _judge_examples_config(data: Mapping[str, Any]) -> JudgeExamplesConfig:
 
 
 def scale_parameters(decoder: Decoder, scales: Mapping[str, float]) -> None:
-    """Multiplies initial parameters: "embedding", and "residual" (what each layer writes: o and down).
+    """Multiply initial parameters, in place, by name: "embedding", or "residual" (the projections o and down of each layer).
 
     Raises:
-        UserError: another name.
+        UserError: the name is unknown.
     """
     groups = {"embedding": [decoder.embedding], "residual": [decoder.layers.o, decoder.layers.down]}
     for name, scale in scales.items():
         if name not in groups:
-            raise UserError(f"scales.{name} is unknown; there are {', '.join(groups)}")
+            raise UserError(f"scales.{name} is unknown; choose from {', '.join(groups)}")
         for parameter in groups[name]:
             parameter[...] = parameter[...] * scale
 
 
 def parse_curriculum(text: str) -> tuple[tuple[int, int], ...]:
-    """Reads "1:200;2:200": at most 1 passage for 200 steps, then at most 2 for 200."""
+    """Parse "1:200;2:200": at most 1 passage for 200 steps, then at most 2 for 200. Returns (passages, steps) pairs."""
     try:
         pairs = tuple(tuple(map(int, part.split(":"))) for part in text.split(";") if part)
     except ValueError:
@@ -438,7 +451,7 @@ def parse_curriculum(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def _take_tokens(stream: Iterator[Example], tokens: int) -> list[Example]:
-    """Examples of a stream until they have so many tokens."""
+    """Take examples from a stream until they have at least `tokens` tokens."""
     examples, total = [], 0
     for example in stream:
         examples.append(example)
@@ -459,4 +472,4 @@ RECIPE_STAGES: dict[str, type[RecipeDataConfig]] = {
     "demonstrations": DemonstrationConfig,
     "pairs": PairsConfig,
 }
-"""Stages that teach a recipe, and what says which."""
+"""Stages that train a recipe, and the dataclasses of their data."""

@@ -1,4 +1,5 @@
-"""The strong model of a cold start: a policy folder in our engine, or a service that is asked step by step."""
+"""Teachers of a cold start: a model in our rollout engine (`PolicyTeacher`), or one behind an OpenAI-compatible service
+(`EndpointTeacher`)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,20 +23,27 @@ from rrl.rollout.protocol import EOS, TURN_TOKENS, Action, Episode, Finish, Rest
 from rrl.text.chat import Prompt, chat_ids
 
 REFUSED = "refused"
-"""Why a trajectory ended of which a service would not answer a step."""
+"""End reason of a trajectory for which the service refused a step."""
 
 
 class Teacher(Protocol):
-    """Gives trajectories of questions."""
+    """A model that samples trajectories for demonstrations."""
 
     def sample(self, questions: Sequence[Question], first: int) -> list[Trajectory]:
-        """One at each temperature of each question, the first of which has the number `first` in the run; those of a question
-        follow one another, and its number is their group. A pure function of its arguments."""
+        """Sample one trajectory per question and temperature. A pure function of its arguments.
+
+        Args:
+            questions: Q questions.
+            first: number of the first question in the run.
+
+        Returns:
+            Q x T trajectories for T temperatures, question by question. The number of the question is their group.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyTeacher:
-    """A decoder in the rollout engine."""
+    """A teacher whose decoder runs in the rollout engine."""
 
     engine: Engine
     params: PyTree
@@ -57,17 +65,20 @@ class PolicyTeacher:
 
 @dataclasses.dataclass
 class _TeacherEpisode:
-    """A trajectory in the making."""
+    """The state of a trajectory that is being sampled."""
 
     episode: Episode
     group: int
     prompt: str | Prompt
-    said: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    """Prompt of the next request."""
+    segments: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    """(role, text) so far."""
     ended: str = ""
+    """End reason; "" while the episode runs."""
 
 
 class EndpointTeacher:
-    """A model behind an OpenAI-compatible service, asked for one step at a time, of all trajectories together."""
+    """A teacher behind an OpenAI-compatible service. It samples all trajectories together, one step per request."""
 
     def __init__(
         self,
@@ -79,48 +90,52 @@ class EndpointTeacher:
         seed: int = 0,
     ) -> None:
         self.recipe, self.retriever, self.top_k = recipe, retriever, top_k
-        # Equal requests are answered from the cache: another sample at a temperature needs another seed.
-        first = seed * len(temperatures)  # so that no two seeds of ours ask for the same sample
-        again = [list(temperatures[:at]).count(value) for at, value in enumerate(temperatures)]
+        # The cache answers equal requests: a second sample at the same temperature needs another seed.
+        first = seed * len(temperatures)  # so that runs with different seeds never send the same request
+        repeats = [list(temperatures[:at]).count(value) for at, value in enumerate(temperatures)]
         self.endpoints = [
             Endpoint(
                 dataclasses.replace(config, temperature=value, seed=first + count if first + count else None)
             )
-            for value, count in zip(temperatures, again, strict=True)
+            for value, count in zip(temperatures, repeats, strict=True)
         ]
 
     def sample(self, questions: Sequence[Question], first: int) -> list[Trajectory]:
-        """See `Teacher`. Raises as `Endpoint.answers` and the retriever do, and UserError for a protocol that goes on within one
-        context, which a service cannot."""
-        lives = [
+        """See `Teacher`.
+
+        Raises:
+            UserError: the recipe's protocol appends to a context, which a service cannot continue.
+            ServiceUnavailable: the service does not answer. Errors of the retriever are raised too.
+        """
+        groups = [
             [_TeacherEpisode(Episode(question), group, self.recipe.prompt(question)) for _ in self.endpoints]
             for group, question in enumerate(questions, start=first)
         ]
-        while any(not live.ended for row in lives for live in row):
+        while any(not state.ended for group in groups for state in group):
             searching: list[tuple[_TeacherEpisode, str]] = []
             for sample, endpoint in enumerate(self.endpoints):
-                asked = [row[sample] for row in lives if not row[sample].ended]
-                replies = endpoint.replies([live.prompt for live in asked])
-                for live, reply in zip(asked, replies, strict=True):
+                running = [group[sample] for group in groups if not group[sample].ended]
+                replies = endpoint.replies([state.prompt for state in running])
+                for state, reply in zip(running, replies, strict=True):
                     if reply.refused:
-                        live.ended = REFUSED
+                        state.ended = REFUSED
                         continue
                     text = reply.text
-                    live.said += [(PROMPT, _prompt_text(live.prompt)), (POLICY, text)]
-                    live.episode.policy_texts.append(text)
+                    state.segments += [(PROMPT, _prompt_text(state.prompt)), (POLICY, text)]
+                    state.episode.policy_texts.append(text)
                     action = self.recipe.environment.react(
-                        live.episode, text, TURN_TOKENS if reply.truncated else EOS
+                        state.episode, text, TURN_TOKENS if reply.truncated else EOS
                     )
                     if isinstance(action, SearchFor):
-                        searching.append((live, action.query))
+                        searching.append((state, action.query))
                     else:
-                        _apply_action(live, action)
-            for (live, query), passages in zip(
+                        _apply_action(state, action)
+            for (state, query), passages in zip(
                 searching, self._search([query for _, query in searching]), strict=True
             ):
-                live.episode.searches.append(Search.of(live.episode.turn, query, passages))
-                _apply_action(live, self.recipe.environment.observe(live.episode, passages))
-        return [_trajectory(live) for row in lives for live in row]
+                state.episode.searches.append(Search.of(state.episode.turn, query, passages))
+                _apply_action(state, self.recipe.environment.observe(state.episode, passages))
+        return [_trajectory(state) for group in groups for state in group]
 
     def _search(self, queries: list[str]) -> list[list[Passage]]:
         if self.retriever is None or not queries:
@@ -130,15 +145,15 @@ class EndpointTeacher:
         return [[hit.passage for hit in of_one] for of_one in hits]
 
 
-def _apply_action(live: _TeacherEpisode, action: Action) -> None:
+def _apply_action(state: _TeacherEpisode, action: Action) -> None:
     if isinstance(action, Finish):
-        live.ended = action.reason
+        state.ended = action.reason
     elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):
-        live.episode.turn += 1
-        live.prompt = action.prompt
+        state.episode.turn += 1
+        state.prompt = action.prompt
     else:
         raise UserError(
-            f"a service cannot go on after {type(action).__name__} of this recipe's protocol, which needs one context; give "
+            f"a service cannot continue after {type(action).__name__}: this recipe's protocol appends to one context; give "
             "a policy folder as model"
         )
 
@@ -147,15 +162,15 @@ def _prompt_text(prompt: str | Prompt) -> str:
     return prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
 
 
-def _trajectory(live: _TeacherEpisode) -> Trajectory:
-    """Words and searches alone: a service tells no tokens."""
+def _trajectory(state: _TeacherEpisode) -> Trajectory:
+    """Return the trajectory with text and searches only: a service returns no token ids."""
     none = np.zeros(0)
     return Trajectory(
-        live.episode.question,
-        live.group,
-        live.group,
+        state.episode.question,
+        state.group,
+        state.group,
         *(none, none, none, none, none),
-        segments=live.said,
-        searches=list(live.episode.searches),
-        ended=live.ended,
+        segments=state.segments,
+        searches=list(state.episode.searches),
+        ended=state.ended,
     )

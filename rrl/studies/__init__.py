@@ -1,1 +1,1 @@
-"""Experiments over whole runs: comparisons, sweeps, the papers' analyses and their reproduction."""
+"""Experiments over whole runs: comparisons of arms, sweeps, the papers' analyses and their reproduction."""

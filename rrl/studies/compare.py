@@ -1,7 +1,8 @@
-"""Arms of one experiment over seeds, each a run of its own, as curves and a table: GRPO against its controls, PPO, ablations.
+"""Compares the arms of one experiment over several seeds: GRPO against its controls, PPO, ablations.
 
-Every run is a subprocess with its own workdir, so that a broken-off sweep continues where it was. A workdir's
-`command.json` says what makes it, so that the cells of one sweep are never taken for those of another.
+Read `compare` first. Each run is a subprocess with its own workdir, so an interrupted comparison continues
+where it stopped. The file `command.json` in a workdir holds the run's provenance (its commands and the hashes
+of its config files), so a run of another experiment is never reused by mistake.
 """
 
 import contextlib
@@ -28,21 +29,26 @@ from rrl.stopping import RunStopped, ServiceUnavailable
 
 GRPO, SFT = "GRPO", "SFT continued"
 ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off": "control=search_off"}
-"""Config argument of each named arm; supervised training goes on with the cold start's own command instead. Any NAME=VALUE is an
-arm too, of the config's arguments, and any other config file, which takes the same ones and may add one of its own
-(configs/search_r1.py:control=permuted)."""
+"""Named arm -> the config argument that it adds. The supervised arm adds none: it continues training with the
+cold start's own command.
+
+Two other forms of arm are allowed: any `NAME=VALUE` argument of the config, and the path of another config
+file. The other config receives the same arguments and may add one more
+(`configs/search_r1.py:control=permuted`).
+"""
 RESERVED_ARGUMENTS = {"config": ("seed", "control"), "cold_start": ("seed", "minutes")}
 """Config arguments that the comparison sets itself."""
 TITLES = {"em": "exact match", "f1": "F1", "full_recall": "full recall", "map": "mAP"}
+"""Metric -> its name in plot titles and table headings."""
 AXES = {"minutes": "minutes", "updates": "step"}
-"""What the plot may run over, by the metric that says it."""
+"""Choice of x-axis -> the column of metrics.jsonl that is plotted there."""
 ABBREVIATIONS = {"em": "EM"}
-"""What metrics are called, in plots and in the table."""
+"""Metric -> a shorter name for table headings, where `TITLES` is too long."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ArmRun:
-    """One run."""
+    """One run: one arm with one seed."""
 
     arm: str
     seed: int
@@ -50,17 +56,21 @@ class ArmRun:
 
     @property
     def metrics(self) -> pathlib.Path:
+        """The run's metrics.jsonl."""
         return self.workdir / "metrics.jsonl"
 
     @property
     def finished(self) -> bool:
+        """Whether the run has written its summary."""
         return (self.workdir / "summary.txt").exists()
 
 
 def arm_runs(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> list[ArmRun]:
-    """All runs, seed by seed, so that a sweep that is broken off has compared the arms.
+    """Return all runs, seed by seed, so that an interrupted comparison still has complete seeds.
 
-    Raises UserError for arms or seeds that are unknown, none, given twice, or in an order that cannot be run.
+    Raises:
+      UserError: an arm is unknown, `arms` or `seeds` is empty or has duplicates, two arms would share a
+        folder, or the supervised arm comes before GRPO.
     """
     for name, given in (("arms", list(arms)), ("seeds", list(seeds))):
         if not given or len(set(given)) < len(given):
@@ -68,12 +78,12 @@ def arm_runs(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> l
     unknown = [arm for arm in arms if not (arm in ARMS or "=" in arm or _split(arm)[0].endswith(".py"))]
     if unknown := unknown + [arm for arm in arms if "seed" in (_split(arm)[1] or _split(":" + arm)[1])]:
         raise UserError(
-            f"arms={unknown} are unknown; there are {', '.join(ARMS)}, any argument of the config but the seed "
-            "(ablation=filter), and another config file (configs/rsearch_ppo.py, or configs/search_r1.py:control=permuted)"
+            f"arms={unknown} are unknown; choose {', '.join(ARMS)}, any argument of the config except the seed "
+            "(ablation=filter), or another config file (configs/rsearch_ppo.py, or configs/search_r1.py:control=permuted)"
         )
     folders = [_arm_run(root, arm, 0).workdir for arm in arms]
     if len(set(folders)) < len(folders):
-        raise UserError(f"arms={list(arms)}: two of them would have one folder; leave one out")
+        raise UserError(f"arms={list(arms)}: two of them would share one folder; leave one out")
     if SFT in arms and GRPO not in arms[: arms.index(SFT)]:
         raise UserError(
             f"arms={list(arms)}: the arm {SFT!r} trains for as long as {GRPO!r} took: list {GRPO!r} before it"
@@ -90,17 +100,26 @@ def compare(
     metric: str = "em",
     over: str = "minutes",
 ) -> str:
-    """Runs what is missing and returns the table; `root` gets a folder a run, compare.png, .txt and .jsonl.
+    """Run what is missing and return the comparison as a table.
 
-    Table and plot hold every finished run of these configs in `root`, so that several processes can share the work, each
-    with seeds of its own: the last one to end shows all.
+    `root` receives one folder per run, compare.png, compare.txt and compare.jsonl. Table and plot hold all
+    finished runs of these configs in `root`. Several processes can therefore share the work, each with its
+    own seeds: the last one to end writes the complete table.
 
-    `config` is a config file with arguments, without seed and control; `cold_start` the one that made its policy, with
-    init=POLICY: the supervised arm goes on with it for as long as GRPO took with the same seed. `metric` is what the table
-    tells, a share that the recipe measures on held-out questions (R2AG: "full_recall"). The plot runs `over` "minutes" of
-    training or, where the runs had arm_differences machines, "updates".
+    Args:
+      config: a config file with arguments, without seed and control.
+      cold_start: the config that trained the starting policy, with `init=POLICY`. The supervised arm
+        continues it for as many minutes as GRPO took with the same seed.
+      root: folder for the runs and the results.
+      arms: names of arms; see `ARMS`.
+      seeds: training seeds.
+      metric: the held-out metric of the table, a share in [0, 1] (for R2AG: "full_recall").
+      over: x-axis of the plot: "minutes" of training, or "updates" if the runs used different machines.
 
-    Raises UserError for a workdir that another config made; SaveError; as `run` for a run that ended early, which has said why.
+    Raises:
+      UserError: wrong arguments, or a workdir that another config produced.
+      SaveError: a result could not be written.
+      CalledProcessError, Stopped, Unavailable: as `run_commands`; the run has printed its own error.
     """
     for flag, value in (("config", config), ("cold_start", cold_start)):
         if given := [name for name in RESERVED_ARGUMENTS[flag] if name in _split(value)[1]]:
@@ -109,7 +128,7 @@ def compare(
             )
     if over not in AXES or (AXES[over] == "step" and SFT in arms):
         raise UserError(
-            f"over={over!r} must be {' or '.join(AXES)}; the arm {SFT!r} has minutes in common with the others, and no updates"
+            f"over={over!r} must be {' or '.join(AXES)}; the arm {SFT!r} is comparable by minutes only, not by updates"
         )
     root = pathlib.Path(root)
     plan = arm_runs(root, arms, seeds)
@@ -139,8 +158,11 @@ def compare(
 
 
 def finished_runs(root: pathlib.Path, config: str, cold_start: str, arms: Sequence[str] = ()) -> list[ArmRun]:
-    """The finished runs of these configs in the folder, by arm (named ones and `arms`) and seed; a supervised one only beside its
-    GRPO."""
+    """Return the finished runs of these configs in the folder, sorted by arm and seed.
+
+    The arms are the named ones and `arms`. A supervised run counts only if the GRPO run with its seed is
+    finished.
+    """
     seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
     known = dict.fromkeys([*ARMS, *arms])
     found = [run for arm in known for seed in sorted(seeds) if (run := _arm_run(root, arm, seed)).finished]
@@ -157,7 +179,7 @@ def _arm_run(root: pathlib.Path, arm: str, seed: int) -> ArmRun:
 
 
 def _config_of_arm(arm: str, config: str) -> tuple[str, str]:
-    """The config of an arm, and the argument that it adds."""
+    """Return the config of an arm, and the argument that the arm adds."""
     file, given = _split(arm)
     if file.endswith(".py"):
         return ":".join([file, *config.split(":", 1)[1:]]), ",".join(given.values())
@@ -165,8 +187,13 @@ def _config_of_arm(arm: str, config: str) -> tuple[str, str]:
 
 
 def run_commands(run: ArmRun, todo: Sequence[Sequence[str]], provenance: str) -> None:
-    """Runs the commands of a run. Raises CalledProcessError for one that failed, Stopped for one that a signal stopped, and
-    Unavailable for one that a judge or reader left without an answer."""
+    """Execute the commands of a run.
+
+    Raises:
+      CalledProcessError: a command failed.
+      Stopped: a signal stopped a command.
+      Unavailable: a command ended because a judge or reader service did not respond.
+    """
     for command in todo:
         print("python", *command, file=sys.stderr, flush=True)
         code = wait_for(subprocess.Popen([sys.executable, str(shipped(command[0])), *command[1:]]))
@@ -178,20 +205,28 @@ def run_commands(run: ArmRun, todo: Sequence[Sequence[str]], provenance: str) ->
                 f"the run {run.workdir} was stopped by a signal (exit code {code}); the same command continues it"
             )
         if code == EXIT_TRY_AGAIN:
-            raise ServiceUnavailable(f"the run {run.workdir} was left by a service (exit code {code})")
+            raise ServiceUnavailable(
+                f"the run {run.workdir} ended because a service did not respond (exit code {code})"
+            )
         if code:
             raise subprocess.CalledProcessError(code, command)
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a run; Ctrl-C reaches the run too, which saves and ends, or ends at once at the second."""
+    """Return the exit code of a process.
+
+    Ctrl-C also reaches the process: the first one makes it save and end, the second one ends it at once.
+    """
     while True:
         with contextlib.suppress(KeyboardInterrupt):
             return process.wait()
 
 
 def provenance_of(run: ArmRun, config: str, cold_start: str) -> str:
-    """What makes a run, as JSON: its commands, whatever its folder and minutes, and the SHA-256 of its config files."""
+    """Return the provenance of a run as JSON: its commands and the SHA-256 of its config files.
+
+    Workdir and minutes are replaced by placeholders, so that they do not matter.
+    """
     todo = commands(dataclasses.replace(run, workdir=pathlib.Path("WORKDIR")), config, cold_start, 0.0)
     hashes = {}
     for file in [
@@ -199,40 +234,42 @@ def provenance_of(run: ArmRun, config: str, cold_start: str) -> str:
         *([_split(cold_start)[0]] if run.arm == SFT else []),
     ]:
         if not shipped(file).is_file():
-            raise UserError(f"config file {file!r} is not there; give one, such as configs/rsearch_grpo.py")
+            raise UserError(f"config file {file!r} does not exist; give one, such as configs/rsearch_grpo.py")
         hashes[file] = hashlib.sha256(shipped(file).read_bytes()).hexdigest()[:16]
     return json.dumps({"commands": todo, "sha256": hashes})
 
 
 def refuse_other_provenance(run: ArmRun, provenance: str) -> None:
-    """Raises UserError when other commands or config files made what is in the workdir."""
+    """Raise UserError if other commands or config files produced the contents of the workdir."""
     found = _stored_provenance(run)
     if found not in (None, provenance):
         raise UserError(
             f"{run.workdir} was made by {found}, not by {provenance}; give another --out, or delete that folder"
         )
     if run.finished and found is None:
-        print(f"{run.workdir}: taken as it is, it does not say what made it", file=sys.stderr, flush=True)
+        print(
+            f"{run.workdir}: used without a check, since it has no command.json", file=sys.stderr, flush=True
+        )
 
 
 def _stored_provenance(run: ArmRun) -> str | None:
-    """The record in a run's workdir, if there is one. Raises UserError for one that cannot be read."""
+    """Return the provenance stored in a run's workdir, or None. Raise UserError if it is unreadable."""
     file = run.workdir / "command.json"
     try:
         return file.read_text(encoding="utf-8") if file.exists() else None
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise UserError(
-            f"{file}, which says what made the run, cannot be read ({reason}); put back the file that the comparison wrote, give "
-            "another --out, or delete that folder"
+            f"{file}, which holds the run's provenance, cannot be read ({reason}); restore the file, give another "
+            "--out, or delete that folder"
         ) from error
 
 
 def refuse_mixed_models(plan: Sequence[ArmRun]) -> None:
-    """Raises UserError when two runs had other models under the same paths, by the hashes that each has recorded.
+    """Raise UserError if two runs used different models under the same paths, by their recorded hashes.
 
-    A run without a model (search off has no encoder) goes with any; arms of other config files may start from other policies,
-    which `arm_differences` tells.
+    A run that uses no such model is compatible with all others (without search there is no encoder). Arms of
+    other config files may start from other policies; `arm_differences` reports these.
     """
     first: dict[tuple[str, str], tuple[ArmRun, str]] = {}
     for run in plan:
@@ -248,14 +285,16 @@ def refuse_mixed_models(plan: Sequence[ArmRun]) -> None:
             other, wanted = first.setdefault(place, (run, found)) if found else (run, found)
             if found != wanted:
                 raise UserError(
-                    f"{other.workdir} and {run.workdir} had other models ({name}: {wanted} and {found}); delete the one "
-                    "that is out of date and run the comparison again"
+                    f"{other.workdir} and {run.workdir} used different models ({name}: {wanted} and {found}); delete "
+                    "the one that is out of date and run the comparison again"
                 )
 
 
 def arm_differences(plan: Sequence[ArmRun]) -> list[str]:
-    """A line for each field of the questions, the corpus and the search in which arms differ, with who has what; and for the
-    policies that they start from."""
+    """Return one line for each setting in which arms differ, with the value of each arm.
+
+    Compared are the questions, the corpus, the search and the starting policies.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for run in plan:
         if not (run.workdir / CONFIG).exists():
@@ -280,12 +319,15 @@ def arm_differences(plan: Sequence[ArmRun]) -> list[str]:
 
 
 def commands(run: ArmRun, config: str, cold_start: str, minutes: float) -> list[list[str]]:
-    """What makes one run: training, or supervised training for `minutes` and an evaluation of its model."""
+    """Return the commands of one run.
+
+    An RL arm has one training command. The supervised arm trains for `minutes` and then evaluates its model.
+    """
     if run.arm != SFT:
         own, argument = _config_of_arm(run.arm, config)
         return [_train(own, run.workdir, f"seed={run.seed}", argument)]
     folder = run.workdir / "sft"
-    # minutes=0 would mean no limit
+    # minutes=0 would mean no limit.
     longer = with_arguments(cold_start, f"seed={run.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")
     return [
         ["launch/sft.py", f"--config={longer}", f"--workdir={folder}"],
@@ -294,13 +336,13 @@ def commands(run: ArmRun, config: str, cold_start: str, minutes: float) -> list[
 
 
 def with_arguments(config: str, *more: str) -> str:
-    """A config flag with further arguments, which replace those of the same name."""
+    """Return a config flag with further arguments, which replace arguments of the same name."""
     file, given = _split(config)
     return f"{file}:{','.join((given | _split(':' + ','.join(more))[1]).values())}"
 
 
 def _split(config: str) -> tuple[str, dict[str, str]]:
-    """The file of a config flag, and its arguments by name, each with its name."""
+    """Return the file of a config flag, and its arguments as {name: "name=value"}."""
     file, _, given = config.partition(":")
     return file, {part.partition("=")[0].strip(): part for part in given.split(",") if part.strip()}
 
@@ -310,7 +352,8 @@ def _train(config: str, workdir: pathlib.Path, *more: str) -> list[str]:
 
 
 def table_rows(plan: Sequence[ArmRun], metric: str = "em") -> list[str]:
-    """A held-out metric before and after, by arm: mean over seeds, and each seed's gain, in points."""
+    """Return the table: a held-out metric before and after, by arm, as mean over seeds and gain of each seed in
+    points."""
     title = ABBREVIATIONS.get(metric, TITLES.get(metric, metric))
     lines: list[tuple[str, ...]] = [
         ("", "seeds", f"{title} before", f"{title} after", "gain", "by seed", "minutes")
@@ -338,6 +381,7 @@ def table_rows(plan: Sequence[ArmRun], metric: str = "em") -> list[str]:
 
 
 def _first_and_last(run: ArmRun, metric: str = "em") -> tuple[float, float, float]:
+    """Return (metric of the first evaluation, of the last one, minutes of training)."""
     found = [line for line in read_metrics(run.metrics) if "eval/em" in line]
     if not found:
         raise UserError(
@@ -345,13 +389,13 @@ def _first_and_last(run: ArmRun, metric: str = "em") -> tuple[float, float, floa
         )
     name = f"eval/{metric}"
     if name not in found[0]:
-        told = sorted(key.removeprefix("eval/") for key in found[0] if key.count("/") == 1)
-        raise UserError(f"metric={metric!r} is not in {run.metrics}; there are {', '.join(told)}")
+        available = sorted(key.removeprefix("eval/") for key in found[0] if key.count("/") == 1)
+        raise UserError(f"metric={metric!r} is not in {run.metrics}; choose {', '.join(available)}")
     return found[0][name], found[-1][name], found[-1]["minutes"]
 
 
 def _sft_first_and_last(run: ArmRun, plan: Sequence[ArmRun], metric: str) -> tuple[float, float, float]:
-    """The start and the minutes are those of GRPO with the same seed."""
+    """The same for the supervised arm; its start and minutes are those of GRPO with the same seed."""
     before, _, minutes = _grpo_of(run, plan, metric)
     return before, _first_and_last(run, metric)[1], minutes
 
@@ -361,7 +405,7 @@ def _grpo_of(run: ArmRun, plan: Sequence[ArmRun], metric: str = "em") -> tuple[f
 
 
 def _curve(run: ArmRun, plan: Sequence[ArmRun]) -> list[dict[str, Any]]:
-    """A run's evaluations; the supervised arm has its two ends."""
+    """Return the evaluations of a run; the supervised arm has only a first and a last one."""
     lines = [line for line in read_metrics(run.metrics) if "eval/em" in line]
     if run.arm == SFT:
         start = next(c for c in plan if c.arm == GRPO and c.seed == run.seed)

@@ -1,6 +1,8 @@
-"""A report of several evaluations as one self-contained page: tables, curves, and what each run did with the same question.
+"""Renders a report of several evaluations as one self-contained HTML page: tables, training curves, and
+the trajectories of all runs for the same question. Read `report_page` first.
 
-Nothing is fetched; without JavaScript all questions stand one below the other. All text of policies and passages is escaped.
+The page loads nothing from the network. Without JavaScript it shows all questions, one below the other.
+All text of policies and passages is escaped.
 """
 
 import base64
@@ -17,8 +19,9 @@ from rrl.eval.comparison import Cells, EvaluationRun, common, remarks, tables
 from rrl.report.article import article, verdict, words
 
 QUESTIONS_SHOWN = 60
-"""Questions on a page, unless told otherwise."""
+"""Default number of questions on a page."""
 MARKS = {"right": "✓", "partly": "◐", "wrong": "✗", "unscored": "·"}
+"""Verdict of a trajectory -> its mark in the list of questions."""
 
 
 def report_page(
@@ -29,20 +32,21 @@ def report_page(
     curves: bytes = b"",
     shown: int = QUESTIONS_SHOWN,
 ) -> str:
-    """The page.
+    """Return the page as HTML.
 
     Args:
-      runs: finished evaluations, the first of which the others are compared with.
-      rows: their records (`rrl.eval.comparison.records`).
-      title: what stands above.
-      curves: a PNG of training curves; none without.
-      shown: questions of which all trajectories are shown: those on which the runs differ most come first.
+      runs: finished evaluations. The others are compared with the first.
+      rows: one record per run (`rrl.eval.comparison.records`).
+      title: title and heading of the page.
+      curves: a PNG of training curves; empty: no such section.
+      shown: number of questions whose trajectories are shown, starting with those on which the runs
+        differ most.
     """
     first, *others = tables(runs, rows)
     shared = "".join(f"<dt>{_text(part)}</dt><dd>{_text(value)}</dd>" for part, value in common(runs))
     notes = "".join(f"<li>{_text(note)}</li>" for note in remarks(runs))
-    told = (
-        f"<div class='notes'>* not comparable with the first row as it stands:<ul>{notes}</ul></div>"
+    notes_html = (
+        f"<div class='notes'>* not directly comparable with the first row:<ul>{notes}</ul></div>"
         if notes
         else ""
     )
@@ -63,10 +67,10 @@ script-src 'unsafe-inline'; img-src data:">
 <body class="rrl report">
 <h1>{_text(title)}</h1>
 <section><dl class="shared">{shared}</dl>
-<p class="quiet">Percent, with intervals over questions.</p>{_table(first)}{told}
+<p class="quiet">Percent, with intervals over questions.</p>{_table(first)}{notes_html}
 {"".join(map(_table, others))}</section>
 {figure}
-<section><h2>How each result came about</h2>{"".join(map(_card, runs))}</section>
+<section><h2>How each result was produced</h2>{"".join(map(_card, runs))}</section>
 {_browser(runs, shown)}
 <script>{_resource("page.js")}</script>
 </body></html>
@@ -74,9 +78,10 @@ script-src 'unsafe-inline'; img-src data:">
 
 
 def most_different_questions(runs: Sequence[EvaluationRun], count: int) -> list[Question]:
-    """The questions that all runs were asked, those first on which their main metrics differ most; at most `count`.
+    """Return at most `count` questions that all runs answered, sorted by the spread of the main metric
+    over runs.
 
-    None where a run does not keep what it did.
+    The list is empty if a run stores no trajectories.
     """
     if not all(run.readable for run in runs):
         return []
@@ -92,7 +97,7 @@ def most_different_questions(runs: Sequence[EvaluationRun], count: int) -> list[
 def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
     questions = most_different_questions(runs, count)
     if not questions:
-        why = "no question was asked in all runs, or one of them keeps no trajectories"
+        why = "no question was asked in all runs, or one of them stores no trajectories"
         return f"<section><p class='quiet'>Nothing to show side by side: {why}.</p></section>"
     ids = {question.id for question in questions}
     done = [run.trajectories(list(ids)) for run in runs]
@@ -102,7 +107,7 @@ def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
         _slot(at, q, side, runs) for at, (q, side) in enumerate(zip(questions, sides, strict=True))
     )
     return f"""<div class="browser"><header class="bar"><h1>The same question, side by side</h1>
-<p class="quiet">{len(questions)} questions, those first on which the runs differ</p>{_filters(sides)}</header>
+<p class="quiet">{len(questions)} questions, starting with those on which the runs differ most</p>{_filters(sides)}</header>
 <nav id="list" aria-label="questions">{links}</nav>
 <main>{slots}<p id="none" hidden>No question matches this filter.</p></main></div>"""
 
@@ -133,14 +138,15 @@ def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
 
 
 def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[EvaluationRun]) -> str:
-    said = [question.text, question.id, *question.answers, *(trajectory.answer for trajectory in side)]
+    searchable = [question.text, question.id, *question.answers, *(trajectory.answer for trajectory in side)]
     columns = "".join(
         f"<div><h3>{_text(run.name)}</h3>{article(trajectory, tags=run.tags)}</div>"
         for run, trajectory in zip(runs, side, strict=True)
     )
     return (
         f'<div class="slot" id="t{at}" data-kind="{_text(question.kind)}" data-agreement="{_agreement(side)}" '
-        f'data-words="{_text(" ".join(said).lower())}"><h2>{_text(question.text)}</h2><div class="sides">{columns}</div></div>'
+        f'data-words="{_text(" ".join(searchable).lower())}">'
+        f'<h2>{_text(question.text)}</h2><div class="sides">{columns}</div></div>'
     )
 
 

@@ -1,4 +1,4 @@
-"""A report of finished runs on disk: report.md, report.csv and report.html."""
+"""Writes a report of finished runs: report.md, report.csv and report.html."""
 
 import tempfile
 from collections.abc import Sequence
@@ -20,13 +20,24 @@ def write_run_report(
     seed: int = 0,
     shown: int = QUESTIONS_SHOWN,
 ) -> str:
-    """Writes the three files into `out` and returns the Markdown.
+    """Write the three files into `out` and return the Markdown.
 
-    A folder with metrics.json is an evaluation, one with metrics.jsonl a training run, of which the curves are drawn; so are
-    those of a policy that lies in its training run's workdir. The first evaluation is what the others are compared with.
+    A folder with metrics.json is an evaluation. A folder with metrics.jsonl is a training run, whose
+    curves are drawn. Curves are also drawn for an evaluated policy that lies in the workdir of its
+    training run.
 
-    Raises UserError, before anything is written, for a folder that is neither, an evaluation that is not finished, and none at
-    all.
+    Args:
+      folders: evaluations and training runs. The first evaluation is the one that the others are
+        compared with.
+      out: folder for the report.
+      title: heading of the page.
+      level: level of the confidence intervals.
+      seed: seed of the bootstrap.
+      shown: number of questions whose trajectories are shown side by side.
+
+    Raises:
+      UserError: a folder is neither of the two, an evaluation is unfinished, or there is no evaluation.
+        Nothing is written then.
     """
     trained = [Path(folder) for folder in folders if _is_training(Path(folder))]
     runs = load_runs([folder for folder in folders if Path(folder) not in trained])
@@ -37,7 +48,7 @@ def write_run_report(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"out={str(out)!r} cannot be made ({error}); give another folder") from error
+        raise UserError(f"out={str(out)!r} cannot be created ({error}); give another folder") from error
     for name, content in (("report.md", text), ("report.csv", as_csv(rows)), ("report.html", html)):
         with saving(out / name), atomic_stream(out / name) as stream:
             stream.write(content.encode("utf-8", "replace"))
@@ -49,7 +60,7 @@ def _is_training(folder: Path) -> bool:
 
 
 def _curves(runs: Sequence[EvaluationRun], trained: Sequence[Path]) -> bytes:
-    """A PNG of the training runs, each drawn once; nothing where there is none."""
+    """Return a PNG with the curves of the training runs, each drawn once; empty if there are none."""
     files = {str(folder / "metrics.jsonl"): str(folder) for folder in trained}
     for run in runs:
         if run.curves is not None:

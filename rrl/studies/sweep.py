@@ -1,6 +1,7 @@
-"""One field of an evaluation varied over values: an evaluation each, a table, and a plot of metrics and costs over the values.
+"""Varies one field of an evaluation: runs one evaluation per value, and writes a table and a plot of
+metrics and costs over the values.
 
-The papers' own analyses have names: `rrl.studies.analyses`.
+The papers' own analyses have names of their own: see `rrl.studies.analyses`.
 """
 
 import re
@@ -16,20 +17,25 @@ from rrl.files import atomic_stream, saving
 from rrl.report.curves import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
 
 COSTS = {
-    "searches": "searches a question",
-    "passages": "different passages found",
-    "tokens_per_correct": "tokens written for each right answer",
-    "all_tokens_per_correct": "tokens read and written for each right answer",
+    "searches": "searches per question",
+    "passages": "distinct passages found",
+    "tokens_per_correct": "tokens written per right answer",
+    "all_tokens_per_correct": "tokens read and written per right answer",
 }
-"""What is plotted beside the metrics, where the runs have it."""
+"""Costs that are plotted beside the metrics, if the runs have them, with their titles."""
 RATES = {"recall": "recall of gold passages", "full_recall": "all gold passages found"}
+"""Retrieval metrics that are plotted in percent, with their titles."""
 
 Evaluate = Callable[[str, str, Path], None]
-"""(name, value, workdir): evaluates with that field at that value, into the folder; what is finished there stays."""
+"""(name, value, workdir): evaluates into the workdir with that field at that value; skips what is
+finished."""
 
 
 def values_of(text: str) -> list[str]:
-    """The values that a flag lists: "1,2,5", "1-10", "scann,bm25"; UserError for none or one that comes twice."""
+    """Return the values that a flag lists: "1,2,5", "1-10" or "scann,bm25".
+
+    Raises UserError for an empty list and for duplicates.
+    """
     found: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         span = re.fullmatch(r"(\d+)-(\d+)", part)
@@ -48,15 +54,29 @@ def sweep(
     level: float = 0.95,
     seed: int = 0,
 ) -> str:
-    """Evaluates at each value and writes sweep.md, sweep.csv and sweep.png into `out`; returns the Markdown.
+    """Evaluate at each value, write sweep.md, sweep.csv and sweep.png into `out`, and return the Markdown.
 
-    `name` is what is varied, `out` gets a folder a value. A sweep that was broken off goes on where it was. Raises what
-    `evaluate` does, and SaveError.
+    An interrupted sweep continues where it stopped.
+
+    Args:
+      name: the field that is varied.
+      values: its values.
+      evaluate: runs one evaluation.
+      out: folder for the results, with one subfolder per value.
+      level: level of the confidence intervals.
+      seed: seed of the bootstrap.
+
+    Raises:
+      UserError: two values would share a folder.
+      SaveError: a result could not be written.
+      Exception: whatever `evaluate` raises.
     """
     out = Path(out)
     folders = [out / folder_of(value) for value in values]
     if len(set(folders)) < len(folders):
-        raise UserError(f"values={list(values)}: two of them would have one folder; call them differently")
+        raise UserError(
+            f"values={list(values)}: two of them would share one folder; spell one of them differently"
+        )
     for value, folder in zip(values, folders):
         evaluate(name, value, folder)
     runs = load_runs(folders)
@@ -71,7 +91,7 @@ def sweep(
 
 
 def folder_of(value: str) -> str:
-    """A value as a folder's name."""
+    """Return a value as the name of a folder."""
     return re.sub(r"[^\w.-]+", "_", value).strip("_.") or "none"
 
 
@@ -82,7 +102,10 @@ def plot_sweep(
     rows: Sequence[Mapping[str, Any]],
     png: Path,
 ) -> None:
-    """Metrics with their intervals over the values, and below them coverage and costs; of values that are no numbers, points."""
+    """Plot metrics with their intervals over the values, and below them coverage and costs.
+
+    Values that are not numbers become separate points instead of a line.
+    """
     metrics = [metric for metric in runs[0].metrics if all(metric in row for row in rows)]
     costs = {key: words for key, words in (RATES | COSTS).items() if all(key in row for row in rows)}
     first = runs[0].card

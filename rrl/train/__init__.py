@@ -1,1 +1,1 @@
-"""Reinforcement learning: sample, score, compute advantages, update, log and save. `loop.py` is the page to read first."""
+"""The reinforcement-learning run: sample, score, compute advantages, update, log and save. Read `loop.py` first."""

@@ -1,4 +1,4 @@
-"""Batches whose gradient was not finite, kept for study."""
+"""Saves batches whose gradient was not finite, for debugging."""
 
 import json
 import pathlib
@@ -11,18 +11,20 @@ from rrl.data.trajectory import Trajectory
 from rrl.rl.update import Advantages
 
 MAX_FILES = 5
-"""Batches that a folder keeps: a run that never recovers does not fill the disk."""
+"""Largest number of batches in a folder, so that a run that never recovers does not fill the disk."""
 
 
 def dump_batch(
     folder: str | pathlib.Path, step: int, trajectories: Sequence[Trajectory], advantages: Advantages
 ) -> pathlib.Path | None:
-    """Writes what an update learned from to `folder/step_N.npz`; None where there are `MAX_FILES` files already, and in every
-    process but the first, whose folder it may be.
+    """Write the trajectories and advantages of an update to `folder/step_N.npz`.
 
-    Arrays over the tokens of all trajectories, one after another: tokens, roles, logps, sampled_logps, turns, rewards (what
-    is paid there), advantages; lengths (tokens of each trajectory); and `about`, JSON with id, text, rewards, contexts and
-    end of each.
+    The file has arrays over the concatenated tokens of all trajectories: tokens, roles, logps, sampled_logps, turns, rewards
+    (paid at each token) and advantages. It also has lengths (tokens of each trajectory) and `about`, JSON with question,
+    rewards, context starts, segments and end reason of each trajectory.
+
+    Returns:
+        The file; None if the folder already has `MAX_FILES` files, and in every process except the first.
     """
     if jax.process_index() != 0:
         return None
@@ -31,7 +33,7 @@ def dump_batch(
     file = folder / f"step_{step:06d}.npz"
     if len(list(folder.glob("step_*.npz"))) >= MAX_FILES:
         return None
-    along = [
+    token_advantages = [
         np.broadcast_to(np.asarray(a, np.float32), len(t.tokens))
         for a, t in zip(advantages, trajectories, strict=True)
     ]
@@ -57,7 +59,7 @@ def dump_batch(
         sampled_logps=np.concatenate([t.sampled_logps for t in trajectories]),
         turns=np.concatenate([t.turns for t in trajectories]),
         rewards=np.concatenate([t.token_rewards for t in trajectories]),
-        advantages=np.concatenate(along),
+        advantages=np.concatenate(token_advantages),
         lengths=np.array([len(t.tokens) for t in trajectories]),
         about=np.array(json.dumps(about)),
     )

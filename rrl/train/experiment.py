@@ -1,4 +1,4 @@
-"""A run from its config: load, train, and leave behind what a person will look at."""
+"""An RL run from its config: check the config, load models and data, train, and write the report. Read `run` first."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ from rrl.report.curves import plot_training
 from rrl.report.summary import summary
 from rrl.report.trajectories_html import write_html
 from rrl.rewards.judge import Judge
-from rrl.rewards.judge_settings import SECTIONS as JUDGE
+from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
 from rrl.rl.advantages import GROUP_RELATIVE
@@ -72,16 +72,16 @@ SECTIONS = {
     "compute": ComputeConfig,
     "guard": GuardConfig,
 }
-"""The dataclass behind each section of a config, but for `recipe`."""
+"""The dataclass of each config section, except `recipe` and optional sections."""
 CRITIC_SECTIONS = {"critic": CriticConfig, "critic_optim": OptimConfig}
-"""The same of the sections that make it PPO."""
+"""The dataclasses of the optional sections for PPO."""
 
 
 def with_defaults(config: ConfigDict) -> ConfigDict:
-    """A config of this form (see configs/rsearch_grpo.py) with every field there is, so that each can be overridden."""
+    """Add every missing field with its default to a config (see configs/rsearch_grpo.py), so that each can be overridden."""
     rename_config(config)
     critic = CRITIC_SECTIONS if "critic" in config else {}
-    judge = JUDGE if any(name in config for name in JUDGE) else {}
+    judge = JUDGE_SECTIONS if any(name in config for name in JUDGE_SECTIONS) else {}
     for name in judge:
         if name not in config:
             config[name] = ConfigDict()
@@ -95,11 +95,14 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """A config, checked and typed."""
+    """The checked and typed settings of a whole RL run."""
 
     name: str
+    """Name of the run, for its workdir and its report."""
     policy: str
+    """Folder of the initial policy."""
     reader: str
+    """Folder of the reader, which answers from evidence (R-Search); "" without one."""
     train: RLConfig
     rollout: EngineConfig
     data: DataConfig
@@ -110,44 +113,58 @@ class TrainSettings:
     mesh: MeshConfig
     compute: ComputeConfig
     judge: JudgeSettings | None = None
-    """What the recipe's rewards ask, where they ask a judge."""
+    """Judge for the recipe's rewards; None if the config has no judge."""
     reference: tuple[str, float] | None = None
-    """What the result is printed beside, and its exact match."""
+    """A result to print next to this run's: its name and its exact match (0..1)."""
     note: str = ""
-    """What else a reader of the result must know: it stands in the log and below the table."""
+    """A remark about the result, printed in the log and below the table."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "TrainSettings":
-        """Checks a config (see configs/rsearch_grpo.py for its form) and that its folders are there; loads nothing yet."""
+        """Check a config (see configs/rsearch_grpo.py) and that its folders exist, without loading anything.
+
+        Raises:
+            UserError: a field is wrong or a folder is missing.
+        """
         settings = cls.parse(config)
         if not settings.name:
-            raise UserError("name='' names no run; give a name, from which comes its folder")
+            raise UserError("name='' is empty; give the run a name, which also names its folder")
         require_policy(settings.policy)
         if settings.reader:
             require_folder("reader", settings.reader)
         if settings.judge is not None:
             settings.judge.check()
         encoder_folder(settings.retriever)
-        settings.retriever.identity()  # its index, where it has one
+        settings.retriever.identity()  # checks its index, if it has one
         path = settings.data.path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
-            raise UserError(f"data={path!r} is no folder; give one, or miniwiki for the built-in world")
+            raise UserError(f"data={path!r} is not a folder; give one, or miniwiki for the built-in world")
         return dataclasses.replace(settings, compute=settings.compute.for_platform(jax.default_backend()))
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "TrainSettings":
-        """Checks a config's fields alone."""
+        """Check the fields of a config, but not its folders. Raises UserError for a wrong field."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         refuse_unknown_fields(
-            [*SECTIONS, *CRITIC_SECTIONS, *JUDGE, "recipe", "name", "policy", "reader", "reference", "note"],
+            [
+                *SECTIONS,
+                *CRITIC_SECTIONS,
+                *JUDGE_SECTIONS,
+                "recipe",
+                "name",
+                "policy",
+                "reader",
+                "reference",
+                "note",
+            ],
             values,
             "config",
         )
         steps = values["train"]["steps"]
         objective = build(ObjectiveConfig, values["objective"], "objective")
         critic = _critic_config(values, steps)
-        waits = critic.warmup_steps if critic else 0
-        total = max(steps - waits, 1) * objective.optimizer_steps
+        warmup = critic.warmup_steps if critic else 0
+        total = max(steps - warmup, 1) * objective.optimizer_steps
         optim = build(OptimConfig, values["optim"], "optim", total_steps=total)
         recipe_values = dict(values["recipe"])
         name, environment = recipe_values.pop("name"), recipe_values.pop("environment", {})
@@ -157,23 +174,23 @@ class TrainSettings:
                 f"objective.row_lengths={objective.row_lengths} must reach rollout.context={rollout.context}: add it as the last"
             )
         recipe = make_recipe(name, recipe_values, environment)
-        usual, asked = (getattr(made, "advantage", None) for made in (make_recipe(name), recipe))
-        if critic is not None and asked != usual:
+        default, advantage = (getattr(made, "advantage", None) for made in (make_recipe(name), recipe))
+        if critic is not None and advantage != default:
             raise UserError(
-                f"recipe.advantage={asked!r} has no part in a run with a critic, which gives the advantages: leave it at "
-                f"{usual!r}, or take the config's critic out"
+                f"recipe.advantage={advantage!r} has no effect in a run with a critic, which gives the advantages: leave it at "
+                f"{default!r}, or remove the config's critic"
             )
-        if critic is None and steps and values["train"].get("samples") == 1 and asked in GROUP_RELATIVE:
+        if critic is None and steps and values["train"].get("samples") == 1 and advantage in GROUP_RELATIVE:
             raise UserError(
-                f"recipe.advantage={asked!r} compares the samples of a question, of which train.samples=1 gives one: nothing "
-                "would be learned from. Raise it, or take reinforce_plus_plus or reward, which compare questions"
+                f"recipe.advantage={advantage!r} compares the samples of a question, but train.samples=1 gives only one: all "
+                "advantages would be 0. Raise it, or use reinforce_plus_plus or reward, which compare questions"
             )
         if steps and isinstance(recipe, RequiresGroups):
             recipe.check_samples(values["train"].get("samples", RLConfig.samples))
-        judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
+        judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE_SECTIONS) else None
         if recipe.needs_judge and judge is None:
             raise UserError(
-                f"recipe.name={name!r} asks a judge for its rewards; give the section judge, with a kind of oracle, model "
+                f"recipe.name={name!r} needs a judge for its rewards; give the section judge, with kind oracle, model "
                 "or endpoint"
             )
         return cls(
@@ -204,7 +221,7 @@ class TrainSettings:
 
 
 def _critic_config(values: Mapping[str, Any], steps: int) -> CriticConfig | None:
-    """PPO's critic, where the config has its sections."""
+    """Return the settings of PPO's critic; None if the config has no section for it."""
     if not any(name in values for name in CRITIC_SECTIONS):
         return None
     sections = {name: values.get(name, {}) for name in CRITIC_SECTIONS}
@@ -216,7 +233,7 @@ def _critic_config(values: Mapping[str, Any], steps: int) -> CriticConfig | None
 
 @dataclasses.dataclass(frozen=True)
 class TrainComponents:
-    """Everything a run needs in memory."""
+    """The loaded models and data of a run."""
 
     decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
@@ -225,20 +242,20 @@ class TrainComponents:
     task: Task
     judge: Judge | None = None
     value_model: ValueModel | None = None
-    """Where PPO's critic starts: the policy's body, or its first layers, with a new output that says 0."""
+    """PPO's initial critic: the policy's body, or its first layers, with a new value head that outputs 0."""
 
 
-def load(settings: TrainSettings, say: TimedLog, workdir: pathlib.Path) -> TrainComponents:
-    """Loads models, corpus and questions; `workdir` stores a large index."""
+def load(settings: TrainSettings, log: TimedLog, workdir: pathlib.Path) -> TrainComponents:
+    """Load models, corpus and questions. A large index is stored in `workdir`."""
     mesh, compute = settings.mesh.make(), settings.compute
     device = mesh.devices.flat[0]
     backend = compute.backend(device.platform, settings.train.objective.share_prefixes)
     sizes = "x".join(str(size) for size in mesh.devices.shape)
-    say(
+    log(
         f"{mesh.size} of {len(jax.devices())} devices ({device.device_kind}), mesh data x fsdp x tensor = {sizes}; "
         f"{compute.dtype}, attention by {backend}"
     )
-    say(f"policy {settings.policy}")
+    log(f"policy {settings.policy}")
     decoder, tokenizer = load_language_model(
         settings.policy,
         "policy",
@@ -266,7 +283,7 @@ def load(settings: TrainSettings, say: TimedLog, workdir: pathlib.Path) -> Train
         nnx.update(decoder, shard(nnx.state(decoder), mesh))
     reader = None
     if settings.reader:
-        say(f"reader {settings.reader}")
+        log(f"reader {settings.reader}")
         frozen = load_language_model(
             settings.reader,
             "reader",
@@ -276,51 +293,53 @@ def load(settings: TrainSettings, say: TimedLog, workdir: pathlib.Path) -> Train
             mesh=mesh if mesh.size > 1 else None,
         )
         reader = Reader(*frozen, settings.reader_rollout, mesh=mesh)
-    train_side, held_out = load_datasets(
-        settings.data, settings.retriever, say, settings.rollout.search_seconds, workdir
+    train_data, held_out = load_datasets(
+        settings.data, settings.retriever, log, settings.rollout.search_seconds, workdir
     )
-    engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_side.retriever, mesh=mesh)
-    task = Task(train_side.questions, held_out.questions, held_out.retriever)
+    engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_data.retriever, mesh=mesh)
+    task = Task(train_data.questions, held_out.questions, held_out.retriever)
     judge = None
     if settings.recipe.needs_judge and settings.judge is not None:
-        say(f"judge: {settings.judge.judge.kind}")
+        log(f"judge: {settings.judge.judge.kind}")
         judge = settings.judge.load([*task.train, *task.held_out], compute, mesh)
     return TrainComponents(decoder, tokenizer, engine, reader, task, judge, value_model)
 
 
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
-    """Trains as the config says and writes metrics, curves, trajectories, summary and the policy to `workdir`.
+    """Train by a config and write metrics, curves, trajectories, summary and the policy to `workdir`.
 
-    Running it again with the same config continues; a finished run only reports again. A run that a signal stopped
-    writes everything but `summary.txt`, the mark of a finished one; one that its guard ended reports its last good checkpoint.
+    The same config continues a stopped run; a finished run only writes its report again. A run that a signal stopped writes
+    everything except `summary.txt`, which marks a finished run. A run that its guard ended reports its last good checkpoint.
 
-    Raises UserError for a wrong config and for a workdir of another one, or that another process holds; SaveError where the
-    workdir cannot be written; Unavailable as `train`.
+    Raises:
+        UserError: the config is wrong, or the workdir belongs to another config or is locked by another process.
+        SaveError: the workdir cannot be written.
+        ServiceUnavailable: a judge or reader does not answer.
     """
     with contextlib.ExitStack() as stack:
         return _run(config, workdir, stack)
 
 
 def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextlib.ExitStack) -> Outcome:
-    """As `run`; the workdir is held until `stack` is closed."""
-    say = TimedLog()
+    """The body of `run`. The workdir stays locked until `stack` is closed."""
+    log = TimedLog()
     settings = TrainSettings.from_config(config)
     identity = identity_of(settings)
     workdir = pathlib.Path(workdir)
     train_settings = dataclasses.asdict(settings.train) | {"run": identity}
     grown = refuse_other_config(workdir, train_settings, MAY_DIFFER, MAY_GROW)
     if "steps" in grown:
-        say("train.steps: {} before, {} now; the run goes on from where it was".format(*grown["steps"]))
+        log("train.steps: {} before, {} now; the run continues after its last step".format(*grown["steps"]))
     refuse_locked(workdir)
     refuse_damaged_metrics(workdir)
     enable_compilation_cache()
-    loaded = load(settings, say, workdir)
+    loaded = load(settings, log, workdir)
     check_tags(settings.recipe, loaded.tokenizer)
-    loaded = dataclasses.replace(loaded, task=_drop_long_questions(settings, loaded, say))
+    loaded = dataclasses.replace(loaded, task=_drop_long_questions(settings, loaded, log))
 
-    def ready() -> None:
+    def before_writing() -> None:
         stack.enter_context(lock_workdir(workdir))
-        if grown:  # it is not finished any more
+        if grown:  # the run is no longer finished
             (workdir / "summary.txt").unlink(missing_ok=True)
         with saving(workdir / MODEL_FILES):
             write_model_files(
@@ -328,8 +347,8 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
             )
 
     if settings.note:
-        say(settings.note)
-    say(f"compiling on first use (the update stays in the compilation cache): {describe_programs(settings)}")
+        log(settings.note)
+    log(f"compiling on first use (the update stays in the compilation cache): {describe_programs(settings)}")
     outcome = train(
         settings.train,
         settings.recipe,
@@ -340,26 +359,31 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         scoring=ScoringContext(loaded.reader.answers if loaded.reader else None, loaded.judge),
         identity=identity,
         value_model=loaded.value_model,
-        ready=ready,
+        before_writing=before_writing,
     )
-    # Stopped before the first update, there is nothing to report.
+    # A run that was stopped before its first update has nothing to report.
     if outcome.step or outcome.stopped != "signal":
-        report(settings, loaded, outcome, workdir, say)
+        report(settings, loaded, outcome, workdir, log)
     if outcome.stopped == "signal":
-        say(f"stopped after step {outcome.step} of {settings.train.steps}; the same command continues")
+        log(f"stopped after step {outcome.step} of {settings.train.steps}; the same command continues")
     return outcome
 
 
-def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, say: TimedLog) -> Task:
-    """The task without training questions that do not fit the context: nothing can be learned from them. Held-out ones stay and
-    count as wrong."""
+def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, log: TimedLog) -> Task:
+    """Return the task without the training questions that do not fit the context, since nothing can be learned from them.
+
+    Held-out questions that do not fit stay and count as wrong.
+
+    Raises:
+        UserError: no training question fits.
+    """
     task = loaded.task
     questions = [*task.train, *task.held_out]
-    long = find_long_prompts(loaded.engine, settings.recipe, questions, settings.data.on_error, say)
+    long = find_long_prompts(loaded.engine, settings.recipe, questions, settings.data.on_error, log)
     train = [question for place, question in enumerate(task.train) if place not in long]
     if len(train) < len(task.train):
-        say(
-            f"left out: {len(task.train) - len(train)} of {len(task.train)} training questions, for that reason"
+        log(
+            f"{len(task.train) - len(train)} of {len(task.train)} training questions are left out for that reason"
         )
     if not train:
         raise UserError(
@@ -369,7 +393,7 @@ def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, say: 
 
 
 def describe_programs(settings: TrainSettings) -> str:
-    """The programs of a run and their sizes, in words: nothing else is compiled after they have been met once."""
+    """Describe the compiled programs of a run and their sizes. A run compiles each of them once and nothing else."""
     objective, shards = settings.train.objective, data_shards(settings.mesh.make())
     update = ", ".join(
         f"{objective.rows_per_microbatch(length, shards)} x {length}" for length in objective.row_lengths
@@ -379,13 +403,13 @@ def describe_programs(settings: TrainSettings) -> str:
         return f"{name} of {sizes.rows} rows x {sizes.context} tokens"
 
     reader = f"; {loop('the reader', settings.reader_rollout)}" if settings.reader else ""
-    asked = settings.judge if settings.recipe.needs_judge else None
-    judge = f"; {loop('the judge', asked.rollout)}" if asked and asked.judge.kind == "model" else ""
+    used = settings.judge if settings.recipe.needs_judge else None
+    judge = f"; {loop('the judge', used.rollout)}" if used and used.judge.kind == "model" else ""
     return f"{loop('rollout', settings.rollout)}{reader}{judge}; update of {update}"
 
 
 def identity_of(settings: TrainSettings) -> dict[str, Any]:
-    """What makes a run this run, apart from its training settings: models and data by content, not by path."""
+    """Return what identifies a run besides `RLConfig`: models and data by content (not by path), and other settings."""
     encoder = encoder_folder(settings.retriever)
     identity = {
         "name": settings.name,
@@ -407,7 +431,7 @@ def identity_of(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _result_fields(rollout: EngineConfig) -> dict[str, Any]:
-    """What of an engine's settings its numbers depend on."""
+    """Return the fields of an engine's settings that affect its results."""
     return {
         name: value
         for name, value in dataclasses.asdict(rollout).items()
@@ -416,11 +440,11 @@ def _result_fields(rollout: EngineConfig) -> dict[str, Any]:
 
 
 def report(
-    settings: TrainSettings, loaded: TrainComponents, outcome: Outcome, workdir: pathlib.Path, say: TimedLog
+    settings: TrainSettings, loaded: TrainComponents, outcome: Outcome, workdir: pathlib.Path, log: TimedLog
 ) -> None:
-    """Writes the policy, curves, trajectories and (of a finished run) the summary, and prints the last.
+    """Write policy, curves, trajectories and, for a finished run, the summary; print the summary.
 
-    All processes hold parts of the policy; the rest is the first one's work.
+    All processes take part in writing the policy, which is sharded over them; the first process does the rest.
     """
     with saving(workdir / "policy"):
         save_decoder(workdir / "policy", loaded.decoder, loaded.tokenizer)
@@ -454,7 +478,7 @@ def report(
     facts = {
         "steps": f"{outcome.step} of {settings.train.steps} "
         f"({outcome.stopped}{outcome.guard_message and f': {outcome.guard_message}'})",
-        "minutes": f"{outcome.seconds / 60:.1f} of training, {(time.perf_counter() - say.began) / 60:.1f} of this command",
+        "minutes": f"{outcome.seconds / 60:.1f} of training, {(time.perf_counter() - log.began) / 60:.1f} of this command",
         "policy": f"{settings.policy} (sha256 {folder_hash(settings.policy)[:12]})",
         "retriever": f"{settings.retriever.index or settings.retriever.kind}, top {settings.rollout.top_k}",
         "seed": settings.train.seed,
@@ -484,10 +508,10 @@ def _card(settings: TrainSettings) -> RecipeCard:
 
 
 def page_trajectories(outcome: Outcome) -> list[tuple[Trajectory, str]]:
-    """What the page shows, with where it came from: held-out trajectories, then those of the last training step."""
+    """Return the trajectories of the report's page, each with its source: held-out ones, then the last training step's."""
     held_out = [(trajectory, HELD_OUT) for trajectory in outcome.eval_trajectories]
     trained = [
-        (t, UNUSED if idle else TRAINING)
-        for t, idle in zip(outcome.last_trajectories, outcome.left_out, strict=True)
+        (trajectory, UNUSED if left_out else TRAINING)
+        for trajectory, left_out in zip(outcome.last_trajectories, outcome.left_out, strict=True)
     ]
     return held_out[:MAX_PER_SOURCE] + trained[:MAX_PER_SOURCE]

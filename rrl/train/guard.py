@@ -1,4 +1,4 @@
-"""Watches a run for collapse: nothing earned any more, nothing left to chance, too far from the start, no finite number."""
+"""Detects the collapse of a run: no reward, no entropy, a large KL from the reference, or numbers that are not finite."""
 
 import dataclasses
 import math
@@ -11,18 +11,18 @@ ACTIONS = ("off", "warn", "stop")
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    """When a run counts as collapsed, and what happens then."""
+    """When a run counts as collapsed, and the action then."""
 
     action: str = "warn"
-    """"warn" says so in the log; "stop" ends the run at its last good checkpoint, or at its start; "off" does not look."""
+    """"warn" logs a warning; "stop" ends the run at its last good checkpoint, or at its start; "off" checks nothing."""
     steps: int = 10
-    """Steps in a row that a sign must last."""
+    """Consecutive steps for which a sign of collapse must last."""
     reward: float = 0.0
-    """Mean total reward of a step at or below which nothing is earned."""
+    """A mean total reward of a step at or below this is a sign of collapse."""
     entropy: float = 1e-3
-    """Mean entropy of a policy token, in nats, at or below which nothing is left to chance."""
+    """A mean entropy per policy token at or below this, in nats, is a sign of collapse."""
     kl: float = 10.0
-    """Mean KL of a policy token from the reference, in nats, above which the policy has left it."""
+    """A mean KL from the reference per policy token above this, in nats, is a sign of collapse."""
 
     def __post_init__(self) -> None:
         one_of(ACTIONS, self, "action", where="guard.")
@@ -32,7 +32,7 @@ class GuardConfig:
 
 
 class Guard:
-    """Counts, for each sign of collapse, the steps in a row that show it."""
+    """Counts the consecutive steps with each sign of collapse."""
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
@@ -50,25 +50,28 @@ class Guard:
             "no gradient is finite": ("train/grad_norm", lambda x: not math.isfinite(x)),
             "no gradient of the critic is finite": ("critic/grad_norm", lambda x: not math.isfinite(x)),
         }
-        self._since: dict[str, list[int]] = {sign: [] for sign in self._signs}
+        self._streaks: dict[str, list[int]] = {sign: [] for sign in self._signs}
 
     @property
     def sees_collapse(self) -> bool:
-        """Whether the last step showed a sign."""
-        return any(self._since.values())
+        """Whether the last step showed a sign of collapse."""
+        return any(self._streaks.values())
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Takes the metrics of a finished step; says what has lasted for `steps` steps with this one, or "".
+        """Check the metrics of a completed step.
 
-        A metric that the step does not have (nothing was learned) neither adds to its sign nor ends it.
+        A metric that the step lacks (because it learned nothing) neither continues nor ends its sign.
+
+        Returns:
+            A description of the signs that have lasted for exactly `config.steps` steps now; "" if there are none.
         """
         if self.config.action == "off":
             return ""
-        found = []
-        for sign, (name, shown) in self._signs.items():
+        messages = []
+        for sign, (name, is_sign) in self._signs.items():
             if name not in metrics:
                 continue
-            since = self._since[sign] = [*self._since[sign], step] if shown(metrics[name]) else []
-            if len(since) == self.config.steps:
-                found.append(f"{sign} in each step from {since[0]} to {step}")
-        return "; ".join(found)
+            streak = self._streaks[sign] = [*self._streaks[sign], step] if is_sign(metrics[name]) else []
+            if len(streak) == self.config.steps:
+                messages.append(f"{sign} in each step from {streak[0]} to {step}")
+        return "; ".join(messages)

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning has learned so far, and one step of learning from trajectories."""
+"""The trained state of an RL run (policy, optimiser, critic), and one update from trajectories: `Learner.learn`."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -29,31 +29,35 @@ from rrl.train.rl_config import RLConfig
 
 
 def learned_params_path(settings: Mapping[str, Any]) -> str:
-    """Where in the state of a checkpoint the parameters are that the run has to show, by its config.json."""
+    """Return the path of the final policy's parameters within a checkpoint's state, given the run's config.json."""
     return "[2]" if settings["average_last"] else "[0]"
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnResult:
-    """What came of learning from the trajectories of a step."""
+    """The result of `Learner.learn`."""
 
     metrics: dict[str, float]
-    """critic/... and train/..., of those that learned."""
+    """critic/... and train/... of the updates that were made."""
     advantages: Advantages
-    """What the tokens were learned from, or will be when the policy no longer waits for its critic."""
+    """Advantages of the trajectories' tokens."""
     finite: bool
-    """False where a gradient was not finite and its update was left out."""
+    """False if a gradient was not finite, so that its update was skipped."""
 
 
 def _commit_to_devices(tree: PyTree) -> PyTree:
-    """Bound to its devices, as what comes of an update and what a checkpoint gives back are: a program is compiled anew for
-    arrays that are not."""
+    """Commit arrays to their devices, like the results of an update and of a restored checkpoint.
+
+    Without this the update would be compiled a second time, for committed arrays.
+    """
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
 
 
 class Learner:
-    """The policy, its optimiser, the mean of its parameters and its critic, as far as a run has them; and its start, which is
-    the frozen reference. `state` is what changes, and all that a checkpoint has to hold."""
+    """The policy with its optimiser, the frozen reference and, if the run has them, the parameter average and the critic.
+
+    `state` is everything that changes; a checkpoint saves it.
+    """
 
     def __init__(
         self,
@@ -62,100 +66,120 @@ class Learner:
         mesh: Mesh | None = None,
         value_model: ValueModel | None = None,
     ) -> None:
-        """Starts from `decoder`, whose frozen parameters are narrowed to its dtype in place, and where there is a critic from
-        `value_model`. Raises UserError for one of config.critic and `value_model` without the other."""
+        """Start from given models.
+
+        Args:
+            config: settings of the run.
+            decoder: initial policy, and the reference. Its frozen parameters are cast to its dtype in place.
+            mesh: mesh of the models; None: one device.
+            value_model: initial critic, for PPO.
+
+        Raises:
+            UserError: only one of config.critic and `value_model` is given.
+        """
         if (config.critic is None) != (value_model is None):
             raise UserError("train.critic and a value model go together; give both or neither")
         self.config = config
         graph, params, fixed = split_trained(decoder, config.optim.frozen)
         self._fixed = _commit_to_devices(cast_params(fixed, decoder.dtype))
-        nnx.update(decoder, self._fixed)  # lets go of the wider copy
+        nnx.update(decoder, self._fixed)  # frees the copy in the wider dtype
         self._reference = _commit_to_devices(
             jax.tree.map(lambda x: x.copy(), cast_params(params, decoder.dtype))
         )
         optimizer = make_optimizer(config.optim)
-        self._rate = make_schedule(config.optim)
+        self._schedule = make_schedule(config.optim)
         opt_state = init_optimizer(optimizer, params, mesh)
         average = jax.tree.map(lambda x: x.copy(), params) if config.average_last else None
         self._critic = None
-        values: list[
+        critic_state: list[
             CriticState
-        ] = []  # the critic's, where there is one: a checkpoint without holds nothing of it
+        ] = []  # empty without a critic, so that the checkpoint has no entry for it
         if config.critic is not None and value_model is not None:
-            self._critic, *values = make_critic(value_model, config.critic, config.objective, mesh)
-        self.state = _commit_to_devices((params, opt_state, average, *values))
+            self._critic, *critic_state = make_critic(value_model, config.critic, config.objective, mesh)
+        self.state = _commit_to_devices((params, opt_state, average, *critic_state))
         self._updater = Updater(graph, optimizer, config.objective, mesh)
 
     @property
     def state(self) -> tuple[PyTree, ...]:
-        """Parameters, state of the optimiser, mean of the parameters (None where none is taken), and where there is a critic
-        its parameters and state of their optimiser. Learning donates these buffers."""
-        return self._params, self._opt_state, self._average, *self._values
+        """Parameters, optimiser state, average of the parameters (None without averaging), and the critic's state if there is
+        a critic. `learn` donates these buffers."""
+        return self._params, self._opt_state, self._average, *self._critic_state
 
     @state.setter
     def state(self, state: tuple[PyTree, ...]) -> None:
-        self._params, self._opt_state, self._average, *self._values = state
+        self._params, self._opt_state, self._average, *self._critic_state = state
 
     @property
     def policy_params(self) -> PyTree:
-        """All parameters of what acts."""
+        """All parameters of the current policy, which samples episodes."""
         return nnx.merge_state(self._params, self._fixed)
 
     @property
     def learned_params(self) -> PyTree:
-        """All parameters of what the run has to show so far."""
+        """All parameters of the policy to evaluate and to save: the average if there is one, else the current policy."""
         return nnx.merge_state(self._params if self._average is None else self._average, self._fixed)
 
     @property
     def reference_params(self) -> PyTree:
-        """All parameters of the reference."""
+        """All parameters of the reference, which is the initial policy."""
         return nnx.merge_state(self._reference, self._fixed)
 
     def learn(
         self, step: int, trajectories: Sequence[Trajectory], advantages: Float[np.ndarray, "N"]
     ) -> LearnResult:
-        """Learns from the trajectories of a step (counted from 0), given the recipe's advantages, which a critic replaces; the
-        policy waits for the first `config.critic_warmup` steps. The metric advantage_std is over trajectories, with a critic over
-        policy tokens."""
+        """Update the policy, and the critic if there is one, from the trajectories of a step.
+
+        The policy is not updated in the first `config.critic_warmup` steps. The metric advantage_std is the standard deviation
+        over trajectories, or over policy tokens if a critic gives the advantages.
+
+        Args:
+            step: number of the step, from 0.
+            trajectories: N trajectories.
+            advantages: [N] the recipe's advantages; a critic replaces them.
+        """
         skipped, metrics = self._skipped, dict[str, float]()
-        credit: Advantages
-        before = self._updater.reference_logprobs(self._reference, self._fixed, trajectories)
+        token_advantages: Advantages
+        reference_logprobs = self._updater.reference_logprobs(self._reference, self._fixed, trajectories)
         if self._critic is None:
-            spread = float(advantages.std())
-            credit = self._updater.token_advantages(trajectories, advantages, before)
+            advantage_std = float(advantages.std())
+            token_advantages = self._updater.token_advantages(trajectories, advantages, reference_logprobs)
         else:
-            penalties = None if before is None else before.kl_penalties
-            estimate = self._critic.estimate(self._values[0], trajectories, penalties)
-            credit, spread = estimate.advantages, estimate.advantage_std
-            self._values[0], found = self._critic.update(self._values[0], trajectories, estimate)
-            metrics |= {f"critic/{name}": value for name, value in found.items()}
+            penalties = None if reference_logprobs is None else reference_logprobs.kl_penalties
+            estimate = self._critic.estimate(self._critic_state[0], trajectories, penalties)
+            token_advantages, advantage_std = estimate.advantages, estimate.advantage_std
+            self._critic_state[0], critic_metrics = self._critic.update(
+                self._critic_state[0], trajectories, estimate
+            )
+            metrics |= {f"critic/{name}": value for name, value in critic_metrics.items()}
         if step >= self.config.critic_warmup:
-            self._params, self._opt_state, found = self._updater(
+            self._params, self._opt_state, policy_metrics = self._updater(
                 self._params,
                 self._opt_state,
                 self._reference,
                 self._fixed,
                 trajectories,
-                credit,
-                before,
+                token_advantages,
+                reference_logprobs,
             )
-            metrics |= {f"train/{name}": value for name, value in found.items()}
-        metrics["train/advantage_std"] = spread  # as it was before whitening, after which it is 1
-        return LearnResult(metrics, credit, self._skipped == skipped)
+            metrics |= {f"train/{name}": value for name, value in policy_metrics.items()}
+        metrics["train/advantage_std"] = advantage_std  # before whitening, after which it is 1
+        return LearnResult(metrics, token_advantages, self._skipped == skipped)
 
     def update_average(self, steps: int) -> None:
-        """Takes the parameters as they are after so many steps into their mean, where one is taken."""
+        """Add the parameters after `steps` updates to their average. Does nothing without averaging."""
         if self._average is not None:
             count = max(1, steps - self.config.average_start)
             self._average = running_mean(self._average, self._params, count)
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the last update that was taken; 0 before the first."""
+        """The learning rate of the last update that was not skipped; 0 before the first."""
         taken = taken_updates(self._opt_state)
-        return float(self._rate(taken - 1)) if taken else 0.0
+        return float(self._schedule(taken - 1)) if taken else 0.0
 
     @property
     def _skipped(self) -> list[float]:
-        """Updates that were left out since the start, of the policy and of the critic."""
-        return [float(skipped_updates(state)) for state in (self._opt_state, *(v[1] for v in self._values))]
+        """Updates skipped since the start of the run, of the policy and of the critic."""
+        return [
+            float(skipped_updates(state)) for state in (self._opt_state, *(v[1] for v in self._critic_state))
+        ]

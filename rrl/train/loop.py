@@ -1,4 +1,7 @@
-"""The reinforcement-learning loop: questions, trajectories, rewards, advantages, update; evaluated and resumable."""
+"""The reinforcement-learning loop: sample and score episodes, compute advantages, update, log, evaluate and save.
+
+Read `train` first.
+"""
 
 import contextlib
 import dataclasses
@@ -27,17 +30,17 @@ from rrl.train.rl_config import RLConfig
 from rrl.train.sample import SampledStep, evaluate, sample_step, trajectory_metrics
 
 PROGRESS_METRICS = ("em", "full_recall", "searches")
-"""Metrics on the progress line, as far as a recipe has them."""
+"""Metrics on the progress line, if the recipe has them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a run learns and is held against."""
+    """The questions of a run, for training and for evaluation."""
 
     train: Sequence[Question]
     held_out: Sequence[Question]
     held_out_retriever: Retriever | None = None
-    """Searches the held-out corpus; None: the engine's own."""
+    """Retriever over the corpus of the held-out questions; None: the engine's retriever."""
 
 
 @dataclasses.dataclass
@@ -45,21 +48,24 @@ class Outcome:
     """How a run ended."""
 
     step: int
+    """Completed updates."""
     stopped: str
-    """done, signal, or collapse."""
+    """Reason of the end: done, signal or collapse."""
     start_metrics: dict[str, float]
+    """Held-out metrics of the initial policy."""
     final_metrics: dict[str, float]
+    """Held-out metrics of the final policy."""
     seconds: float
-    """Training time of all lives of the run, without evaluations."""
+    """Training time of all processes of the run, without evaluations."""
     last_trajectories: list[Trajectory]
-    """Trajectories of the last training step of this life; where the run was finished already, those of its last step that
-    the page of trajectories shows."""
+    """The N trajectories of the last training step. If an earlier process finished the run, only those that
+    `SavedTrajectories` saved for the report."""
     left_out: Bool[np.ndarray, "N"]
-    """Which of them the step did not learn from."""
+    """True for the trajectories of the last step that its update did not use."""
     eval_trajectories: list[Trajectory]
-    """Of the last evaluation, as `Shown` keeps them where it was done in a former life."""
+    """Trajectories of the last evaluation. If an earlier process did it, they are loaded from `SavedTrajectories`."""
     guard_message: str = ""
-    """What the guard saw last."""
+    """The guard's last message; "" if there was none."""
 
 
 def train(
@@ -73,28 +79,39 @@ def train(
     scoring: ScoringContext = NO_MODELS,
     identity: Mapping[str, Any] | None = None,
     value_model: ValueModel | None = None,
-    ready: Callable[[], None] = lambda: None,
+    before_writing: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Trains `decoder` in place, continuing what the workdir holds; the start is the frozen reference.
+    """Train `decoder` in place. If the workdir has a checkpoint, continue from it.
 
-    `value_model` is where the critic starts (with `config.critic`). With `average_last` the decoder ends as the mean of the
-    last updates' parameters. `ready` is called once nothing in the settings and questions was found wrong, before anything is
-    written.
+    Args:
+        config: settings of the run.
+        recipe: prompt, environment, rewards and advantages.
+        task: training and held-out questions.
+        engine: samples episodes.
+        decoder: initial policy, and the frozen reference. It ends with the final policy's parameters: with
+            `config.average_last` the mean over the last updates.
+        workdir: gets config.json, checkpoints, metrics and trajectories for the report.
+        scoring: models that the rewards use.
+        identity: what identifies the run besides `config` (models, data). Another identity in the workdir is refused.
+        value_model: initial critic, with `config.critic`.
+        before_writing: called after all settings and questions are checked, before anything is written.
 
-    Raises UserError when the workdir belongs to another config; SaveError where the workdir cannot be written; Unavailable where
-    a judge or reader gives no answer, after a checkpoint.
+    Raises:
+        UserError: the workdir belongs to another config.
+        SaveError: the workdir cannot be written.
+        ServiceUnavailable: a judge or reader does not answer. A checkpoint is saved first.
     """
     learner = Learner(config, decoder, engine.mesh, value_model)
     curriculum = curriculum_of(recipe, task.train, config.questions, config.seed)
-    ready()
+    before_writing()
 
-    def measure(step: int) -> tuple[dict[str, float], list[Trajectory]]:
-        """Evaluates the start (step 0, which the reference is) or what was learned, unless that has been done."""
+    def evaluate_policy(step: int) -> tuple[dict[str, float], list[Trajectory]]:
+        """Evaluate the reference (step 0) or the policy after `step` updates, unless that is already done."""
         if known := recorder.past_evaluation(step):
             return known, recorder.saved.load_evaluated(step)
         began = time.perf_counter()
         recorder.progress.note(f"step {step}: evaluating on {len(task.held_out)} held-out questions ...")
-        found, trajectories = evaluate(
+        metrics, trajectories = evaluate(
             engine,
             learner.learned_params if step else learner.reference_params,
             recipe,
@@ -104,10 +121,10 @@ def train(
             scoring=scoring.at_step(step, config.steps),
         )
         recorder.saved.save_evaluated(step, trajectories)
-        return recorder.write_evaluation(step, found, time.perf_counter() - began), trajectories
+        return recorder.write_evaluation(step, metrics, time.perf_counter() - began), trajectories
 
-    def evaluates(step: int) -> bool:
-        """Whether what was learned is evaluated on the way, after so many updates."""
+    def evaluation_is_due(step: int) -> bool:
+        """Return whether the policy is evaluated after `step` updates, during training."""
         due = config.eval_every and step % config.eval_every == 0 and 0 < step < config.steps
         return bool(task.held_out and due)
 
@@ -115,10 +132,10 @@ def train(
         stop = stack.enter_context(stop_requested())
         recorder = stack.enter_context(RunRecorder(config, identity or {}, learner, curriculum, workdir))
         step, stopped, reason, sampled = recorder.step, "done", recorder.guard_message, SampledStep()
-        # The signal that ended the last life may have come before its evaluations.
+        # An earlier process may have been stopped before its evaluations.
         if step and task.held_out and not recorder.start_metrics:
-            recorder.start_metrics, _ = measure(0)
-        last = measure(step) if evaluates(step) else None
+            recorder.start_metrics, _ = evaluate_policy(0)
+        last = evaluate_policy(step) if evaluation_is_due(step) else None
         if step:
             words = "finished already," if step == config.steps else "continues"
             recorder.progress.note(f"{words} after step {step} of {config.steps}")
@@ -126,7 +143,7 @@ def train(
         curriculum_state = curriculum.state
         try:
             while step < config.steps:
-                if stop:  # it came during an evaluation
+                if stop:  # the signal came during an evaluation
                     stopped = "signal"
                     recorder.save(step)
                     break
@@ -157,13 +174,13 @@ def train(
                     recorder.saved.save_sampled(step, sampled.trajectories, sampled.left_out)
                 recorder.check()
                 recorder.writer.write(step, metrics)
-                # After the first update, which is what a user waits for.
+                # The initial policy is evaluated after the first update, since users wait for the first update.
                 if task.held_out and not recorder.start_metrics and not stop:
                     with recorder.progress.paused():
-                        recorder.start_metrics, _ = measure(0)
+                        recorder.start_metrics, _ = evaluate_policy(0)
                 last = None
-                if seen := recorder.guard.check(step, metrics):
-                    reason = seen
+                if message := recorder.guard.check(step, metrics):
+                    reason = message
                     recorder.progress.note(f"step {step}: collapsed? {reason}")
                     if config.guard.action == "stop":
                         stopped = "collapse"
@@ -172,13 +189,13 @@ def train(
                     stopped = "signal" if step < config.steps else "done"
                     recorder.save(step)
                     break
-                if evaluates(step):
+                if evaluation_is_due(step):
                     with recorder.progress.paused():
-                        last = measure(step)
+                        last = evaluate_policy(step)
                 if step % config.checkpoint_every == 0 or step == config.steps:
                     recorder.save(step)
         except ServiceUnavailable:
-            # Of a judge or reader: what was learned is kept, and the step under way is sampled again.
+            # A judge or reader does not answer. Save the completed steps; the next process repeats the current one.
             curriculum.restore(curriculum_state)
             recorder.save(step)
             if not stop:
@@ -189,8 +206,8 @@ def train(
             recorder.progress.note(f"ended at the last good checkpoint, of step {step}")
         if stopped != "signal" and task.held_out:
             if step and not recorder.start_metrics:
-                recorder.start_metrics, _ = measure(0)
-            last = measure(step)
+                recorder.start_metrics, _ = evaluate_policy(0)
+            last = evaluate_policy(step)
             recorder.start_metrics = recorder.start_metrics or last[0]
         trained, left_out = sampled.trajectories, sampled.left_out
         if not trained and step == config.steps:
@@ -213,27 +230,27 @@ def train(
 def _learn(
     config: RLConfig, step: int, sampled: SampledStep, recipe: Recipe, learner: Learner, recorder: RunRecorder
 ) -> dict[str, float]:
-    """Learns from what a step (counted from 0) sampled; returns critic/... and train/... ."""
+    """Update from the trajectories of a step (counted from 0). Returns metrics critic/... and train/... ."""
     left_out = sampled.left_out
     used, metrics = np.flatnonzero(~left_out), {"train/advantage_std": 0.0}
     trajectories = [sampled.trajectories[i] for i in used]
-    # An episode whose first logits were not finite wrote nothing that could be learned from.
-    wrote = np.flatnonzero([t.policy_tokens > 0 for t in trajectories])
-    if len(wrote):
-        advantages = recipe.advantages(trajectories)[wrote]
-        trajectories = [trajectories[i] for i in wrote]
+    # An episode whose first logits were not finite has no policy tokens.
+    with_tokens = np.flatnonzero([t.policy_tokens > 0 for t in trajectories])
+    if len(with_tokens):
+        advantages = recipe.advantages(trajectories)[with_tokens]
+        trajectories = [trajectories[i] for i in with_tokens]
         result = learner.learn(step, trajectories, advantages)
         metrics |= result.metrics
         if not result.finite:
             recorder.save_non_finite_batch(step + 1, trajectories, result)
     elif len(used):
         recorder.progress.note(
-            f"step {step + 1}: nothing to learn from: logits were not finite, so that no token was written"
+            f"step {step + 1}: no update: logits were not finite, so that no token was sampled"
         )
     else:
         recorder.progress.note(
-            f"step {step + 1}: nothing to learn from: in every group the rewards lie within "
-            f"objective.drop_spread={config.drop_spread} of each other, or the recipe leaves it out"
+            f"step {step + 1}: no update: in every group the rewards differ by at most "
+            f"objective.drop_spread={config.drop_spread}, or the recipe leaves the group out"
         )
     totals, groups = np.array([(t.rewards["total"], t.group) for t in sampled.trajectories]).T
     return metrics | {
@@ -249,7 +266,7 @@ def _learn(
 def _update_progress(
     step: int, metrics: Mapping[str, float], sampled: SampledStep, recorder: RunRecorder
 ) -> None:
-    """One step more on the progress line."""
-    shown = {"reward": metrics["reward/total"]}
-    shown |= {name: metrics[f"train/{name}"] for name in PROGRESS_METRICS if f"train/{name}" in metrics}
-    recorder.progress.update(step, shown, int(sum(t.policy_tokens for t in sampled.trajectories)))
+    """Show a completed step on the progress line."""
+    values = {"reward": metrics["reward/total"]}
+    values |= {name: metrics[f"train/{name}"] for name in PROGRESS_METRICS if f"train/{name}" in metrics}
+    recorder.progress.update(step, values, int(sum(t.policy_tokens for t in sampled.trajectories)))

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning keeps in its workdir, and says on its way."""
+"""Everything that an RL run writes: checkpoints, metrics, trajectories for the report, and progress lines."""
 
 import contextlib
 import dataclasses
@@ -22,15 +22,19 @@ from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
 
 
 class RunRecorder:
-    """The workdir of a run, opened where the last life of the run left it, with what the learner had learned by then.
+    """The outputs of a run in its workdir. Opening it restores the learner and the curriculum from the latest checkpoint.
+
+    A run may take several processes one after another, each of which continues after the last.
 
     Attributes:
-      step: updates that were done when it was opened.
-      start_metrics: the held-out metrics of the start, where it has been evaluated.
-      seconds: training time of all lives, without evaluations.
-      writer, progress, guard: of this life; a guard that warns has seen the metrics of the former ones.
-      guard_message: what the guard saw last in those.
-      saved: trajectories for the closing report.
+      step: completed updates when this process opened the workdir.
+      start_metrics: held-out metrics of the initial policy; empty until it is evaluated.
+      seconds: training time of all processes of the run, without evaluations.
+      writer: metrics of the run.
+      progress: progress line of this process.
+      guard: checks for collapse. With action="warn" it has already checked the metrics of earlier processes.
+      guard_message: the guard's last message on those; "" if there was none.
+      saved: trajectories for the final report.
     """
 
     def __init__(
@@ -41,7 +45,11 @@ class RunRecorder:
         curriculum: Curriculum,
         workdir: str | os.PathLike[str],
     ) -> None:
-        """Restores the learner and the curriculum. Raises UserError when the workdir belongs to another config or `identity`."""
+        """Open the workdir, and restore the learner and the curriculum if it has a checkpoint.
+
+        Raises:
+            UserError: the workdir belongs to another config or `identity`.
+        """
         self.config = config
         self.start_metrics: dict[str, float] = {}
         self.seconds = 0.0
@@ -57,10 +65,10 @@ class RunRecorder:
                 self.step, lines = self.restore()
             self.writer = stack.enter_context(MetricsWriter(workdir, self.step, lines))
             if self._checkpoints.latest is None and config.guard.action == "stop":
-                self.save(0)  # what a run goes back to that collapses before its first checkpoint
+                self.save(0)  # for a run that collapses before its first regular checkpoint
             self._evaluations = _evaluations(self.writer.past)
             self._repeated = _evaluations(self.writer.repeated)
-            # With "stop" nothing is saved while a sign of collapse shows: the guard begins anew.
+            # With "stop" the latest checkpoint is from before any sign of collapse, so the guard starts empty.
             for line in self.writer.past if config.guard.action == "warn" else ():
                 self.guard_message = self.guard.check(line["step"], _with_nan(line)) or self.guard_message
             self.progress = stack.enter_context(Progress(config.steps, self.step, "train"))
@@ -75,58 +83,76 @@ class RunRecorder:
         self._open.__exit__(kind, error, trace)
 
     def check(self) -> None:
-        """Raises SaveError if the last checkpoint could not be saved, which Orbax finds in the background."""
+        """Raise SaveError if the last checkpoint, which Orbax saves in the background, could not be saved."""
         self._checkpoints.check()
 
     def save(self, step: int) -> None:
-        """Keeps what there is: but not while a collapse shows that would end the run, which then goes back."""
+        """Save a checkpoint after `step` updates.
+
+        With guard.action="stop" nothing is saved while the guard sees a sign of collapse, except after the last step: a
+        collapsed run returns to the latest checkpoint.
+        """
         if step == self.config.steps or self.config.guard.action != "stop" or not self.guard.sees_collapse:
-            about = {"before": self.start_metrics, "seconds": self.seconds, "step": step}
-            about |= {"curriculum": self._curriculum.state, "lines": self.writer.lines}
-            self._checkpoints.save(step, self._learner.state, about)
+            metadata = {"before": self.start_metrics, "seconds": self.seconds, "step": step}
+            metadata |= {"curriculum": self._curriculum.state, "lines": self.writer.lines}
+            self._checkpoints.save(step, self._learner.state, metadata)
 
     def restore(self) -> tuple[int, int | None]:
-        """Goes back to the last checkpoint; returns its step, and how many lines of metrics there were (None: it is of a
-        version that did not say)."""
-        self._learner.state, about = self._checkpoints.restore(
+        """Restore the latest checkpoint.
+
+        Returns:
+            Its step and its number of metrics lines (None if an older version wrote the checkpoint).
+        """
+        self._learner.state, metadata = self._checkpoints.restore(
             self._learner.state, fields=("before", "seconds", "curriculum", "step")
         )
-        self.start_metrics, self.seconds = about["before"], about["seconds"]
-        self._curriculum.restore(about["curriculum"])
-        return int(about["step"]), about.get("lines")
+        self.start_metrics, self.seconds = metadata["before"], metadata["seconds"]
+        self._curriculum.restore(metadata["curriculum"])
+        return int(metadata["step"]), metadata.get("lines")
 
     def past_evaluation(self, step: int) -> dict[str, float] | None:
-        """The held-out metrics of a step that has been evaluated, in whatever life; its line is written if it followed the
-        checkpoint that this life started from."""
+        """Return the held-out metrics of a step if this or an earlier process evaluated it; else None.
+
+        If the evaluation was done after the checkpoint that this process restored, its line is written again.
+        """
         if step in self._repeated:
             self._evaluations[step] = self._repeated.pop(step)
             self.writer.write(step, self._evaluations[step])
         return self._evaluations.get(step)
 
     def write_evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> dict[str, float]:
-        """Writes down the held-out metrics of a step, which took so long to find; returns what is written."""
+        """Write and show the held-out metrics of a step.
+
+        Args:
+            step: completed updates.
+            metrics: held-out metrics.
+            seconds: duration of the evaluation.
+
+        Returns:
+            The metrics as written, with times.
+        """
         metrics = metrics | {"time/eval": seconds, "minutes": self.seconds / 60 if step else 0.0}
         self.writer.write(step, metrics)
         self._evaluations[step] = metrics
         recall = metrics.get("eval/full_recall")
-        found = "" if recall is None else f"full recall {100 * recall:.1f}  "
+        recall_text = "" if recall is None else f"full recall {100 * recall:.1f}  "
         self.progress.note(
-            f"step {step}: held-out EM {100 * metrics['eval/em']:.1f}  F1 {100 * metrics['eval/f1']:.1f}  {found}"
+            f"step {step}: held-out EM {100 * metrics['eval/em']:.1f}  F1 {100 * metrics['eval/f1']:.1f}  {recall_text}"
             f"searches {metrics['eval/searches']:.2f}  ({seconds:.0f} s)"
         )
         return metrics
 
     def save_non_finite_batch(self, step: int, trajectories: list[Trajectory], result: LearnResult) -> None:
-        """Keeps what a gradient that was not finite was to be learned from, for study."""
+        """Save the batch of a step whose gradient was not finite, and log it."""
         folder = self._checkpoints.workdir / "not_finite"
         with saving(folder):
             file = dump_batch(folder, step, trajectories, result.advantages)
-        kept = f"; the batch is in {file}" if file else ""
-        self.progress.note(f"step {step}: a gradient was not finite, its update is left out{kept}")
+        saved = f"; the batch is in {file}" if file else ""
+        self.progress.note(f"step {step}: a gradient was not finite, its update is skipped{saved}")
 
 
 def _evaluations(lines: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    """Held-out metrics among lines of metrics, by step."""
+    """Return the held-out metrics among lines of metrics, by step."""
     return {
         line["step"]: {name: value for name, value in line.items() if name != "step"}
         for line in lines
@@ -135,5 +161,5 @@ def _evaluations(lines: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, floa
 
 
 def _with_nan(line: Mapping[str, Any]) -> dict[str, float]:
-    """A line of metrics as the step had it: null was not finite."""
+    """Return a line of metrics with null replaced by NaN: `MetricsWriter` writes values that are not finite as null."""
     return {name: math.nan if value is None else value for name, value in line.items()}

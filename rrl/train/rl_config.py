@@ -1,4 +1,4 @@
-"""Settings of a run of reinforcement learning."""
+"""The section `train` of a training config: `RLConfig`."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from rrl.train.guard import GuardConfig
 
 @dataclasses.dataclass(frozen=True)
 class RLConfig:
-    """Settings of one run of reinforcement learning."""
+    """Settings of one reinforcement-learning run."""
 
     steps: int
     """Updates; 0 only evaluates."""
@@ -19,31 +19,35 @@ class RLConfig:
     objective: ObjectiveConfig
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     critic: CriticConfig | None = None
-    """PPO: advantages come from a critic by GAE, and the recipe's own are not used; None: they are."""
+    """PPO: advantages come from this critic by GAE, instead of from the recipe. None: the recipe computes them."""
     questions: int = 256
-    """Questions a step."""
+    """Questions per step."""
     samples: int = 5
-    """Episodes a question: the group of GRPO."""
+    """Episodes per question: the group size G of GRPO."""
     rounds: int = 1
-    """Above 1, dynamic sampling (DAPO): further questions are asked, at most so many times, until `questions` groups have
-    rewards further apart than `drop_spread`; those are learned from."""
+    """Largest number of sampling rounds per step. Above 1 it is dynamic sampling (DAPO): rounds continue until `questions`
+    groups have rewards that differ by more than `drop_spread`, and the update uses only those groups."""
     overlong: tuple[int, ...] = ()
-    """DAPO's rule for long outputs, (longest, cache) in policy tokens of an episode: its last `cache` tokens before `longest`
-    take up to 1 from the reward (`rrl.rl.shaping.overlong_penalty`), in training only; empty: no such rule."""
+    """DAPO's soft overlong punishment, (longest, cache) in policy tokens per episode: a penalty of up to 1 that grows over the
+    last `cache` tokens before `longest` (`rrl.rl.overlong.overlong_penalty`), in training only. Empty: no penalty."""
     temperature: float = 1.0
+    """Sampling temperature of training episodes."""
     temperatures: tuple[float, ...] = ()
-    """One for each of the samples of a question (R3-RAG), in place of `temperature`; empty: all have that."""
+    """One temperature for each sample of a question (R3-RAG). Empty: `temperature` for all."""
     seed: int = 0
+    """Seed of sampling, question order and adapters."""
     eval_every: int = 0
-    """Steps between held-out evaluations; 0: before and after only."""
+    """Steps between held-out evaluations; 0: only before and after training."""
     eval_temperature: float = 0.0
+    """Sampling temperature of held-out evaluations; 0: greedy."""
     average_last: float = 0.0
-    """Share of the updates, counted from the end, whose parameters are averaged (Polyak & Juditsky, 1992): the mean is
-    what is evaluated and written, while episodes are sampled from the live parameters; 0: no averaging."""
+    """Share of the updates, counted from the end, over which parameters are averaged (Polyak & Juditsky, 1992). The mean is
+    evaluated and saved as the policy; episodes are sampled from the current parameters. 0: no averaging."""
     checkpoint_every: int = 20
+    """Steps between checkpoints."""
     permute_rewards: bool = False
-    """The control: rewards are dealt out at random over the batch (over each round of it), before anything is chosen by
-    them, so that nothing can be learned from them."""
+    """Control experiment: permute the rewards at random over the batch (over each round of it) before anything depends on
+    them, so that they carry no information."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "questions", "samples", "rounds", "checkpoint_every", where="train.")
@@ -52,18 +56,18 @@ class RLConfig:
         if self.temperatures and (len(self.temperatures) != self.samples or min(self.temperatures) < 0):
             raise UserError(
                 f"train.temperatures={self.temperatures} must be {self.samples} numbers of at least 0, one for each of "
-                f"train.samples={self.samples}; or none, for train.temperature"
+                f"train.samples={self.samples}; or empty, to use train.temperature"
             )
         if self.steps and self.samples == 1 and self.drop_spread is not None:
             raise UserError(
-                "train.samples=1 gives groups of one, whose rewards never differ, so that nothing would be learned from: "
-                f"raise it, or leave objective.drop_spread={self.objective.drop_spread} at None and "
-                f"train.rounds={self.rounds} at 1"
+                "train.samples=1 gives groups of one, whose rewards never differ, so that every group would be dropped: "
+                f"raise it, or set objective.drop_spread={self.objective.drop_spread} to None and "
+                f"train.rounds={self.rounds} to 1"
             )
         if self.overlong and not (len(self.overlong) == 2 and 0 < self.overlong[1] <= self.overlong[0]):
             raise UserError(
                 f"train.overlong={self.overlong} must be (longest, cache) with 0 < cache <= longest, in policy tokens of an "
-                "episode; or (), for no such rule"
+                "episode; or (), for no penalty"
             )
         if not 0 <= self.average_last <= 1:
             raise UserError(
@@ -71,28 +75,32 @@ class RLConfig:
             )
         if self.steps and self.critic_warmup > self.steps:
             raise UserError(
-                f"train.steps={self.steps} must be at least critic.warmup_steps={self.critic_warmup}: the policy "
-                "waits for so many"
+                f"train.steps={self.steps} must be at least critic.warmup_steps={self.critic_warmup}, during which the policy "
+                "is not updated"
             )
 
     @property
     def critic_warmup(self) -> int:
-        """Updates at the start in which only the critic learns."""
+        """Updates at the start that train only the critic; 0 without a critic."""
         return self.critic.warmup_steps if self.critic else 0
 
     @property
     def drop_spread(self) -> float | None:
-        """Groups whose rewards lie within this of each other are not learned from; None: all are. Further rounds are asked
-        for groups that tell something, so that they ask for unequal rewards at least."""
+        """The update drops groups whose rewards differ by at most this; None: it uses all groups.
+
+        It is `objective.drop_spread`, except that with several rounds None means 0: dynamic sampling needs groups with
+        unequal rewards.
+        """
         return 0.0 if self.objective.drop_spread is None and self.rounds > 1 else self.objective.drop_spread
 
     @property
     def average_start(self) -> int:
-        """Updates before the first whose parameters enter the mean."""
+        """Updates before the first one whose parameters enter the mean."""
         return self.steps - round(self.average_last * self.steps)
 
 
 MAY_DIFFER = ("checkpoint_every", "eval_every", "guard", "run.name", "run.data.path")
-"""Fields that a continued run may change: they do not touch its numbers. The data are known by their content."""
+"""Fields that a continued run may change, since they do not affect its results. The data are identified by their content, not
+by their path."""
 MAY_GROW = ("steps", "optim.total_steps", "critic.optim.total_steps")
-"""Fields that a continued run may raise: it goes on for longer, from where it was, by the schedules of the longer run."""
+"""Fields that a continued run may raise. It then continues with the learning-rate schedules of the longer run."""

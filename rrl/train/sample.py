@@ -1,4 +1,4 @@
-"""What a training step samples: rounds of scored rollouts, and the groups to learn from; and an evaluation during training."""
+"""Samples and scores the episodes of a training step (`sample_step`), and evaluates a policy (`evaluate`)."""
 
 import collections
 import dataclasses
@@ -22,18 +22,18 @@ from rrl.train.rl_config import RLConfig
 
 @dataclasses.dataclass(frozen=True)
 class SampledStep:
-    """What a training step samples."""
+    """The episodes of a training step."""
 
     trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
-    """Scored; groups are numbered over all rounds."""
+    """N scored trajectories. Their groups are numbered over all rounds."""
     used_groups: frozenset[int] = frozenset()
-    """The groups to learn from."""
+    """Groups that the update uses."""
     stats: RolloutStats = dataclasses.field(default_factory=RolloutStats)
-    """Of all rounds."""
+    """Rollout statistics, summed over all rounds."""
 
     @property
     def left_out(self) -> Bool[np.ndarray, "N"]:
-        """Which of the trajectories the update does not see."""
+        """True for each trajectory that the update does not use."""
         return np.array([t.group not in self.used_groups for t in self.trajectories], bool)
 
 
@@ -46,26 +46,29 @@ def sample_step(
     curriculum: Curriculum,
     scoring: ScoringContext,
 ) -> SampledStep:
-    """What a step (counted from 0) samples: a pure function of its arguments and of the curriculum's state, which goes on."""
+    """Sample and score the episodes of a training step (counted from 0).
 
-    def ask(number: int, count: int) -> list[Question]:
+    A pure function of its arguments and of the curriculum's state, which it updates.
+    """
+
+    def select_questions(number: int, count: int) -> list[Question]:
         return curriculum.select(step, number, count)
 
-    def shuffle(number: int) -> np.random.Generator:
+    def permutation_rng(number: int) -> np.random.Generator:
         return np.random.default_rng((config.seed, step, number) if number else (config.seed, step))
 
     return sample_rounds(
         engine,
         params,
         recipe,
-        ask,
+        select_questions,
         DynamicSampling(config.questions, config.rounds, config.drop_spread),
         key=jax.random.fold_in(jax.random.key(config.seed), step),
         samples=config.samples,
         temperature=config.temperatures or config.temperature,
         scoring=scoring.at_step(step, config.steps),
-        learn=curriculum.update,
-        shuffle=shuffle if config.permute_rewards else None,
+        update_curriculum=curriculum.update,
+        permutation_rng=permutation_rng if config.permute_rewards else None,
         overlong=config.overlong,
     )
 
@@ -74,55 +77,71 @@ def sample_rounds(
     engine: Engine,
     params: PyTree,
     recipe: Recipe,
-    ask: Callable[[int, int], Sequence[Question]],
+    select_questions: Callable[[int, int], Sequence[Question]],
     dynamic_sampling: DynamicSampling,
     *,
     key: jax.Array,
     samples: int,
     temperature: float | Sequence[float],
     scoring: ScoringContext,
-    learn: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None,
-    shuffle: Callable[[int], np.random.Generator] | None = None,
+    update_curriculum: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None,
+    permutation_rng: Callable[[int], np.random.Generator] | None = None,
     overlong: tuple[int, ...] = (),
 ) -> SampledStep:
-    """Rounds of rollouts until `dynamic_sampling` has enough groups with spread; one round if it allows no more.
+    """Sample rounds of episodes until `dynamic_sampling` has enough groups with different rewards, or allows no more rounds.
 
-    `ask(round, n)` gives n questions, and `learn` is told what came of them before it is asked again. A step is a pure function
-    of parameters, key and questions: round 0 samples with `key` itself, a later one with its number folded in. With
-    `shuffle(round)` the rewards of each round are dealt out at random before groups are chosen by them: a choice by the true
-    ones would tell what the control must not know. `overlong` is `RLConfig.overlong`.
+    A pure function of parameters, key and questions.
+
+    Args:
+        engine: samples the episodes.
+        params: parameters of the policy.
+        recipe: prompts, environment and rewards.
+        select_questions: (number of the round, n) -> n questions.
+        dynamic_sampling: target number of groups, and limits.
+        key: key of round 0; a later round folds its number into it.
+        samples: episodes per question.
+        temperature: one sampling temperature, or one for each sample.
+        scoring: models that the rewards use.
+        update_curriculum: called with the scored trajectories of each round, before the next questions are selected.
+        permutation_rng: number of the round -> generator that permutes the round's rewards (control experiment); None: no
+            permutation. Rewards are permuted before groups are selected, since a selection by the true rewards would reveal
+            information that the control must not have.
+        overlong: `RLConfig.overlong`.
     """
-    found: list[Trajectory] = []
+    sampled: list[Trajectory] = []
     stats = RolloutStats()
     while not dynamic_sampling.done:
         number = dynamic_sampling.rounds
-        some = run_questions(
+        trajectories = run_questions(
             engine,
             params,
             recipe,
-            ask(number, dynamic_sampling.next_round),
+            select_questions(number, dynamic_sampling.next_round),
             key=jax.random.fold_in(key, number) if number else key,
             samples=samples,
             temperature=temperature,
             scoring=scoring,
         )
-        learn(some)
+        update_curriculum(trajectories)
         if overlong:
-            apply_overlong_penalty(some, *overlong)
-        if shuffle is not None:
-            permute_rewards(some, shuffle(number))
-        for trajectory in some:
+            apply_overlong_penalty(trajectories, *overlong)
+        if permutation_rng is not None:
+            permute_rewards(trajectories, permutation_rng(number))
+        for trajectory in trajectories:
             trajectory.group += dynamic_sampling.sampled
-        totals, groups = np.array([(t.rewards["total"], t.group) for t in some]).T
-        dynamic_sampling = dynamic_sampling.after(totals, groups.astype(np.int64), recipe.excluded(some))
-        found += some
+        totals, groups = np.array([(t.rewards["total"], t.group) for t in trajectories]).T
+        excluded = recipe.excluded(trajectories)
+        dynamic_sampling = dynamic_sampling.after(totals, groups.astype(np.int64), excluded)
+        sampled += trajectories
         stats += engine.stats
-    return SampledStep(found, frozenset(dynamic_sampling.selected), stats)
+    return SampledStep(sampled, frozenset(dynamic_sampling.selected), stats)
 
 
 def apply_overlong_penalty(trajectories: Sequence[Trajectory], longest: int, cache: int) -> None:
-    """Adds DAPO's penalty for long outputs (`overlong_penalty`) to the rewards, as "overlong", to their total, and to what the
-    last turn earned, where turns earn; in place."""
+    """Add DAPO's penalty for long outputs (`overlong_penalty`) to the rewards, in place.
+
+    It becomes the component "overlong" and is added to "total" and, if turns have rewards, to the last turn's reward.
+    """
     penalties = overlong_penalty(np.array([t.policy_tokens for t in trajectories]), longest, cache)
     for trajectory, penalty in zip(trajectories, penalties.tolist(), strict=True):
         trajectory.rewards["overlong"] = penalty
@@ -132,7 +151,10 @@ def apply_overlong_penalty(trajectories: Sequence[Trajectory], longest: int, cac
 
 
 def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> None:
-    """Deals the rewards (all components of one together), and what turns earned, out at random over the batch, in place."""
+    """Permute rewards at random over the batch, in place. The components of a trajectory's reward stay together.
+
+    Turn rewards are permuted over all turns of the batch.
+    """
     components = [t.rewards for t in trajectories]
     for trajectory, place in zip(trajectories, rng.permutation(np.arange(len(components))), strict=True):
         trajectory.rewards = dict(components[place])
@@ -143,8 +165,10 @@ def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator
 
 
 def trajectory_metrics(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-    """Means over trajectories: rewards by component, metrics, tokens by role, and the shares of each way of ending and of those
-    that met a limit."""
+    """Return means over trajectories: "reward/...", metrics as "PREFIX/...", and "tokens/..." by role.
+
+    "ended/REASON" is the share of trajectories with that end reason, "cut/LIMIT" the share that reached that limit.
+    """
     count = max(len(trajectories), 1)
     out: dict[str, float] = {}
     for name in trajectories[0].rewards if trajectories else ():
@@ -173,8 +197,12 @@ def evaluate(
     scoring: ScoringContext = NO_MODELS,
     on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """One episode a question (greedy unless told): "eval/em", "eval/f1", ... and each metric of each kind, "eval/em/<kind>"; and
-    how many searches failed, and how many episodes ended where logits were not finite, for which all of them may be low."""
+    """Sample one episode per question, greedily by default, and return its metrics and trajectories.
+
+    Metrics are "eval/em", "eval/f1", ... over all questions, and "eval/em/KIND", ... over each kind of question.
+    "eval/searches_failed" and "eval/not_finite" count failed searches and episodes with logits that were not finite; both
+    can lower all other metrics.
+    """
     trajectories = run_questions(
         engine,
         params,
@@ -186,11 +214,11 @@ def evaluate(
         scoring=scoring,
         on_finish=on_finish,
     )
-    found = {k: v for k, v in trajectory_metrics(trajectories, "eval").items() if k.startswith("eval/")}
+    metrics = {k: v for k, v in trajectory_metrics(trajectories, "eval").items() if k.startswith("eval/")}
     for kind in dict.fromkeys(q.kind for q in questions if q.kind):
         of_kind = [t for t in trajectories if t.question.kind == kind]
         for name in of_kind[0].metrics:
-            found[f"eval/{name}/{kind}"] = float(np.mean([t.metrics[name] for t in of_kind]))
-    found["eval/searches_failed"] = float(engine.stats.searches_failed)
-    found["eval/not_finite"] = float(engine.stats.not_finite)
-    return found, trajectories
+            metrics[f"eval/{name}/{kind}"] = float(np.mean([t.metrics[name] for t in of_kind]))
+    metrics["eval/searches_failed"] = float(engine.stats.searches_failed)
+    metrics["eval/not_finite"] = float(engine.stats.not_finite)
+    return metrics, trajectories

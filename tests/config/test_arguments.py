@@ -1,4 +1,4 @@
-"""String arguments of configs are strict and typed."""
+"""Arguments of config files: types, choices, errors, and names of run folders."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from rrl.config.arguments import parse, run_name
 from rrl.errors import UserError
 
 
-def test_defaults_fix_types():
+def test_defaults_determine_types():
     arg = parse(
         "steps=2,lr=1e-3,data=a/b=c,size=3b,quick",
         steps=80,
@@ -18,7 +18,7 @@ def test_defaults_fix_types():
     assert (arg.steps, arg.lr, arg.data, arg.size, arg.quick) == (2, 1e-3, "a/b=c", "3b", True)
 
 
-def test_a_type_alone_is_none_unless_given():
+def test_an_argument_declared_by_its_type_defaults_to_none():
     assert parse("", steps=int).steps is None
     assert parse("steps=-5", steps=int).steps == -5
     with pytest.raises(UserError, match=r"steps='x'.*whole number"):
@@ -28,12 +28,12 @@ def test_a_type_alone_is_none_unless_given():
 
 
 @pytest.mark.parametrize("empty", ["", None])
-def test_no_argument_gives_the_defaults(empty):
+def test_an_empty_text_gives_the_defaults(empty):
     arg = parse(empty, steps=80, size=("tiny", "3b"), quick=True)
     assert (arg.steps, arg.size, arg.quick) == (80, "tiny", True)
 
 
-def test_choices_keep_their_type():
+def test_a_choice_keeps_its_type():
     assert parse("bits=8", bits=(4, 8)).bits == 8
 
 
@@ -48,18 +48,18 @@ def test_choices_keep_their_type():
         ("steps=1,steps=2", ["steps", "twice"]),
     ],
 )
-def test_wrong_argument_names_itself_its_value_and_what_is_allowed(text, words):
+def test_the_error_for_a_wrong_argument_names_argument_value_and_what_is_allowed(text, words):
     with pytest.raises(UserError) as error:
         parse(text, steps=80, size=("tiny", "3b"), quick=False)
     assert all(word in str(error.value) for word in words)
 
 
-def test_default_of_unknown_type_is_a_mistake_of_the_config():
+def test_a_default_of_an_unsupported_type_raises_type_error():
     with pytest.raises(TypeError):
         parse("", data=None)
 
 
-def test_a_name_that_is_too_long_is_shortened_and_stays_one_arguments_own():
+def test_a_long_run_name_is_shortened_and_stays_unique():
     assert run_name("eval", "method=rsearch,policy=a/b c") == "eval-method=rsearch-policy=a-b-c"
     longest = "x" * 250
     assert run_name("eval", longest) == f"eval-{longest}"  # 255 bytes

@@ -1,4 +1,4 @@
-"""Old names of config fields: accepted wherever a field can be named, with a warning."""
+"""Old names of renamed config fields are accepted in configs, overrides and stored configs."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from rrl.runs.workdir import CONFIG, read_config
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A section with a field that was renamed."""
+    """A section with a renamed field."""
 
     wake_threshold: int = 16
 
@@ -23,12 +23,12 @@ def table(monkeypatch):
     monkeypatch.setattr(renamed, "RENAMED", {"rollout": {"feeds": "wake_threshold"}})
 
 
-def test_a_section_with_an_old_name_is_built_and_the_warning_gives_the_new_name(caplog):
+def test_a_section_with_an_old_field_name_is_built_with_a_warning_that_gives_the_new_name(caplog):
     assert build(Sizes, {"feeds": 4, "wake_threshold": 16}, "judge_rollout") == Sizes(4)
     assert "config.judge_rollout.feeds is now config.judge_rollout.wake_threshold" in caplog.text
 
 
-def test_other_sections_keep_a_field_of_the_same_name(caplog):
+def test_fields_of_the_same_name_in_other_sections_are_not_renamed(caplog):
     config = ConfigDict({"feeds": 1, "rollout": {"feeds": 2, "rows": 3}, "data": {"feeds": 4}})
     renamed.rename_config(config)
     assert config.to_dict() == {"feeds": 1, "rollout": {"wake_threshold": 2, "rows": 3}, "data": {"feeds": 4}}
@@ -46,11 +46,11 @@ def test_other_sections_keep_a_field_of_the_same_name(caplog):
         ("--config.rollout.note=rollout.feeds=4", "--config.rollout.note=rollout.feeds=4"),
     ],
 )
-def test_overrides_of_the_command_line_get_the_new_name(given, right):
+def test_command_line_overrides_get_the_new_name(given, right):
     assert renamed.rename_overrides([given]) == [right]
 
 
-def test_the_settings_of_an_older_workdir_are_read_under_the_new_names(tmp_path, caplog):
+def test_the_config_of_an_older_workdir_is_read_under_the_new_names(tmp_path, caplog):
     (tmp_path / CONFIG).write_text(json.dumps({"run": {"rollout": {"feeds": 4}}, "feeds": 1}))
     assert read_config(tmp_path) == {"run": {"rollout": {"wake_threshold": 4}}, "feeds": 1}
     assert not caplog.records

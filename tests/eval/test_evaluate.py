@@ -105,7 +105,7 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
     with pytest.raises(UserError, match=r"holds a run of another config .*rollout\.top_k: 2 there, 3 now"):
         evaluate.run(config("method=rsearch,questions=10,top_k=3"), tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(UserError, match=r"holds answers \(results\.jsonl\), but not the config\.json"):
+    with pytest.raises(UserError, match=r"holds answers \(results\.jsonl\), but the config\.json"):
         evaluate.run(config("method=rsearch,questions=10,top_k=3"), tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(evaluate, "with_retriever", lambda *_: pytest.fail("loads"))
     monkeypatch.setattr(evaluate, "refuse_other_config", lambda *_: None)
     (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match=rf"{name} is a folder, where the run makes a file; move it away"):
+    with pytest.raises(UserError, match=rf"{name} is a folder, but the run needs a file there; move it away"):
         evaluate.run(config("method=direct,questions=2"), tmp_path)
 
 

@@ -166,9 +166,9 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
         (
             {"name": "react", "rounds": 2},
             None,
-            "react.rounds is no option of the method; its options are steps",
+            "react.rounds is not an option of the method; its options are steps",
         ),
-        ({"name": "rsearch"}, {"depth": 2}, "recipe.depth is no field of rsearch"),
+        ({"name": "rsearch"}, {"depth": 2}, "recipe.depth is not a field of rsearch"),
     ],
 )
 def test_what_is_unknown_is_named_with_what_there_is(method: dict, recipe: dict | None, words: str) -> None:

@@ -42,7 +42,7 @@ def test_what_a_kill_cut_is_dropped_and_asked_again(tmp_path: Path) -> None:
         ('{"id": "a"}\n{"id": "z"}\n', "line 2: the id 'z' is none of the questions asked"),
         ('{"id": "a"}\n{"id": [1]}\n', r"line 2: the id \[1\] is none of the questions asked"),
         ('{"id": "a"}\nnonsense\n', "line 2: Expecting value.*; remove that line, and its question"),
-        ("[]\n", r"line 1: \[\] is no JSON object"),
+        ("[]\n", r"line 1: \[\] is not a JSON object"),
         ("{}\n", "line 1: no record with an id"),
     ],
 )
@@ -67,7 +67,7 @@ def test_an_answer_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("5", "5 is no JSON object"), ("{", "Expecting"), ('{"id": "b"}', "there is no 'said'")],
+    [("5", "5 is not a JSON object"), ("{", "Expecting"), ('{"id": "b"}', "there is no 'said'")],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, words: str) -> None:
     file = tmp_path / "results.jsonl"

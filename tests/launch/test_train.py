@@ -157,6 +157,6 @@ def test_a_config_of_another_folder_trains_the_shipped_policy_from_an_empty_one(
         [*command, *flags], cwd=tmp_path / "empty", env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("what comes with rrl is taken from") == 1
+    assert done.stderr.count("files that come with rrl are read from") == 1
     (run,) = (tmp_path / "empty/runs").iterdir()
     assert (run / "policy/config.json").is_file()

@@ -152,7 +152,9 @@ def test_auto_takes_what_the_platform_has(name, platform, dtype, chosen):
 def test_splash_is_not_taken_for_rows_with_branches():
     assert choose_backend("auto", "tpu", jnp.bfloat16, branches=True) == "xla"
     assert choose_backend("auto", "cpu", jnp.float32, branches=True) == "blocks"
-    with pytest.raises(UserError, match=r"cannot share prefixes: set objective\.share_prefixes=False"):
+    with pytest.raises(
+        UserError, match=r"does not support shared prefixes: set objective\.share_prefixes=False"
+    ):
         choose_backend("splash", "tpu", jnp.bfloat16, branches=True)
 
 
@@ -165,8 +167,8 @@ def test_splash_is_not_taken_for_rows_with_branches():
             jnp.float32,
             "attention='flash' is unknown; choose one of auto, blocks, xla, cudnn, splash",
         ),
-        ("splash", "gpu", jnp.bfloat16, "TPUs only, this is a gpu"),
-        ("cudnn", "gpu", jnp.float32, "bfloat16 or float16, this is a gpu and float32"),
+        ("splash", "gpu", jnp.bfloat16, "TPUs only, but this is a gpu"),
+        ("cudnn", "gpu", jnp.float32, "bfloat16 or float16, but this is a gpu and float32"),
         ("cudnn", "tpu", jnp.bfloat16, "NVIDIA GPU"),
     ],
 )

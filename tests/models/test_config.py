@@ -53,14 +53,14 @@ def test_transformers_5_rope_parameters_are_read():
         ({"use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks the fields high_freq_factor"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"num_key_value_heads": 3}, "heads=28 is not a multiple of kv_heads=3"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
         ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window=4096"),
-        ({"layer_types": ["chunked_attention"]}, "layer_types has chunked_attention"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types contains chunked_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "one object for all layers"),
@@ -70,7 +70,7 @@ def test_transformers_5_rope_parameters_are_read():
         ({"hidden_size": "3584"}, "hidden_size='3584' must be a whole number"),
         ({"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number of at least 1"),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0 must be"),
-        ({"eos_token_id": [1, "end"]}, r"eos_token_id=\[1, 'end'\] must be the id of a token"),
+        ({"eos_token_id": [1, "end"]}, r"eos_token_id=\[1, 'end'\] must be a token id"),
         (
             {
                 "rope_scaling": {

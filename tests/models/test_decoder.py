@@ -159,10 +159,10 @@ def test_rows_that_read_their_past_in_groups_have_the_bits_of_all_at_once(reader
 def test_groups_take_the_longest_rows_first_and_know_how_far_each_reads():
     cache = KVCache.create(SMALL, 6, 4 * BLOCK)
     at = jnp.array([40, 3 * BLOCK, 4 * BLOCK, BLOCK, 5, 4 * BLOCK])[:, None]
-    order, needed = cache.groups(at, (2, 1))
+    order, needed = cache.read_groups(at, (2, 1))
     assert order.tolist() == [[1, 3], [0, 4], [2, 5]] and needed.tolist() == [[4, 2], [1, 1], [0, 0]]
     for all_at_once in ((), (4,), (6,)):
-        order, needed = cache.groups(at, all_at_once)
+        order, needed = cache.read_groups(at, all_at_once)
         assert order is None and needed.tolist() == [[4]]
 
 

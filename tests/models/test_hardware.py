@@ -50,7 +50,7 @@ def test_unknown_choices_are_refused_by_name(fields, words):
 
 def test_a_kernel_that_this_platform_lacks_is_refused_with_its_field():
     assert ComputeConfig().backend("cpu") == "blocks"
-    with pytest.raises(UserError, match=r"compute\.attention=splash runs on TPUs only, this is a cpu"):
+    with pytest.raises(UserError, match=r"compute\.attention=splash runs on TPUs only, but this is a cpu"):
         ComputeConfig(attention="splash").backend("cpu")
 
 
@@ -64,7 +64,7 @@ def test_only_a_cpu_computes_in_float32_where_the_dtype_is_left_open(platform, c
 
 
 @pytest.mark.parametrize(
-    ("native", "words"), [(False, "a float32 copy of each weight"), (True, "compiled for")]
+    ("native", "words"), [(False, "converts each weight to float32"), (True, "compiled CPU layers")]
 )
 def test_bfloat16_on_a_cpu_is_done_as_asked_with_a_warning(native, words, monkeypatch, caplog):
     monkeypatch.setattr(hardware, "has_native_bfloat16", lambda: native)
@@ -91,7 +91,7 @@ def test_bfloat16_products_need_a_jax_and_a_processor_that_have_them(
 ):
     if processor is not None:
         (tmp_path / "cpuinfo").write_text("processor\t: 0\n" + processor)
-    monkeypatch.setattr(hardware, "PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(jax, "__version_info__", version)
     has_native_bfloat16.cache_clear()
     assert has_native_bfloat16() == native

@@ -85,7 +85,7 @@ def test_the_reward_of_a_sequence_is_the_value_after_its_last_token_whatever_the
 
 def test_a_value_model_is_no_language_model(tmp_path):
     save_decoder(tmp_path, trained())
-    with pytest.raises(UserError, match=r"hold tensors that do not belong .*score\.weight"):
+    with pytest.raises(UserError, match=r"contain tensors that do not belong .*score\.weight"):
         load_decoder(tmp_path)
 
 

@@ -174,7 +174,7 @@ def break_weights(folder, change):
         (lambda t: t.update(surprise=np.zeros(2, np.float32)), "do not belong.*surprise"),
         (
             lambda t: t.update({"model.norm.weight": np.zeros(5, np.float32)}),
-            r"model.safetensors: tensor model.norm.weight has shape \(5,\), but config.json asks for \(16,\)",
+            r"model.safetensors: tensor model.norm.weight has shape \(5,\), but config.json requires \(16,\)",
         ),
     ],
 )
@@ -260,7 +260,7 @@ def test_missing_files_are_named(folder, tmp_path):
     with pytest.raises(UserError, match=r"no config.json"):
         load_decoder(tmp_path / "nowhere")
     (folder / "pytorch_model.bin").touch()
-    with pytest.raises(UserError, match=r"only pytorch_model.bin, which is not read; save it again"):
+    with pytest.raises(UserError, match=r"only pytorch_model.bin, which is not supported; save it again"):
         load_decoder(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):

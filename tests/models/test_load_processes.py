@@ -22,12 +22,12 @@ from rrl.models.hf import load_decoder, save_decoder
 from rrl.models.weights import SafetensorsFolder
 from rrl.parallel.mesh import make_mesh
 
-read, counted = Weights.read, []
+read, counted = SafetensorsFolder.read, []
 def counting(self, *arguments):
     value = read(self, *arguments)
     counted.append(value.nbytes)
     return value
-Weights.read = counting
+SafetensorsFolder.read = counting
 decoder = load_decoder(folder, mesh=make_mesh(data=1, fsdp=2, tensor=4))
 here = sum(
     shard.data.nbytes

@@ -9,7 +9,7 @@ from flax import nnx
 from rrl.models import decoder as decoders
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, rms_norm
-from rrl.models.products import mean_square, product, sum_products
+from rrl.models.products import matmul_2d, mean_square, sum_products
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.plan.hlo import collectives
@@ -64,7 +64,7 @@ def test_a_mean_square_has_the_same_bits_among_few_as_among_many(width):
 def test_gradients_of_a_product_are_the_plain_ones(dtype, tolerance):
     inputs = draw(9, 5, dtype=dtype), draw(5, 4, seed=1, dtype=dtype)
     grad = draw(9, 4, seed=2, dtype=dtype)
-    out, back = jax.vjp(product, *inputs)
+    out, back = jax.vjp(matmul_2d, *inputs)
     found = (out, *back(grad))
     assert all(x.dtype == dtype for x in found)
     plain, back = jax.vjp(lambda x, kernel: x @ kernel, *(x.astype(jnp.float32) for x in inputs))
@@ -111,5 +111,5 @@ def test_a_product_gathers_sharded_kernels_no_more_often_than_a_plain_one(remat,
         return collectives(text)["all-gather"]
 
     ours = gathers()
-    monkeypatch.setattr(decoders, "product", lambda x, kernel: x @ kernel)
+    monkeypatch.setattr(decoders, "matmul_2d", lambda x, kernel: x @ kernel)
     assert ours.count > 0 and ours == gathers()

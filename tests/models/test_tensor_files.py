@@ -19,24 +19,24 @@ def test_a_file_is_byte_for_byte_that_of_the_safetensors_package(tmp_path, dtype
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     with TensorFileWriter(tmp_path / "ours", SHAPES, np.dtype(dtype)) as file:
         for name in reversed(SHAPES):
-            file.put(name, tensors[name])
+            file.write(name, tensors[name])
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     for name, stored in read_header(tmp_path / "theirs").items():
         assert stored.view().dtype == dtype
         np.testing.assert_array_equal(stored.view(), tensors[name])
 
 
-def test_what_was_announced_must_be_put(tmp_path):
+def test_every_declared_tensor_must_be_written(tmp_path):
     with (
         pytest.raises(ValueError, match="not written: one"),
         TensorFileWriter(tmp_path / "file", {"one": (2,)}, np.dtype(np.float32)),
     ):
         pass
     with (
-        pytest.raises(ValueError, match=r"shape \(3,\), announced was \(2,\)"),
+        pytest.raises(ValueError, match=r"shape \(3,\), but \(2,\) was declared"),
         TensorFileWriter(tmp_path / "file", {"one": (2,)}, np.dtype(np.float32)) as file,
     ):
-        file.put("one", np.zeros(3))
+        file.write("one", np.zeros(3))
 
 
 def write(file, header, data=b""):
@@ -47,15 +47,15 @@ def write(file, header, data=b""):
 @pytest.mark.parametrize(
     ("header", "data", "reason"),
     [
-        (b"{", b"", "truncated or no safetensors"),
-        (b"\xff\xfe", b"", "truncated or no safetensors"),
+        (b"{", b"", "truncated or not a safetensors"),
+        (b"\xff\xfe", b"", "truncated or not a safetensors"),
         ({"w": {"dtype": "F32", "shape": [2, 3]}}, b"", "data_offsets"),
         (
             {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
             b"1234567",
-            r"tensor w \(2,\) would lie",
+            r"tensor w \(2,\) would be",
         ),
-        ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, b"", r"tensor w \(2,\) would lie"),
+        ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, b"", r"tensor w \(2,\) would be"),
         (
             {"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}},
             b"12345678",

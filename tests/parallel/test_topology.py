@@ -67,5 +67,5 @@ def test_without_libtpu_the_extra_to_install_is_named(monkeypatch):
 
 def test_a_shape_that_no_slice_has_is_refused_in_libtpus_words(monkeypatch):
     monkeypatch.setattr(topologies, "get_topology_desc", _raise('layout "v5e:9x9" is not divisible'))
-    with pytest.raises(UserError, match=r"is no TPU slice.*not divisible"):
+    with pytest.raises(UserError, match=r"is not a TPU slice.*not divisible"):
         open_topology("v5e:9x9")

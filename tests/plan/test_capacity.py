@@ -1,4 +1,5 @@
-"""Plans: what is compiled and counted, what is said of it, and which knob comes first. The 7B run fits the slices it should."""
+"""Tests of capacity plans: what is compiled and counted, the report, and the suggested change. The 7B run
+fits the documented slices."""
 
 import dataclasses
 import importlib.util
@@ -58,7 +59,7 @@ def compiled(tmp_path_factory):
     return plan_capacity(config, "cpu:8")
 
 
-def test_a_plan_compiles_the_programs_and_reports_memory_traffic_and_the_verdict(compiled):
+def test_a_plan_compiles_the_programs_and_reports_memory_traffic_and_verdict(compiled):
     assert [program.name for program in compiled.programs] == ["rollout", "update", "optimiser step"]
     assert compiled.fits
     assert first_change(compiled) == ""
@@ -68,7 +69,7 @@ def test_a_plan_compiles_the_programs_and_reports_memory_traffic_and_the_verdict
         "mesh      data=1, fsdp=4, tensor=2",
         "float32 computation",
         "microbatches of 4 rows of 64 tokens",
-        "less than a row for each of the 4 data shards",
+        "less than one row for each of the 4 data shards",
         "as compiled",
         "KV cache",
         "optimiser state",
@@ -79,12 +80,12 @@ def test_a_plan_compiles_the_programs_and_reports_memory_traffic_and_the_verdict
         assert line in text, line
 
 
-def test_the_parts_are_those_of_the_shapes(compiled):
+def test_the_parts_of_memory_follow_from_the_shapes(compiled):
     rollout = compiled.memory["rollout"]
     assert (
         rollout["KV cache"] == 2 * 128 * 8 * 2 * 8 * 4 / 8
     )  # k and v, one block of 128 slots, rows, heads, width, float32
-    # embedding and kernels are split eight ways, norms and biases less: an eighth, and a little more
+    # Embedding and kernels are split eight ways, norms and biases less: slightly more than an eighth.
     whole = 4 * compiled.parameters
     assert whole / 8 < rollout["parameters"] < whole / 4
     assert 2 * rollout["parameters"] <= rollout["optimiser state"] < 2.1 * rollout["parameters"]
@@ -92,7 +93,7 @@ def test_the_parts_are_those_of_the_shapes(compiled):
 
 
 @pytest.mark.slow
-def test_ppos_critic_is_compiled_and_counted(tmp_path):
+def test_the_critic_of_ppo_is_compiled_and_counted(tmp_path):
     found = plan_capacity(with_mesh(tiny_config(tmp_path, get_ppo), fsdp=4, tensor=2), "cpu:8")
     assert [program.name for program in found.programs][3:] == ["critic update", "critic step"]
     assert list(found.memory) == list(found.costs) == [program.name for program in found.programs]
@@ -106,20 +107,20 @@ def test_ppos_critic_is_compiled_and_counted(tmp_path):
         assert line in text, line
 
 
-def test_a_critic_of_7b_is_another_model_beside_the_policy():
+def test_a_7b_critic_adds_the_memory_and_flops_of_a_second_model():
     alone, both = (plan_capacity(make("size=7b"), "h100:8") for make in (get_config, get_ppo))
     more = both.memory["update"]["critic"] + both.memory["update"]["critic's optimiser"]
     assert more * 8 == pytest.approx(
         12 * (7.616e9 - 152064 * 3584), rel=0.01
-    )  # float32, Adam; it has no head
+    )  # float32 with Adam's state; the critic has no output head
     assert sum(both.memory["update"].values()) - sum(alone.memory["update"].values()) == pytest.approx(more)
-    # Values once, then forward, twice that back and, with remat, forward again: the reference's place in the policy's.
+    # In forward passes: values 1, forward 1, backward 2, remat 1. The policy's update has the reference instead of the values.
     headless = both.costs["critic update"].flops
     assert 0.95 < headless / both.costs["update"].flops < 1
     assert both.costs["update"].flops == alone.costs["update"].flops
 
 
-def test_a_critic_of_fewer_layers_is_counted_as_what_it_is():
+def test_a_critic_with_fewer_layers_takes_less_memory_and_flops():
     config = get_ppo("size=7b")
     whole = plan_capacity(config, "h100:8")
     config.critic.layers = 7  # of 28
@@ -137,7 +138,7 @@ def test_a_critic_of_fewer_layers_is_counted_as_what_it_is():
         plan_capacity(config, "h100:8")
 
 
-def test_what_is_frozen_is_counted_in_the_dtype_of_the_computation_as_the_run_holds_it():
+def test_frozen_parameters_count_in_the_dtype_of_the_computation():
     config = get_config("size=7b")
     config.lora.rank = 8
     found = plan_capacity(config, "h100:8")
@@ -151,15 +152,15 @@ def test_what_is_frozen_is_counted_in_the_dtype_of_the_computation_as_the_run_ho
     assert "bfloat16 trained parameters" in report(narrow)
 
 
-def test_nothing_of_a_7b_run_is_compiled_or_allocated_for_gpus_and_the_report_says_so():
+def test_a_plan_for_gpus_is_an_estimate_and_the_report_marks_it():
     found = plan_capacity(get_config("size=7b"), "h100:8")
     assert found.programs == []
     assert found.parameters == pytest.approx(7.616e9, rel=1e-3)
     text = report(found)
-    assert "AN ESTIMATE by count" in text
+    assert "AN ESTIMATE: counted, not compiled" in text
     assert "the published shape of Qwen2.5-7B" in text
     assert "IT FITS (an estimate)" in text
-    assert "links not counted" in text  # they are read from compiled programs
+    assert "links not counted" in text  # traffic is known only from compiled programs
     assert "attention=cudnn" in text
 
 
@@ -171,12 +172,12 @@ def test_nothing_of_a_7b_run_is_compiled_or_allocated_for_gpus_and_the_report_sa
         ("h100:512", {"fsdp": 512}, r"rollout.rows=256 must be a multiple of data x fsdp = 512"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_anything_is_compiled(topology, mesh, message):
+def test_incompatible_arguments_are_refused_before_anything_is_compiled(topology, mesh, message):
     with pytest.raises(UserError, match=message):
         plan_capacity(with_mesh(get_config("size=7b"), **mesh), topology)
 
 
-def test_spare_rows_are_planned_for():
+def test_oversubscribed_slots_are_counted():
     config = get_config("size=7b")
     config.rollout.oversubscribed_slots = 64
     found = plan_capacity(config, "h100:8")
@@ -188,7 +189,7 @@ def test_spare_rows_are_planned_for():
         plan_capacity(with_mesh(config, fsdp=8), "h100:8")
 
 
-def test_a_context_beyond_the_policys_positions_is_refused(tmp_path):
+def test_a_context_beyond_the_positions_of_the_policy_is_refused(tmp_path):
     config = tiny_config(tmp_path)
     with config.unlocked():
         config.rollout.context, config.objective.row_lengths = 256, (256,)
@@ -197,17 +198,17 @@ def test_a_context_beyond_the_policys_positions_is_refused(tmp_path):
 
 
 def test_a_policy_without_folder_or_published_shape_is_refused():
-    with pytest.raises(UserError, match=r"policy='models/Other-1B' is no Hugging Face folder.*Qwen2.5-7B"):
+    with pytest.raises(UserError, match=r"policy='models/Other-1B' is not a Hugging Face folder.*Qwen2.5-7B"):
         policy_shape("models/Other-1B")
 
 
-def test_the_default_mesh_shares_kv_heads_evenly_and_gives_the_rest_to_fsdp():
+def test_the_default_mesh_splits_kv_heads_evenly_and_gives_the_rest_to_fsdp():
     assert default_mesh(SEVEN, 16, 256) == {"data": 1, "fsdp": 4, "tensor": 4}
     assert default_mesh(SEVEN, 64, 256) == {"data": 1, "fsdp": 16, "tensor": 4}
     assert default_mesh(SEVEN, 64, 8) == {"data": 2, "fsdp": 8, "tensor": 4}
 
 
-def test_flops_are_counted_by_hand():
+def test_forward_flops_equal_a_count_by_hand():
     config = DecoderConfig.from_hf(TINY)
     assert matrix_parameters(config) == 16 * (2 + 2 + 2) * 8 + 16 * 2 * 8 + 3 * 16 * 32
     by_hand = 10 * 2 * matrix_parameters(config) + 10 * (2 * 5 * 8 + 2 * 5 * 8) * 2 + 3 * 2 * 16 * 64
@@ -221,7 +222,7 @@ def test_the_roofline_is_the_slowest_of_arithmetic_memory_and_links():
     assert StepCost(1, 1, 400e9).seconds(chip, 16) == pytest.approx(2)
 
 
-def test_recomputing_layers_costs_one_more_pass():
+def test_full_remat_costs_one_more_forward_pass():
     settings, mesh = TrainSettings.parse(get_config("size=7b")), AbstractMesh((1, 4, 4), AXES)
     work = Workload.of(settings)
     full, none = (
@@ -231,7 +232,7 @@ def test_recomputing_layers_costs_one_more_pass():
     assert full / none == pytest.approx(5 / 4)
 
 
-def test_adapters_leave_the_gradients_and_state_of_all_else_away():
+def test_with_adapters_only_they_have_gradients_and_optimiser_state():
     whole, narrow = plan_capacity(get_config("size=7b"), "h100:8"), get_config("size=7b")
     narrow.lora.rank = 32
     found = plan_capacity(narrow, "h100:8")
@@ -239,11 +240,11 @@ def test_adapters_leave_the_gradients_and_state_of_all_else_away():
     for part in ("optimiser state", "gradients", "reference"):
         assert found.memory["update"][part] < 0.05 * whole.memory["update"][part]
     assert found.costs["update"].flops / whole.costs["update"].flops == pytest.approx(4 / 5)
-    assert "B of them trained" in report(found)
+    assert "B are trained" in report(found)
 
 
 def made(memory, sizes=(1, 4, 4), remat="full", spare=0, **objective):
-    """A plan of the 7B run on v5e:4x4 whose memory, in GiB, is made up."""
+    """Return a plan of the 7B run on v5e:4x4 with made-up memory, in GiB."""
     config = get_config("size=7b")
     config.rollout.oversubscribed_slots = spare
     settings = TrainSettings.parse(config)
@@ -272,7 +273,7 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
 
 
 @pytest.mark.parametrize(
-    ("found", "knob"),
+    ("found", "change"),
     [
         (
             made({"rollout": STATE | {"KV cache": 16, "activations": 1}}),
@@ -304,7 +305,7 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
         ),
         (
             made({"update": STATE | {"activations": 16}}, sizes=(1, 8, 2)),
-            "--config.mesh.data=1 --config.mesh.fsdp=4 --config.mesh.tensor=4: one row of 8192 tokens",
+            "--config.mesh.data=1 --config.mesh.fsdp=4 --config.mesh.tensor=4: even one row of 8192 tokens",
         ),
         (
             made({"update": STATE | {"activations": 16}}, sizes=(1, 2, 8), microbatch_tokens=16384),
@@ -312,7 +313,7 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
         ),
         (
             made({"update": {"parameters": 8, "optimiser state": 16, "activations": 2}}, sizes=(4, 1, 4)),
-            "--config.mesh.data=1 --config.mesh.fsdp=4 --config.mesh.tensor=4: parameters and their state are held 4 times",
+            "--config.mesh.data=1 --config.mesh.fsdp=4 --config.mesh.tensor=4: parameters and their state are stored 4 times",
         ),
         (
             made({"update": {"parameters": 8, "optimiser state": 16}}),
@@ -320,15 +321,15 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
         ),
     ],
 )
-def test_the_first_knob_is_the_one_behind_the_largest_part(found, knob):
+def test_the_suggested_change_reduces_the_largest_part(found, change):
     assert not found.fits
     lines = report(found).splitlines()
     assert "IT DOES NOT FIT" in lines[-2]
-    assert lines[-1].startswith("turn first: ")
-    assert re.search(knob, lines[-1]), lines[-1]
+    assert lines[-1].startswith("change first: ")
+    assert re.search(change, lines[-1]), lines[-1]
 
 
-def test_a_program_that_the_compiler_refuses_for_its_size_is_part_of_the_plan():
+def test_a_program_that_is_too_large_to_compile_is_reported():
     class Refuses:
         def lower(self, *shapes):
             return self
@@ -358,7 +359,7 @@ def test_a_program_that_the_compiler_refuses_for_its_size_is_part_of_the_plan():
     [
         pytest.param(get_config, "v5e:4x4", 0, id="grpo-v5e:4x4"),
         pytest.param(get_config, "v5p:4x4x4", 0, id="grpo-v5p:4x4x4"),
-        # Two models with Adam's state fill 16 v5e; with adapters on the policy there is room for the critic.
+        # Two models with Adam's state do not fit 16 v5e; with adapters on the policy the critic fits.
         pytest.param(get_ppo, "v5e:4x4", 32, id="ppo-v5e:4x4-adapters"),
         pytest.param(get_ppo, "v5p:4x4x4", 0, id="ppo-v5p:4x4x4"),
     ],

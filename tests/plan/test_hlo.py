@@ -1,4 +1,4 @@
-"""Collectives are counted as often as their loops turn."""
+"""Tests that collectives count once per iteration of the loops around them."""
 
 from rrl.plan.hlo import Traffic, collectives
 
@@ -42,7 +42,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """
 
 
-def test_a_loop_of_known_length_counts_with_it_and_one_that_depends_on_data_once():
+def test_a_loop_counts_with_its_length_if_known_and_once_if_it_depends_on_data():
     assert collectives(PROGRAM) == {
         "all-gather": Traffic(56, 28 * (4 * 8 * 2 + 8 * 4)),
         "all-reduce": Traffic(1, 32),
@@ -50,10 +50,10 @@ def test_a_loop_of_known_length_counts_with_it_and_one_that_depends_on_data_once
     }
 
 
-def test_pieces_of_one_collective_count_once():
+def test_parts_of_one_collective_count_once():
     assert PROGRAM.count("channel_id=7") == 2
     assert collectives(PROGRAM)["all-gather"].count == 2 * 28
 
 
-def test_a_scope_leaves_out_what_is_not_in_it():
+def test_a_scope_excludes_collectives_outside_it():
     assert collectives(PROGRAM, "decode_rows") == {"all-gather": Traffic(28, 28 * 64)}

@@ -1,4 +1,4 @@
-"""What holds for every recipe: an opened thought is part of what the policy says, and no tag hides in a special token."""
+"""Properties of all recipes: an opened `<think>` belongs to the policy's text, and no tag may be a special token."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from rrl.recipes.r1_searcher import R1Searcher
 from rrl.recipes.research import ReSearch
 from rrl.recipes.search_r1 import SearchR1
 from rrl.rewards.judge_prompts import transcript_of
-from tests.recipes.made import scored, trajectory, turns
+from tests.recipes.sample_episodes import scored, trajectory, turns
 
 OPENED = (PROMPT, "system\nuser\nWho directed Silver Harbour?\nassistant\n<think>\n")
 PLAIN = (PROMPT, "system\nuser\nWho directed Silver Harbour?\nassistant\n")
@@ -28,16 +28,16 @@ QUERY = "<search> Silver Harbour </search>"
         (ReSearch(), (f"{THOUGHT} {QUERY}", f"<think> It is her. </think> {BOXED}")),
     ],
 )
-def test_a_thought_that_the_template_opened_counts_in_the_form(recipe, texts):
+def test_think_tag_from_the_chat_template_is_part_of_the_format(recipe, texts):
     segments = turns(recipe.environment, *texts)
     assert scored(recipe, OPENED, *segments, searches=1).metrics["well_formed"] == 1
     assert scored(recipe, PLAIN, *segments, searches=1).metrics["well_formed"] == 0
     whole = [(role, f"<think>\n{text}" if text == texts[0] else text) for role, text in segments]
     assert scored(recipe, PLAIN, *whole, searches=1).metrics["well_formed"] == 1
-    assert scored(recipe, OPENED, *whole, searches=1).metrics["well_formed"] == 0, "it is opened twice"
+    assert scored(recipe, OPENED, *whole, searches=1).metrics["well_formed"] == 0, "two opening tags"
 
 
-def test_a_thought_that_recipe_or_template_opened_counts_once():
+def test_think_tag_from_prefill_or_template_is_counted_once():
     recipe = R1Searcher()
     begin, end = recipe.environment.search
     segments = turns(recipe.environment, f"I search. {begin} it {end}", f"So. </think>\n{PLAINLY}")
@@ -45,7 +45,7 @@ def test_a_thought_that_recipe_or_template_opened_counts_once():
         assert scored(recipe, prompt, *segments, searches=1).metrics["well_formed"] == 1
 
 
-def test_a_judge_reads_the_opened_thought_in_every_context():
+def test_transcript_has_the_opened_think_tag_in_every_context():
     one = trajectory(OPENED, *turns(ReSearch().environment, "first", "more"), OPENED, (1, "second"))
     assert [text for role, text in transcript_of(one, "answer").segments if role == 1] == [
         "<think>\nfirst",
@@ -57,7 +57,7 @@ def test_a_judge_reads_the_opened_thought_in_every_context():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_tag_of_a_recipe_may_be_a_special_token(name):
+def test_a_recipe_tag_that_is_a_special_token_is_refused(name):
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     recipe = make_recipe(name)
     check_tags(recipe, tokenizer)
@@ -72,8 +72,8 @@ def test_no_tag_of_a_recipe_may_be_a_special_token(name):
 
 
 @pytest.mark.parametrize("name", ["search_r1", "r1_searcher", "tiresrag"])
-def test_nor_may_the_tag_of_a_thought_that_a_prompt_asks_for(name):
+def test_a_think_tag_that_is_a_special_token_is_refused(name):
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
-    with pytest.raises(UserError, match="'</think>' of the recipe would never be seen"):
+    with pytest.raises(UserError, match="'</think>' of the recipe would never be recognised"):
         check_tags(make_recipe(name), tokenizer)

@@ -1,4 +1,4 @@
-"""Experts of all protocols share their thoughts and searches; what the first two recipes demonstrate did not change by it."""
+"""Demonstrations of the scripted expert: recorded digests, and one demonstration in full."""
 
 import hashlib
 
@@ -6,7 +6,7 @@ import pytest
 
 from rrl.miniwiki import KINDS, generate
 from rrl.recipes.catalogue import make_recipe
-from tests.recipes.made import spoken
+from tests.recipes.sample_episodes import as_segments
 
 
 @pytest.fixture(scope="module")
@@ -19,28 +19,28 @@ def digest(recipe, wiki):
     for kind in KINDS:
         for item in wiki.questions(kind, 10, 0):
             shown = recipe.demonstrate(item, lambda query: wiki.passages[len(query) % 7 :][:2])
-            whole.update(repr(spoken(shown)).encode())
+            whole.update(repr(as_segments(shown)).encode())
     return whole.hexdigest()[:16]
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "made"),
+    ("name", "fields", "recorded"),
     [
-        # Of the two experts as they were before they shared anything (commit 5496356).
+        # recorded at commit 5496356
         ("rsearch", {}, "8d2a72429da6ee2b"),
         ("rsearch", {"use_evidence": False}, "9e8e98b6624fb641"),
         ("tiresrag", {"shown_reflections": 0.0}, "ead32ae77468116c"),
         ("tiresrag", {"shown_reflections": 1.0}, "24df2ab7e255045f"),
     ],
 )
-def test_the_demonstrations_of_the_first_two_recipes_stay_as_they_were(wiki, name, fields, made):
-    assert digest(make_recipe(name, fields), wiki) == made
+def test_demonstrations_have_the_recorded_digests(wiki, name, fields, recorded):
+    assert digest(make_recipe(name, fields), wiki) == recorded
 
 
-def test_a_demonstration_reads_like_this(wiki):
+def test_demonstration_of_search_r1_thinks_searches_and_answers(wiki):
     (item,) = wiki.questions("two_hop", 1, 0)
     first, second = item.plan.hops
-    shown = spoken(make_recipe("search_r1").demonstrate(item, lambda query: []))
+    shown = as_segments(make_recipe("search_r1").demonstrate(item, lambda query: []))
     assert [text for _, text in shown] == [
         f"<think> To find : {item.plan.facts} </think>\n<search> {first.query} </search>",
         "\n<information>\n\n</information>\n",

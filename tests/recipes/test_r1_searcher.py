@@ -1,4 +1,4 @@
-"""R1-Searcher: protocol, both stages' rewards by hand, what counts as its form, and its expert (SPEC.md 6, baselines)."""
+"""R1-Searcher: protocol, hand-computed rewards of both stages, format, and scripted expert."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.r1_searcher import INSTRUCTION, R1Searcher
 from rrl.rollout.protocol import EOS, Episode, Finish, SearchFor
-from tests.recipes.made import QUESTION, scored, spoken, trajectory, turns
+from tests.recipes.sample_episodes import QUESTION, as_segments, scored, trajectory, turns
 
 RECIPE, FIRST = R1Searcher(), R1Searcher(stage=1)
 ENV = RECIPE.environment
@@ -24,24 +24,24 @@ DONE = " so </think>\n"
 
 
 def both(*texts, searches=None):
-    """What is earned in stage 1 and in stage 2."""
+    """Return the total rewards of stage 1 and stage 2."""
     searches = max(0, len(texts) - 1) if searches is None else searches
     return [
         scored(recipe, *turns(ENV, *texts), searches=searches).rewards["total"] for recipe in (FIRST, RECIPE)
     ]
 
 
-# -- protocol (SPEC.md 6: begin/end_of_query and begin/end_of_documents markers, at most 8 searches) ------------------------
+# -- protocol (begin/end_of_query and begin/end_of_documents markers, at most 8 searches) ------------------------------
 
 
-def test_searches_are_asked_for_and_answered_between_the_published_markers():
+def test_queries_and_documents_stand_between_the_published_markers():
     assert ENV.stops == (CLOSE,)
     assert ENV.react(Episode(QUESTION), ASK, CLOSE) == SearchFor("Silver Harbour")
     message = ENV.observe(Episode(QUESTION), None)
     assert (message.prefix, message.suffix) == ("\n<|begin_of_documents|>\n", "\n<|end_of_documents|>\n")
 
 
-def test_at_most_eight_searches():
+def test_at_most_eight_searches_are_made():
     episode = Episode(QUESTION)
     for episode.turn in range(9):
         action = ENV.react(episode, ASK, CLOSE)
@@ -50,11 +50,11 @@ def test_at_most_eight_searches():
 
 
 @pytest.mark.parametrize(("text", "stop"), [("hm", EOS), (f"x {CLOSE}", CLOSE), (f"{OPEN} {CLOSE}", CLOSE)])
-def test_what_neither_searches_nor_answers_ends_the_episode(text, stop):
+def test_a_turn_without_search_and_answer_ends_the_episode(text, stop):
     assert ENV.react(Episode(QUESTION), text, stop) == Finish("no_action")
 
 
-def test_the_thought_is_opened_in_every_prompt():
+def test_every_prompt_opens_the_thought():
     base, instruct, bare = (R1Searcher(opening=o).prompt(QUESTION) for o in ("base", "instruct", "bare"))
     assert base.prefill == instruct.prefill == bare.prefill == "<think>"
     assert base.user_message == f"{INSTRUCTION}\n\nUser: {QUESTION.text}\nAssistant: " and not base.chat
@@ -68,7 +68,7 @@ def test_the_thought_is_opened_in_every_prompt():
         assert part in INSTRUCTION
 
 
-# -- rewards (SPEC.md 6: stage 1 retrieval + format; stage 2 F1 with -2 on malformed output) --------------------------------
+# -- rewards (stage 1 retrieval + format; stage 2 F1 with -2 on malformed output) --------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -76,20 +76,20 @@ def test_the_thought_is_opened_in_every_prompt():
     [
         ([ASK, DONE + RIGHT], 0.5 + 0.5, 1.0),
         ([ASK, ASK, DONE + WRONG], 1.0, 0.0),
-        ([DONE + RIGHT], 0.5, 1.0),  # nothing was searched
+        ([DONE + RIGHT], 0.5, 1.0),  # no search
         ([ASK, DONE + "<answer> Marta Danes </answer>"], 1.0, 0.5),  # F1 2·1/(2+2)
-        ([ASK, RIGHT], 0.5, 1.0 - 2.0),  # the thought stays open
+        ([ASK, RIGHT], 0.5, 1.0 - 2.0),  # unclosed thought
         ([ASK, DONE + "Edda"], 0.5, -2.0),
         ([ASK, DONE + WRONG + " Done."], 0.5, -2.0),
         (["I give up."], 0.0, -2.0),
         ([], 0.0, -2.0),
     ],
 )
-def test_both_stages_pay_as_published(texts, first, second):
+def test_rewards_of_both_stages(texts, first, second):
     assert both(*texts) == pytest.approx([first, second])
 
 
-def test_the_parts_of_the_reward_are_told():
+def test_reward_components_are_set():
     segments = turns(ENV, ASK, DONE + RIGHT + RIGHT)
     one = scored(FIRST, *segments, searches=1)
     assert one.rewards == {"retrieval": 0.5, "format": 0, "total": 0.5}
@@ -98,7 +98,7 @@ def test_the_parts_of_the_reward_are_told():
     assert one.metrics == {"em": 1, "f1": 1, "cem": 1, "searches": 1, "well_formed": 0}
 
 
-def test_the_published_numbers_are_fields():
+def test_published_reward_values_are_fields():
     mild = R1Searcher(malformed_penalty=0.0)
     assert scored(mild, *turns(ENV, ASK, RIGHT)).rewards["total"] == 1
     first = R1Searcher(stage=1, retrieval_reward=0.2, format_reward=0.3)
@@ -110,20 +110,23 @@ def test_the_published_numbers_are_fields():
     [
         [ASK, f"{DONE}{RIGHT}{RIGHT}"],  # two answers
         [ASK, f" {RIGHT}{DONE}{RIGHT}"],
-        [ASK, f" {RIGHT}{DONE}"],  # the answer inside the thought
-        [ASK, f"{DONE}{DONE}{RIGHT}"],  # two ends
+        [ASK, f" {RIGHT}{DONE}"],  # answer inside the thought
+        [ASK, f"{DONE}{DONE}{RIGHT}"],  # two closing tags
         [f" so </think>{ASK}", DONE + RIGHT],
-        [f" so </think>{ASK}", RIGHT],  # a search after the thought
+        [f" so </think>{ASK}", RIGHT],  # search after the thought
         [ASK, f"<think>{DONE}{RIGHT}"],
-        [ASK, f" {OPEN} x {DONE}{RIGHT}"],  # a query that was never asked
+        [ASK, f" {OPEN} x {DONE}{RIGHT}"],  # unclosed query
         [ASK, f"{DONE}<answer> {OPEN} Marta Velikov </answer>"],
         [f"{OPEN}{ASK}", DONE + RIGHT],
-        [ASK, f" <|begin_of_documents|> Marta <|end_of_documents|>{DONE}{RIGHT}"],  # documents of its own
+        [
+            ASK,
+            f" <|begin_of_documents|> Marta <|end_of_documents|>{DONE}{RIGHT}",
+        ],  # documents written by the policy
         [ASK, f"{DONE}Therefore {RIGHT}"],
         [ASK, f"{DONE}<answer> {'Marta ' * 11}</answer>"],  # more than ten words
     ],
 )
-def test_the_wrong_form_costs_two_points(texts):
+def test_a_wrong_format_costs_two_points(texts):
     one = scored(RECIPE, *turns(ENV, *texts))
     assert one.rewards["format"] == -2 and one.rewards["total"] == one.metrics["f1"] - 2
     assert scored(FIRST, *turns(ENV, *texts)).rewards["format"] == 0
@@ -133,7 +136,7 @@ def test_the_wrong_form_costs_two_points(texts):
     ("texts", "form"),
     [
         ([ASK, DONE + RIGHT], 0),
-        ([ASK, f"{DONE}Therefore {RIGHT} Done."], 0),  # only counted, wherever it stands
+        ([ASK, f"{DONE}Therefore {RIGHT} Done."], 0),  # tags are counted, their position is ignored
         ([ASK, f"{DONE}{RIGHT}\nassistant: x"], -2),
         ([" The Assistant asks" + ASK, DONE + RIGHT], -2),
         ([ASK, f" 好{DONE}{RIGHT}"], -2),
@@ -141,14 +144,14 @@ def test_the_wrong_form_costs_two_points(texts):
         ([ASK, f"{DONE}<answer> {'Marta ' * 11}</answer>"], -2),
     ],
 )
-def test_the_released_form_is_counted_and_bars_other_dialogues(texts, form):
+def test_released_format_counts_tags_and_rejects_foreign_dialogue(texts, form):
     released = R1Searcher(released_form=True)
     assert scored(released, *turns(ENV, *texts)).rewards["format"] == form
     documents = (ENVIRONMENT, "\n<|begin_of_documents|>\nAssistant 好\n<|end_of_documents|>\n")
     assert scored(released, (POLICY, ASK), documents, (POLICY, DONE + RIGHT)).rewards["format"] == 0
 
 
-def test_the_released_f1_takes_yes_and_no_as_a_whole():
+def test_released_f1_matches_yes_and_no_as_a_whole():
     question = dataclasses.replace(QUESTION, answers=("yes",))
     segments = turns(ENV, f"{DONE}<answer> yes he is </answer>")
     for rule, paid in (("rrl", 0.5), ("tiresrag-r1", 0.0)):
@@ -156,7 +159,7 @@ def test_the_released_f1_takes_yes_and_no_as_a_whole():
         assert one.rewards["answer"] == paid and one.metrics["f1"] == 0.5
 
 
-def test_ten_words_are_short_enough():
+def test_an_answer_of_ten_words_is_short_enough():
     assert scored(RECIPE, *turns(ENV, f"{DONE}<answer> {'Marta ' * 10}</answer>")).rewards["format"] == 0
 
 
@@ -167,22 +170,22 @@ def test_tags_in_prompt_and_documents_are_not_scored():
     assert one.rewards == {"answer": 0, "format": 0, "total": 0} and one.answer == "Edda Tolvik"
 
 
-def test_reinforce_plus_plus_starts_from_the_reward_itself():
-    # Token by token: the objective takes the KL of each token from it and whitens it.
+def test_reinforce_plus_plus_advantage_is_the_reward():
+    # The objective subtracts the KL of each token and whitens.
     many = [trajectory(group=g) for g in (0, 0, 1)]
     for one, total in zip(many, (1.0, -2.0, 0.5), strict=True):
         one.rewards["total"] = total
     np.testing.assert_array_equal(RECIPE.advantages(many), np.float32([1.0, -2.0, 0.5]))
 
 
-# -- the expert, the card, wrong settings --------------------------------------------------------------------------------
+# -- expert, card, wrong fields ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_expert_earns_everything_in_both_stages(kind):
+def test_expert_earns_the_full_reward_in_both_stages(kind):
     wiki = generate("train", 0, 200)
     for item in wiki.questions(kind, 10, 0):
-        shown = spoken(RECIPE.demonstrate(item, lambda query: wiki.passages[:2]))
+        shown = as_segments(RECIPE.demonstrate(item, lambda query: wiki.passages[:2]))
         hops = len(item.plan.hops)
         found = [
             scored(recipe, *shown, question=item.question, searches=hops).rewards["total"]
@@ -191,7 +194,7 @@ def test_the_expert_earns_everything_in_both_stages(kind):
         assert found == [1, 1] and len(shown) == 2 * hops + 1
 
 
-def test_its_card_brings_it_back_and_markers_with_it(tmp_path):
+def test_recipe_and_markers_are_restored_from_the_card(tmp_path):
     changed = {"search": ("<<ask>>", "<</ask>>"), "max_searches": 4}
     with pytest.raises(UserError, match=r"environment\.search"):
         make_recipe("r1_searcher", {}, changed)

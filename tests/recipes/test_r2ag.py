@@ -1,4 +1,4 @@
-"""R2AG: protocol and prompts, one expansion or a whole tree, rewards and metrics of both, and its expert."""
+"""R2AG: protocol, prompts, rewards and metrics of one expansion and of a whole tree, and the scripted expert."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ def asking(*base, predicted=("none",), think="<think>so</think>"):
 
 
 def episode(question, *turns, ended="expanded"):
-    """A trajectory of (text, passages of each query) turns."""
+    """Return a trajectory of turns, each (text, passages of each query)."""
     none = np.zeros(0)
     segments, searches = [], []
     for turn, (text, *found) in enumerate(turns):
@@ -48,10 +48,10 @@ def scored(*arguments, recipe=None, reader=None, **options):
     return one
 
 
-# -- prompts (Figure A.3) --------------------------------------------------------------------------------------------
+# -- prompts (Figure A.3) ----------------------------------------------------------------------------------------------
 
 
-def test_the_prompt_is_that_of_figure_a3():
+def test_prompt_is_figure_a3():
     printed = (
         "#Decomposition#\nTask: You will be provided with a user question and evidences that may help to answer the question. "
         "Decompose the complex user question into single-hop retrievable sub-questions following these rules:\nSteps:\n1. Base "
@@ -71,18 +71,18 @@ def test_the_prompt_is_that_of_figure_a3():
     assert R2AG().prompt(QUESTION).user_message.endswith("Evidences:\n(none)")
 
 
-def test_a_tree_is_the_question_with_the_documents_kept():
+def test_prompt_of_a_tree_shows_question_and_documents():
     bare = R2AG(environment=R2AGEnvironment(opening="bare"))
     assert bare.prompt(QUESTION).user_message == bare.prompt(EMPTY).user_message == "Who?"
     assert bare.prompt(HALF).user_message == "Who?\n(Title: A) text of A"
     assert uses_chat(bare) and not bare.needs_judge
 
 
-# -- protocol (2.4, B.1, B.2) ----------------------------------------------------------------------------------------
+# -- protocol (2.4, B.1, B.2) ------------------------------------------------------------------------------------------
 
 
-def test_an_expansion_ends_with_the_output_or_after_4096_tokens_and_there_are_at_most_five():
-    # SPEC.md 4 and 6
+def test_limits_are_4096_tokens_and_five_expansions():
+    # B.2
     environment = R2AGEnvironment()
     assert (environment.stops, environment.turn_tokens, environment.expansions) == ((), 4096, 5)
     for stop in (TURN_TOKENS, CONTEXT):
@@ -91,7 +91,7 @@ def test_an_expansion_ends_with_the_output_or_after_4096_tokens_and_there_are_at
     assert environment.react(Episode(QUESTION), STOP, EOS) == Finish("stop")
 
 
-def test_in_training_every_query_is_searched_and_the_tree_is_expanded_once():
+def test_training_searches_every_query_and_expands_a_tree_once():
     environment, text = (
         R2AGEnvironment(base_queries=1, predicted_queries=0),
         asking("a", "b", predicted=("c",)),
@@ -103,7 +103,7 @@ def test_in_training_every_query_is_searched_and_the_tree_is_expanded_once():
     assert environment.observe(one, [A]) == Finish("stop")
 
 
-def test_inference_searches_the_first_t_queries_and_goes_on_with_all_that_was_found():
+def test_inference_searches_the_first_t_queries_and_keeps_all_documents():
     text = asking("a", "b", "c", predicted=("d", "e"))
     environment = R2AGEnvironment(base_queries=2, predicted_queries=1, opening="bare")
     one = Episode(QUESTION, policy_texts=[text])
@@ -116,7 +116,7 @@ def test_inference_searches_the_first_t_queries_and_goes_on_with_all_that_was_fo
     again = environment.observe(one, [NOISE], [A, NOISE], None)
     assert isinstance(again, Restart)
     shown = "Who?\n(Title: Noise) text of Noise\n(Title: A) text of A"
-    assert again.prompt.user_message == f"{shown}\nThe search failed."  # one of the three
+    assert again.prompt.user_message == f"{shown}\nThe search failed."  # one of the three searches failed
     assert environment.observe(one, [NOISE], [A, NOISE], []).prompt.user_message == shown
     instructed = dataclasses.replace(environment, opening="instruct").observe(one, None)
     assert instructed.prompt.user_message.endswith("(Title: A) text of A\nThe search failed.")
@@ -132,7 +132,7 @@ def test_wrong_fields_of_the_environment_are_refused(field, value):
         R2AGEnvironment(**{field: value})
 
 
-def test_a_run_asks_the_forest_and_other_recipes_ask_their_questions():
+def test_r2ag_has_the_forest_as_curriculum_and_other_recipes_shuffle():
     forest = curriculum_of(R2AG(trees=1), [QUESTION] * 3, 2, 7)
     assert isinstance(forest, Forest) and (forest.expansions, forest.trees, forest.seed) == (5, 1, 7)
     (node,) = forest.select(0, 0, 2)
@@ -140,17 +140,17 @@ def test_a_run_asks_the_forest_and_other_recipes_ask_their_questions():
     assert isinstance(curriculum_of(RSearch(), [QUESTION], 1, 0), ShuffledQuestions)
 
 
-# -- rewards (Eq. 5; the terms themselves: tests/recipes/test_r2ag_rewards.py) --------------------------------------
+# -- rewards (Eq. 5; its terms are tested in tests/recipes/test_r2ag_rewards.py) ---------------------------------------
 
 
-def test_the_defaults_are_the_papers_coefficients():
-    # SPEC.md 4, B.2
+def test_default_weights_are_the_papers():
+    # B.2
     assert R2AG().weights == RewardWeights()
 
 
-def test_an_expansion_earns_what_it_found_beyond_its_tree():
+def test_an_expansion_is_rewarded_for_documents_that_its_tree_lacks():
     found = scored(HALF, (asking("a", "b"), [A], [B, NOISE]))
-    # R_MH 1; R_AP (1 + 1) / 2, for A was there and counts as printed
+    # R_MH = 1; R_AP = (1 + 1) / 2, because A was known and counts as Eq. 5 is printed
     assert found.rewards["total"] == pytest.approx(0.2 + 0.2 * 1 + 0.02)
     assert (found.rewards["multi_hit"], found.rewards["precision"]) == (1, 1)
     fresh = scored(HALF, (asking("a", "b"), [A], [B]), recipe=R2AG(pay_known=False))
@@ -159,7 +159,7 @@ def test_an_expansion_earns_what_it_found_beyond_its_tree():
     assert second.rewards["multi_hit"] == 0  # Hit@Top-1
 
 
-def test_a_predicted_query_is_told_from_a_base_query():
+def test_predicted_queries_have_their_own_weight():
     found = scored(EMPTY, (asking("a", predicted=("b",)), [A], [B]))
     assert found.rewards["multi_hit"] == 1 + 1.25
     (expansion,) = R2AG().expansions(found)
@@ -168,7 +168,7 @@ def test_a_predicted_query_is_told_from_a_base_query():
     ]
 
 
-def test_a_stop_is_paid_on_a_complete_tree_and_zeroes_the_rest_on_another():
+def test_a_stop_earns_r_jh_on_a_complete_tree_and_zero_on_an_incomplete_one():
     whole = RetrievalTree.of(QUESTION, 0, [A, B])
     assert scored(whole, (STOP,), ended="stop").rewards["total"] == pytest.approx(0.3 + 0.02)
     early = scored(HALF, (asking("b", "stop retrieval"), [NOISE]), ended="stop")
@@ -177,13 +177,13 @@ def test_a_stop_is_paid_on_a_complete_tree_and_zeroes_the_rest_on_another():
     assert both.rewards["total"] == pytest.approx(0.2 + 0.3 + 0.2 * 0.5 + 0.02)
 
 
-def test_an_output_that_is_cut_or_has_no_thought_earns_nothing():
+def test_a_truncated_output_or_one_without_thought_earns_zero():
     assert scored(EMPTY, (asking("a"),), ended="length").rewards["total"] == 0
     assert scored(EMPTY, (asking("a", think=""), [A])).rewards["total"] == 0
-    assert scored(EMPTY, ended="no_action").rewards["total"] == 0  # not a word
+    assert scored(EMPTY, ended="no_action").rewards["total"] == 0  # no output
 
 
-def test_an_output_that_broke_off_earns_nothing_and_the_one_before_it_what_it_found():
+def test_an_output_with_non_finite_logits_earns_zero_and_earlier_ones_keep_their_reward():
     found = (asking("a"), [A])
     assert scored(EMPTY, (asking("a"),), ended=NOT_FINITE).rewards["total"] == 0
     wrote, nothing, whole = (
@@ -197,17 +197,17 @@ def test_an_output_that_broke_off_earns_nothing_and_the_one_before_it_what_it_fo
     assert nothing == whole and whole[0] > 0 and wrote == {**whole, 1: 0}
 
 
-def test_a_group_is_the_samples_of_one_tree():
+def test_advantages_compare_the_samples_of_one_tree():
     some = [scored(EMPTY, (asking("a"), [found])) for found in (A, NOISE)]
     advantages = R2AG().advantages(some)
     assert advantages == pytest.approx([0.7071, -0.7071], abs=1e-3)
     assert not R2AG().excluded(some).any()
 
 
-# -- a whole tree ----------------------------------------------------------------------------------------------------
+# -- a whole tree ------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_tree_is_measured_by_what_it_found_and_by_what_the_generator_answers():
+def test_a_whole_tree_has_retrieval_metrics_and_the_generators_answer():
     asked = []
 
     def generator(prompts):
@@ -227,12 +227,12 @@ def test_a_whole_tree_is_measured_by_what_it_found_and_by_what_the_generator_ans
         < prompt.user_message.index("(Title: A)")
         < prompt.user_message.index("Who?")
     )
-    # the last expansion stopped too early: it earns 0, the second what it found
+    # the last expansion stopped too early and earns 0; the second is rewarded for its documents
     assert found.turn_rewards == {0: 0.02, 1: pytest.approx(0.2 + 0.1 + 0.02), 2: 0}
     assert found.rewards["total"] == pytest.approx(sum(found.turn_rewards.values()))
 
 
-def test_what_one_expansion_found_is_not_new_to_the_next_and_counts_for_the_stop():
+def test_documents_of_earlier_expansions_are_not_new_and_count_for_the_stop():
     found = scored(
         QUESTION, (asking("a"), [A]), (asking("a", "b"), [A], [B]), (asking("stop retrieval"),), ended="stop"
     )
@@ -240,36 +240,36 @@ def test_what_one_expansion_found_is_not_new_to_the_next_and_counts_for_the_stop
     assert found.turn_rewards[2] == pytest.approx(0.3 + 0.02)
 
 
-def test_the_generator_sees_the_choices_of_a_multiple_choice():
-    # SPEC.md 4: LongBench-v2
+def test_generator_prompt_shows_multiple_choices():
+    # as in LongBench-v2
     said = generator_prompt(Question("q", "Which?", ("B",), choices=("one", "two")), [A]).user_message
     assert said.index("(Title: A)") < said.index("Which?\n(A) one\n(B) two")
 
 
-def test_training_asks_no_generator():
+def test_training_does_not_call_the_generator():
     def generator(prompts):
         raise AssertionError("asked")
 
     assert "em" not in scored(EMPTY, (asking("a"), [A]), reader=generator).metrics
 
 
-def test_a_question_without_gold_passages_earns_nothing_and_has_no_recall():
+def test_a_question_without_gold_passages_has_zero_reward_and_recall():
     found = scored(Question("q", "Who?", ("x",)), (STOP,), ended="stop")
     assert found.rewards["total"] == 0 and math.isnan(found.metrics["recall"])
     R2AG().score([], NO_MODELS)
 
 
-# -- the card, the expert --------------------------------------------------------------------------------------------
+# -- card, expert ------------------------------------------------------------------------------------------------------
 
 
-def test_the_card_keeps_what_differs_from_the_paper(tmp_path):
+def test_card_holds_the_fields_that_differ_from_the_defaults(tmp_path):
     recipe = make_recipe("r2ag", {"trees": 8}, {"opening": "bare", "predicted_queries": 0})
     write_card(tmp_path, make_card(recipe, 640, 1))
     assert read_card(tmp_path).make() == recipe
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_expert_finds_everything_side_by_side_and_stops(kind):
+def test_expert_searches_in_parallel_finds_all_gold_and_stops(kind):
     wiki = generate("train", 0, 200)
     titles = {passage.title: passage for passage in wiki.passages}
     recipe = R2AG(environment=R2AGEnvironment(opening="bare"), shown_misses=0.0)
@@ -285,7 +285,7 @@ def test_the_expert_finds_everything_side_by_side_and_stops(kind):
         assert all(hop.sentence in last.prompt.user_message for hop in item.plan.hops)
 
 
-def test_a_miss_that_is_shown_is_asked_again_or_stands_among_the_documents():
+def test_demonstrated_misses_are_repeated_queries_or_irrelevant_documents():
     wiki = generate("train", 0, 200)
     titles = {passage.title: passage for passage in wiki.passages}
     recipe = R2AG(environment=R2AGEnvironment(opening="bare"), shown_misses=1.0)
@@ -298,6 +298,6 @@ def test_a_miss_that_is_shown_is_asked_again_or_stands_among_the_documents():
         assert any("(Title: Noise)" in prompt for prompt in prompts) == (not more)
 
 
-def test_a_query_that_does_not_find_its_passage_ends_the_demonstration():
+def test_a_query_that_misses_its_passage_ends_the_demonstration():
     item = generate("train", 0, 200).questions("two_hop", 1, 0)[0]
     assert len(R2AG().demonstrate(item, lambda query: [NOISE])) == 1

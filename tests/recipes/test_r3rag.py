@@ -1,4 +1,4 @@
-"""R3-RAG, equation by equation: steps, parser, prompts, documents, rewards, ablations, Algorithm 2, and its expert."""
+"""R3-RAG, equation by equation: steps, parser, prompts, documents, rewards, ablations, Algorithm 2, scripted expert."""
 
 import dataclasses
 import hashlib
@@ -31,7 +31,7 @@ BROKEN = "Step 2: I do not know."
 
 
 def trajectory(*said, found=(), ended="answer", question=QUESTION):
-    """What was said in each step; `found` are the passages of each search, None where it failed."""
+    """Return a trajectory with these step texts; `found` has the passages of each search, None if it failed."""
     none = np.zeros(0)
     segments = [piece for text in said for piece in ((PROMPT, "The question"), (POLICY, text))]
     searches = [
@@ -41,8 +41,8 @@ def trajectory(*said, found=(), ended="answer", question=QUESTION):
     return Trajectory(question, 0, 0, none, none, none, none, none, segments, searches, ended)
 
 
-class Says:
-    """A judge that gives these scores by the kind of case, and notes what it was asked."""
+class StubJudge:
+    """A judge that returns these scores by kind of prompt and records the prompts."""
 
     def __init__(self, relevance=0.5, correct=0.0, short=0.0):
         self.scores, self.asked = {Relevance: relevance, Correctness: correct, ShortAnswer: short}, []
@@ -54,11 +54,11 @@ class Says:
 
 
 def scored(one, recipe=None, judge=None):
-    (recipe or R3Rag()).score([one], ScoringContext(judge=judge or Says()))
+    (recipe or R3Rag()).score([one], ScoringContext(judge=judge or StubJudge()))
     return one
 
 
-# -- parser (Eqs. 1 and 4; Figures 2, 6 and 7) --------------------------------------------------------------------------
+# -- parser (Eqs. 1 and 4; Figures 2, 6 and 7) -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def scored(one, recipe=None, judge=None):
         ),
     ],
 )
-def test_a_well_formed_step_is_read(text, step):
+def test_a_well_formed_step_is_parsed(text, step):
     assert parse_step(text) == step
 
 
@@ -92,7 +92,7 @@ def test_a_well_formed_step_is_read(text, step):
         f"{ASK}\nThe final answer: both",  # Figure 2, trajectory 3: a query and an answer
         f"{RIGHT}\nThe final answer: Edda Tolvik",
         f"{RIGHT}\nThe retrieval query: more",
-        f"{ASK}\n{RIGHT}",  # ran on into a step that was not asked for
+        f"{ASK}\n{RIGHT}",  # continues with a second step
         f"{ASK}\nThe retrieval documents: (Title: T) a document of my own",
         "The retrieval documents: x\nThe problem analysis: a\nThe final answer: b",
         "The problem analysis: a\nThe problem analysis: b\nThe final answer: c",
@@ -113,20 +113,20 @@ def test_a_well_formed_step_is_read(text, step):
         "The problem analysis: a\nOR:\nThe final answer: b",
     ],
 )
-def test_a_malformed_step_is_not(text):
+def test_a_malformed_step_is_none(text):
     assert parse_step(text) is None
 
 
-def test_what_is_written_is_read_again():
+def test_parsing_inverts_to_text():
     for step in (Step("a\nb", query="c"), Step("a", answer="c: d")):
         assert parse_step(step.to_text(3)) == step
     assert Step("a", query="b").to_text(2) == "Step 2:\nThe problem analysis: a\nThe retrieval query: b"
 
 
-# -- protocol (3.1; SPEC.md 2 and 6) ------------------------------------------------------------------------------------
+# -- protocol (3.1) ----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_ends_with_the_text_alone():
+def test_a_step_ends_only_with_the_text_or_a_limit():
     environment, episode = R3RagEnvironment(), Episode(QUESTION)
     assert environment.stops == () and environment.turn_tokens == 512
     assert environment.react(episode, ASK, EOS) == SearchFor("director of Silver Harbour")
@@ -137,7 +137,7 @@ def test_a_step_ends_with_the_text_alone():
 
 
 def after(*said_and_found, environment=None):
-    """What the environment does after these steps."""
+    """Return the action of the environment after these steps."""
     environment = environment or R3RagEnvironment()
     episode = Episode(QUESTION)
     for turn, (said, passages) in enumerate(said_and_found):
@@ -149,7 +149,7 @@ def after(*said_and_found, environment=None):
     return action
 
 
-def test_every_step_is_a_fresh_prompt_of_question_and_past_steps():
+def test_every_step_has_a_new_prompt_with_question_and_past_steps():
     assert R3Rag().prompt(QUESTION) == "The question: Who directed Silver Harbour?"
     assert uses_chat(R3Rag())
     first = (
@@ -170,10 +170,10 @@ def test_every_step_is_a_fresh_prompt_of_question_and_past_steps():
     assert after((ASK, [FILM]), (f"  {ASK_MORE}\n\n", [BOOK])) == Restart(second)
 
 
-def test_documents_that_were_shown_are_left_out_and_the_rest_stays():
+def test_documents_shown_before_are_omitted():
     assert after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK])) == after((ASK, [FILM]), (ASK_MORE, [BOOK]))
     later = after((ASK, [FILM]), (ASK_MORE, [BOOK]), (ASK_MORE, [FILM]))
-    assert later.prompt.count("(Title: Silver Harbour)") == 1  # two steps before
+    assert later.prompt.count("(Title: Silver Harbour)") == 1  # shown two steps before
     nothing_new = after((ASK, [FILM, FILM]), (ASK_MORE, [FILM]))
     assert nothing_new.prompt.endswith("Silver Harbour film\nThe retrieval documents: ")
     assert nothing_new.prompt.count("(Title:") == 1
@@ -181,13 +181,13 @@ def test_documents_that_were_shown_are_left_out_and_the_rest_stays():
     assert kept.prompt.count("(Title: Silver Harbour)") == 2
 
 
-def test_of_a_failed_search_the_policy_reads_that_it_failed():
+def test_the_prompt_says_that_a_search_failed():
     assert after((ASK, [])).prompt.endswith("The retrieval documents: ")
     assert after((ASK, None)).prompt.endswith("The retrieval documents: The search failed.")
 
 
-def test_a_document_has_512_characters_or_the_block_has():
-    # SPEC.md 6: paper and code
+def test_512_characters_limit_each_document_or_the_block():
+    # paper (appendix C) and released code
     long = [Passage(str(i), f"T{i}", str(i) * 600) for i in range(3)]
     search = [Search(0, "q", (), False, tuple(long))]
     (shown,) = R3RagEnvironment().documents(search)
@@ -202,15 +202,15 @@ def test_a_document_has_512_characters_or_the_block_has():
     assert list(whole) == long
 
 
-def test_what_a_block_had_no_room_for_was_not_seen():
+def test_a_document_that_did_not_fit_the_block_counts_as_not_shown():
     long = tuple(Passage(str(i), f"T{i}", str(i) * 600) for i in range(3))
     first, second = Search(0, "q", (), False, long), Search(1, "r", (), False, long[1:])
     shown = R3RagEnvironment(cut="block").documents([first, second])
     assert [[p.title for p in passages] for passages in shown] == [["T0"], ["T1"]]
 
 
-def test_there_are_five_steps_and_the_last_ones_query_is_still_searched():
-    # SPEC.md 2: at most 5 steps; Algorithm 1, lines 9 to 14
+def test_at_most_five_steps_and_the_last_query_is_searched():
+    # Algorithm 1, lines 9 to 14
     steps = [(ASK, [FILM])] * 5
     assert isinstance(after(*steps[:4]), Restart)
     assert after(*steps) == Finish("turn_limit")
@@ -220,7 +220,7 @@ def test_there_are_five_steps_and_the_last_ones_query_is_still_searched():
     assert isinstance(after(*steps, environment=R3RagEnvironment(max_steps=10)), Restart)
 
 
-def test_a_model_that_is_not_trained_reads_figures_6_and_7():
+def test_paper_prompts_are_figures_6_and_7():
     paper = R3RagEnvironment(opening="paper")
     first = R3Rag(environment=paper).prompt(QUESTION)
     assert first.startswith(
@@ -243,8 +243,8 @@ def test_a_model_that_is_not_trained_reads_figures_6_and_7():
     )
 
 
-def test_the_figures_are_as_printed():
-    # sha256 of the figures' words with single spaces, the two placeholders empty
+def test_figures_6_and_7_have_the_printed_words():
+    # sha256 of the figures' words with single spaces and empty placeholders
     paper = R3RagEnvironment(opening="paper")
     empty = Question("q", "", ("",))
     said = (paper.prompt(empty, []), paper.prompt(empty, [(Step("a", query="b"), [])]))
@@ -258,12 +258,14 @@ def test_the_figures_are_as_printed():
 FIGURES = ["9709d859b6ab7e29", "709cd561cc870b38"]
 
 
-# -- rewards (Eqs. 2-6, appendix C; SPEC.md 2 and 6) --------------------------------------------------------------------
+# -- rewards (Eqs. 2-6, appendix C) ------------------------------------------------------------------------------------
 
 
-def test_a_right_answer_earns_two_and_scales_the_retrievals_by_1_6():
+def test_a_right_answer_earns_two_and_scales_relevance_by_1_6():
     # Eq. 5: 1·(0 + 0.8) + 1 - 1 = 0.8, Eq. 6: ·1.6; Figure 2: the last step earns 2
-    one = scored(trajectory(ASK, ASK_MORE, RIGHT, found=([FILM], [BOOK])), judge=Says(relevance=[0.8, 0.1]))
+    one = scored(
+        trajectory(ASK, ASK_MORE, RIGHT, found=([FILM], [BOOK])), judge=StubJudge(relevance=[0.8, 0.1])
+    )
     assert one.turn_rewards == pytest.approx({0: 1.28, 1: 0.16, 2: 2.0})
     assert one.rewards == pytest.approx({"answer": 1, "relevance": 0.9, "format": 0, "total": 3.44})
     assert one.answer == "It was Marta Velikov."
@@ -271,26 +273,26 @@ def test_a_right_answer_earns_two_and_scales_the_retrievals_by_1_6():
     assert one.metrics["relevance"] == pytest.approx(0.45)
 
 
-def test_equation_6_read_literally_gives_the_last_step_1_6():
+def test_equation_6_gives_the_last_step_1_6():
     one = scored(trajectory(ASK, RIGHT, found=([FILM],)), R3Rag(last_step="equation"))
     assert one.turn_rewards == pytest.approx({0: 0.8, 1: 1.6})
 
 
-def test_a_wrong_answer_scales_by_0_8_and_earns_nothing_itself():
+def test_a_wrong_answer_earns_zero_and_scales_relevance_by_0_8():
     one = scored(trajectory(ASK, WRONG, found=([FILM],)))
     assert one.turn_rewards == pytest.approx({0: 0.5 * 0.8, 1: 0.0})
     assert one.rewards == pytest.approx({"answer": 0, "relevance": 0.5, "format": 0, "total": 0.4})
 
 
 @pytest.mark.parametrize("ended", ["turn_limit", "context_limit"])
-def test_no_answer_within_the_limit_scales_by_0_9(ended):
+def test_no_answer_within_the_limit_scales_relevance_by_0_9(ended):
     one = scored(trajectory(ASK, ASK_MORE, found=([FILM], [BOOK]), ended=ended))
     assert one.turn_rewards == pytest.approx({0: 0.45, 1: 0.45})
     assert one.answer == "" and one.rewards["answer"] == 0 and one.metrics["em"] == 0
 
 
-def test_a_step_that_the_context_cuts_is_a_limit_and_no_broken_form():
-    # SPEC.md 6: no answer within the limit 0.9; the cut step itself earns nothing
+def test_a_step_truncated_by_the_context_is_not_malformed():
+    # appendix C: no answer within the limit scales by 0.9; the truncated step earns 0
     one = scored(trajectory(ASK, BROKEN, found=([FILM],), ended="context_limit"))
     assert one.turn_rewards == pytest.approx({0: 0.45, 1: 0.0}) and one.rewards["format"] == 0
     assert (one.answer, one.metrics["malformed"], one.metrics["steps"]) == ("", 0, 2)
@@ -298,8 +300,8 @@ def test_a_step_that_the_context_cuts_is_a_limit_and_no_broken_form():
 
 
 @pytest.mark.parametrize("last", [[], [BROKEN], [RIGHT]])
-def test_a_step_of_logits_that_are_not_finite_earns_nothing_and_is_no_broken_form(last):
-    """Also one that wrote nothing, or a final answer before the text broke off."""
+def test_a_step_with_non_finite_logits_earns_zero_and_is_not_malformed(last):
+    """Also if the step is empty, or has a final answer before the text breaks off."""
     one = scored(trajectory(ASK, *last, found=([FILM],), ended=NOT_FINITE))
     assert one.turn_rewards == pytest.approx({0: 0.45, **dict.fromkeys(range(1, 1 + len(last)), 0.0)})
     assert (one.answer, one.rewards["answer"], one.rewards["format"]) == ("", 0, 0)
@@ -307,7 +309,7 @@ def test_a_step_of_logits_that_are_not_finite_earns_nothing_and_is_no_broken_for
 
 @pytest.mark.parametrize("ended", ["malformed", "length"])
 @pytest.mark.parametrize("value", [-1.0, -0.9])
-def test_a_malformed_step_loses_one_and_the_others_keep_what_they_earned(ended, value):
+def test_a_malformed_step_earns_minus_one_and_earlier_steps_keep_their_rewards(ended, value):
     # Eq. 5: 0·(…) + 0 - 1, Eq. 6: lambda 1; released: -0.9
     one = scored(trajectory(ASK, BROKEN, found=([FILM],), ended=ended), R3Rag(malformed_reward=value))
     assert one.turn_rewards == pytest.approx({0: 0.5, 1: value})
@@ -317,23 +319,23 @@ def test_a_malformed_step_loses_one_and_the_others_keep_what_they_earned(ended, 
     assert one.metrics["malformed"] == 1
 
 
-def test_a_cut_off_answer_is_no_answer():
+def test_a_truncated_answer_is_no_answer():
     assert scored(trajectory(RIGHT, ended="length")).answer == ""
 
 
 def test_an_answer_is_right_by_match_or_by_the_judge():
     # Eq. 2
-    judge = Says(correct=1.0)
+    judge = StubJudge(correct=1.0)
     one = scored(trajectory(WRONG), judge=judge)
     assert one.rewards["answer"] == 1 and one.turn_rewards == {0: 2.0}
     assert [type(case) for case in judge.asked].count(Correctness) == 1
-    matched = Says(correct=0.0)
+    matched = StubJudge(correct=0.0)
     assert scored(trajectory(RIGHT), judge=matched).rewards["answer"] == 1
     assert not any(isinstance(case, Correctness) for case in matched.asked)
     assert scored(trajectory(WRONG), R3Rag(judge_answers=False), judge).rewards["answer"] == 0
 
 
-def test_an_exact_match_pays_no_answer_that_names_several():
+def test_exact_match_rejects_an_answer_that_names_several():
     both = RIGHT.replace("It was Marta Velikov.", "Marta Velikov or Edda Tolvik")
     assert scored(trajectory(both)).rewards["answer"] == 1
     exact = R3Rag(match="exact")
@@ -341,8 +343,8 @@ def test_an_exact_match_pays_no_answer_that_names_several():
     assert scored(trajectory(RIGHT.replace("It was ", "")), exact).rewards["answer"] == 1
 
 
-def test_relevance_is_judged_of_what_each_step_showed_anew():
-    judge = Says(relevance=1.0)
+def test_relevance_is_judged_on_the_new_documents_of_each_step():
+    judge = StubJudge(relevance=1.0)
     long = dataclasses.replace(BOOK, text="x" * 600)
     one = scored(trajectory(ASK, ASK, ASK, WRONG, found=([FILM], [FILM, long], [FILM])), judge=judge)
     asked = [case.passages for case in judge.asked if isinstance(case, Relevance)]
@@ -350,14 +352,14 @@ def test_relevance_is_judged_of_what_each_step_showed_anew():
     assert one.turn_rewards == pytest.approx({0: 0.8, 1: 0.8, 2: 0.0, 3: 0.0})
 
 
-def test_a_failed_search_earns_nothing_and_is_no_fault_of_the_step():
+def test_a_failed_search_earns_zero_and_is_not_malformed():
     one = scored(trajectory(ASK, RIGHT, found=(None,)))
     assert one.turn_rewards == {0: 0.0, 1: 2.0} and one.metrics["searches"] == 0
 
 
-def test_what_the_judge_says_unreadably_counts_nothing_and_is_counted():
+def test_unparsed_judge_replies_count_zero_and_are_counted():
     one = scored(
-        trajectory(ASK, WRONG, found=([FILM],)), judge=Says(relevance=None, correct=None, short=None)
+        trajectory(ASK, WRONG, found=([FILM],)), judge=StubJudge(relevance=None, correct=None, short=None)
     )
     assert one.metrics["judge_unread"] == 4  # short forms: EM and F1
     assert one.rewards["total"] == 0
@@ -365,18 +367,18 @@ def test_what_the_judge_says_unreadably_counts_nothing_and_is_counted():
     assert one.metrics["f1"] == plain.metrics["f1"]
 
 
-def test_em_and_f1_are_of_the_short_answer():
-    # SPEC.md 6 (4.1)
-    judge = Says(short=1.0)
+def test_em_and_f1_use_the_short_answer():
+    # 4.1
+    judge = StubJudge(short=1.0)
     one = scored(trajectory(RIGHT), judge=judge)
     assert one.metrics["em"] == one.metrics["f1"] == 1
     assert [case.metric for case in judge.asked] == ["em", "f1"]
     assert scored(trajectory(RIGHT), R3Rag(short_answers=False), judge).metrics["em"] == 0
-    exact = scored(trajectory(RIGHT.replace("It was ", "")), judge=Says(short=0.0))
-    assert exact.metrics["em"] == 1  # it needed no extraction
+    exact = scored(trajectory(RIGHT.replace("It was ", "")), judge=StubJudge(short=0.0))
+    assert exact.metrics["em"] == 1  # needs no extraction
 
 
-def test_the_oracle_scores_by_gold_passages():
+def test_oracle_scores_by_gold_passages():
     one = scored(trajectory(ASK, RIGHT, found=([FILM, BOOK],)), judge=Oracle())
     assert one.turn_rewards == pytest.approx({0: 1.6, 1: 2.0})
 
@@ -387,13 +389,13 @@ def test_without_a_judge_only_matches_count():
     assert one.turn_rewards == {0: 0.0, 1: 2.0}
 
 
-def test_only_the_policys_own_words_are_scored():
+def test_only_policy_text_is_scored():
     one = trajectory(WRONG)
     one.segments[:0] = [(PROMPT, RIGHT), (ENVIRONMENT, RIGHT)]
     assert scored(one).rewards["answer"] == 0
 
 
-def test_rewards_are_paid_where_each_step_ends():
+def test_each_step_is_paid_at_its_last_policy_token():
     one = trajectory(ASK, RIGHT, found=([FILM],))
     one.tokens = np.arange(8)
     one.roles = np.array([PROMPT, POLICY, POLICY, PROMPT, PROMPT, POLICY, POLICY, POLICY])
@@ -401,11 +403,11 @@ def test_rewards_are_paid_where_each_step_ends():
     assert scored(one).token_rewards == pytest.approx([0, 0, 0.8, 0, 0, 0, 0, 2.0])
 
 
-# -- Table 2 ------------------------------------------------------------------------------------------------------------
+# -- Table 2 -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_process_reward_only_answers_and_format_pay():
-    judge = Says()
+def test_without_process_reward_only_answer_and_format_pay():
+    judge = StubJudge()
     recipe = R3Rag(use_process=False)
     assert scored(trajectory(ASK, RIGHT, found=([FILM],)), recipe, judge).turn_rewards == {0: 0.0, 1: 2.0}
     assert not any(isinstance(case, Relevance) for case in judge.asked)
@@ -413,7 +415,7 @@ def test_without_process_reward_only_answers_and_format_pay():
     assert broken.turn_rewards == {0: 0.0, 1: -1.0}
 
 
-def test_without_outcome_reward_nothing_tells_a_right_answer_from_a_wrong_one():
+def test_without_outcome_reward_right_and_wrong_answers_earn_the_same():
     recipe = R3Rag(use_outcome=False)
     right = scored(trajectory(ASK, RIGHT, found=([FILM],)), recipe)
     wrong = scored(trajectory(ASK, WRONG, found=([FILM],)), recipe)
@@ -421,7 +423,7 @@ def test_without_outcome_reward_nothing_tells_a_right_answer_from_a_wrong_one():
     assert right.metrics["acc"] == 1
 
 
-def test_a_judge_is_needed_as_long_as_anything_asks_it():
+def test_needs_judge_if_any_reward_uses_it():
     assert R3Rag().needs_judge and R3Rag(use_process=False).needs_judge
     assert not R3Rag(use_process=False, judge_answers=False, short_answers=False).needs_judge
 
@@ -455,12 +457,12 @@ def test_wrong_fields_of_the_environment_are_refused(fields, message):
         make_recipe("r3rag", {}, fields)
 
 
-def test_the_card_gives_the_recipe_back():
+def test_recipe_is_restored_from_its_card():
     recipe = make_recipe("r3rag", {"last_step": "equation"}, {"max_steps": 7, "cut": "block"})
     assert make_card(recipe, 1024, 2).make() == recipe
 
 
-def test_all_trajectories_are_kept_and_advantages_without_a_critic_are_of_their_totals():
+def test_no_trajectory_is_excluded_and_advantages_come_from_totals():
     # appendix A
     some = [scored(trajectory(text)) for text in (RIGHT, WRONG)]
     assert not R3Rag().excluded(some).any()
@@ -468,7 +470,7 @@ def test_all_trajectories_are_kept_and_advantages_without_a_critic_are_of_their_
     assert found[0] > 0 > found[1]
 
 
-# -- cold start (Algorithms 1 and 2) ------------------------------------------------------------------------------------
+# -- cold start (Algorithms 1 and 2) -----------------------------------------------------------------------------------
 
 
 def test_a_trajectory_of_t_steps_gives_t_pairs():
@@ -494,13 +496,13 @@ def test_a_trajectory_of_t_steps_gives_t_pairs():
         (trajectory(ASK, RIGHT, found=(None,)), "search failed"),
     ],
 )
-def test_rejection_says_why(one, fault):
+def test_rejection_reason_names_the_outcome(one, fault):
     # 3.2.1
     assert R3Rag().rejection_reason(scored(one)) == fault
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_expert_answers_right_in_well_formed_steps(kind):
+def test_expert_answers_right_in_well_formed_steps(kind):
     wiki = generate("train", 0, 200)
     by_title = {p.title: p for p in wiki.passages}
     recipe = R3Rag(environment=R3RagEnvironment(max_steps=2))

@@ -1,4 +1,4 @@
-r"""ReSearch: protocol, reward by hand, \boxed{}, what counts as its form, and its expert (SPEC.md 6, baselines)."""
+r"""ReSearch: protocol, hand-computed rewards, \boxed{}, format, and scripted expert."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.research import INSTRUCTION, ReSearch, last_boxed
 from rrl.rollout.protocol import CONTEXT, EOS, Episode, Finish, SearchFor
-from tests.recipes.made import QUESTION, scored, spoken, turns
+from tests.recipes.sample_episodes import QUESTION, as_segments, scored, turns
 
 RECIPE = ReSearch()
 ENV = RECIPE.environment
@@ -29,10 +29,10 @@ def earned(*texts, recipe=RECIPE):
     return scored(recipe, *turns(ENV, *texts)).rewards["total"]
 
 
-# -- protocol (SPEC.md 6: <think> <search> <result> <answer>, one 8,192-token budget) --------------------------------------
+# -- protocol (<think> <search> <result> <answer>, one 8,192-token budget) ---------------------------------------------
 
 
-def test_the_budget_is_the_only_limit():
+def test_the_token_budget_is_the_only_limit():
     assert (ENV.turn_tokens, ENV.observation_tokens, ENV.stops) == (8192, 8192, ("</search>",))
     episode = Episode(QUESTION)
     for episode.turn in (0, 9, 500):
@@ -44,12 +44,12 @@ def test_the_budget_is_the_only_limit():
     assert ENV.overflow(episode, message, 9000) == Finish("context_limit")
 
 
-def test_there_is_no_second_chance():
+def test_a_turn_without_search_and_answer_ends_the_episode():
     assert ENV.react(Episode(QUESTION), "I am not sure.", EOS) == Finish("no_action")
     assert ENV.react(Episode(QUESTION), "x </search>", "</search>") == Finish("no_action")
 
 
-def test_prompts_for_both_kinds_of_models_and_for_a_tiny_one():
+def test_prompts_for_instruct_base_and_small_models():
     instruct, base, bare = (ReSearch(opening=o).prompt(QUESTION) for o in ("instruct", "base", "bare"))
     assert (instruct.system, instruct.user_message) == (INSTRUCTION, QUESTION.text)
     assert base.user_message == f"{INSTRUCTION}\n\nUser: {QUESTION.text}\nAssistant:" and not base.system
@@ -59,7 +59,7 @@ def test_prompts_for_both_kinds_of_models_and_for_a_tiny_one():
         assert part in INSTRUCTION
 
 
-# -- reward (SPEC.md 6: malformed 0, F1 = 0 but well-formed 0.1, else F1) --------------------------------------------------
+# -- reward (malformed 0, F1 = 0 but well-formed 0.1, else F1) ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,18 +71,18 @@ def test_prompts_for_both_kinds_of_models_and_for_a_tiny_one():
         ([ASK, said("Marta")], 2 / 3, (2 / 3, 0)),  # 2·1/(1+2)
         ([ASK, said("Edda Tolvik")], 0.1, (0, 0.1)),
         ([ASK, said("")], 0.1, (0, 0.1)),
-        ([ASK, RIGHT], 1.0, (1, 0)),  # the first turn has a thought
+        ([ASK, RIGHT], 1.0, (1, 0)),  # only the first turn has a thought
         ([RIGHT], 0.0, (0, 0)),
         ([], 0.0, (0, 0)),
     ],
 )
-def test_the_reward_is_f1_or_a_little_for_the_form(texts, reward, parts):
+def test_reward_is_f1_or_a_small_format_reward(texts, reward, parts):
     one = scored(RECIPE, *turns(ENV, *texts))
     assert one.rewards == pytest.approx(dict(zip(("answer", "format", "total"), (*parts, reward))))
     assert one.metrics["well_formed"] == (reward > 0)
 
 
-def test_the_released_f1_takes_yes_and_no_as_a_whole():
+def test_released_f1_matches_yes_and_no_as_a_whole():
     question = dataclasses.replace(QUESTION, answers=("no",))
     for rule, paid in (("rrl", 0.5), ("hotpotqa", 0.0)):
         one = scored(ReSearch(answer_rule=rule), *turns(ENV, said("no he isnt")), question=question)
@@ -90,27 +90,30 @@ def test_the_released_f1_takes_yes_and_no_as_a_whole():
 
 
 MALFORMED = [
-    [ASK, f"<think> so {RIGHT}"],  # an unclosed thought
+    [ASK, f"<think> so {RIGHT}"],  # unclosed thought
     [ASK, f"</think>{RIGHT}<think>"],  # tags in the wrong order
     [ASK, THINK + RIGHT + RIGHT],  # two answers
     [ASK, f"{THINK}{RIGHT}<answer>"],
-    [ASK, f"{THINK}<answer> Marta Velikov </answer> \\boxed{{Marta Velikov}}"],  # boxed outside the answer
-    [ASK, f"{THINK}<answer> \\boxed{{Marta Velikov </answer>"],  # an open brace
-    [ASK, f"{THINK}<search> x {RIGHT}"],  # a search that was never made
-    [ASK, f"{THINK}<result> x </result>{RIGHT}"],  # a result of its own
+    [
+        ASK,
+        f"{THINK}<answer> Marta Velikov </answer> \\boxed{{Marta Velikov}}",
+    ],  # \\boxed{} outside the answer
+    [ASK, f"{THINK}<answer> \\boxed{{Marta Velikov </answer>"],  # unclosed brace
+    [ASK, f"{THINK}<search> x {RIGHT}"],  # unclosed search
+    [ASK, f"{THINK}<result> x </result>{RIGHT}"],  # result written by the policy
     [f"{THINK}<search> a <search> b </search>", THINK + RIGHT],
-    [THINK + RIGHT + ASK, "done"],  # the answer is not the last turn's
+    [THINK + RIGHT + ASK, "done"],  # answer not in the last turn
     [ASK, ASK],
 ]
 
 
 @pytest.mark.parametrize("texts", MALFORMED)
-def test_the_wrong_form_earns_nothing(texts):
+def test_a_wrong_format_earns_zero(texts):
     assert earned(*texts) == 0
 
 
 @pytest.mark.parametrize("texts", MALFORMED)
-def test_equation_2_as_printed_pays_f1_in_any_form(texts):
+def test_equation_2_as_printed_pays_f1_in_any_format(texts):
     assert earned(*texts, recipe=ReSearch(pay_malformed=True)) == pytest.approx(
         float("\\boxed{Marta Velikov}" in texts[-1].partition("</answer>")[0] or RIGHT in "".join(texts))
     )
@@ -138,24 +141,24 @@ def test_tags_in_prompt_and_results_are_not_scored():
         ("", None),
     ],
 )
-def test_the_last_boxed_is_read_with_its_braces(text, inner):
+def test_last_boxed_matches_braces(text, inner):
     assert last_boxed(text) == inner
 
 
-# -- the expert, the card, wrong settings --------------------------------------------------------------------------------
+# -- expert, card, wrong fields ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_expert_earns_everything(kind):
+def test_expert_earns_the_full_reward(kind):
     wiki = generate("train", 0, 200)
     for item in wiki.questions(kind, 10, 0):
-        shown = spoken(RECIPE.demonstrate(item, lambda query: wiki.passages[:2]))
+        shown = as_segments(RECIPE.demonstrate(item, lambda query: wiki.passages[:2]))
         one = scored(RECIPE, *shown, question=item.question)
         assert one.rewards == {"answer": 1, "format": 0, "total": 1} and one.metrics["em"] == 1
         assert len(shown) == 2 * len(item.plan.hops) + 1
 
 
-def test_its_card_brings_it_back(tmp_path):
+def test_recipe_is_restored_from_its_card(tmp_path):
     recipe = make_recipe("research", {"opening": "bare"}, {"max_searches": 4, "turn_tokens": 128})
     write_card(tmp_path, make_card(recipe, 1024, 2))
     assert read_card(tmp_path).make() == recipe

@@ -1,4 +1,4 @@
-"""R-Search's rewards, equation by equation, and its expert."""
+"""R-Search: rewards, equation by equation, and scripted expert."""
 
 import numpy as np
 import pytest
@@ -62,27 +62,27 @@ def test_format_reward_follows_equation_5(text, searches, reward):
     assert scored((POLICY, text), searches=searches).rewards["format"] == pytest.approx(reward)
 
 
-def test_evidence_without_search_is_paid_as_printed_or_not_as_released():
+def test_evidence_without_search_is_paid_as_printed_but_not_as_released():
     text = EVIDENCE + "<answer>x</answer>"
     assert scored((POLICY, text), searches=0).rewards["format"] == pytest.approx(0.4)
     released = RSearch(pay_evidence_without_search=False)
     assert scored((POLICY, text), searches=0, recipe=released).rewards["format"] == pytest.approx(0.2)
 
 
-def test_a_search_that_failed_is_not_counted():
+def test_a_failed_search_is_not_counted():
     one = trajectory((POLICY, "nothing"))
     one.searches = [Search(0, "q"), Search(1, "q", failed=True)]
     RSearch().score([one], ScoringContext())
     assert one.metrics["searches"] == 1
 
 
-def test_two_answers_earn_no_format_reward_but_the_last_is_scored():
+def test_two_answers_earn_no_format_reward_and_the_last_is_scored():
     one = scored((POLICY, EVIDENCE + "<answer>x</answer> no, <answer>Marta Velikov</answer>"))
     assert one.answer == "Marta Velikov"
     assert one.rewards == pytest.approx({"answer": 1, "evidence": 1, "format": 0.2, "total": 2.2})
 
 
-def test_the_readers_reward_can_weigh_less_than_the_papers_1():
+def test_reader_weight_scales_the_evidence_reward():
     words = ((POLICY, EVIDENCE + "<answer>Marta Velikov</answer>"),)
     assert scored(*words).rewards["total"] == pytest.approx(2.4)
     one = scored(*words, recipe=RSearch(reader_weight=0.3))
@@ -90,7 +90,7 @@ def test_the_readers_reward_can_weigh_less_than_the_papers_1():
     assert one.metrics["reader_f1"] == 1
 
 
-def test_the_reader_sees_question_and_evidence_and_nothing_else():
+def test_reader_prompt_has_only_question_and_evidence():
     seen = []
     one = scored((POLICY, EVIDENCE + "<answer>x</answer>"), reader=lambda p: seen.extend(p) or ["Velikov"])
     evidence = "Silver Harbour was directed by Marta Velikov."
@@ -109,13 +109,13 @@ def test_prompt_and_environment_are_never_scored():
     assert one.rewards["total"] == 0
 
 
-def test_a_box_does_not_span_the_environments_words():
+def test_a_tag_does_not_span_environment_text():
     one = scored((POLICY, "<answer>Marta"), (ENVIRONMENT, " hm "), (POLICY, "Velikov</answer>"))
     assert one.answer == ""
     assert one.rewards["format"] == 0
 
 
-def test_without_evidence_neither_of_its_rewards_is_paid():
+def test_without_evidence_both_evidence_rewards_are_zero():
     recipe = RSearch(use_evidence=False)
     one = scored((POLICY, EVIDENCE + "<answer>Marta Velikov</answer>"), recipe=recipe)
     assert one.rewards == pytest.approx({"answer": 1, "format": 0.2, "total": 1.2})
@@ -123,7 +123,7 @@ def test_without_evidence_neither_of_its_rewards_is_paid():
     assert recipe.prompt(QUESTION).startswith(NO_EVIDENCE_TEMPLATE)
 
 
-def test_advantages_are_normalised_within_the_question():
+def test_advantages_are_normalised_within_the_group():
     many = [trajectory(group=g) for g in (0, 0, 1, 1)]
     for one, total in zip(many, (0.0, 1.0, 5.0, 5.0), strict=True):
         one.rewards["total"] = total
@@ -131,7 +131,7 @@ def test_advantages_are_normalised_within_the_question():
 
 
 @pytest.mark.parametrize("kind", ["one_hop", "two_hop", "three_hop", "comparison", "bridge_comparison"])
-def test_the_expert_earns_every_format_reward_and_answers_right(kind):
+def test_expert_earns_every_format_reward_and_answers_right(kind):
     wiki = generate("train", 0, 200)
     recipe = RSearch()
     for item in wiki.questions(kind, 10, 0):

@@ -1,4 +1,4 @@
-"""TIRESRAG-R1, equation by equation: protocol, rewards, schedule, advantages, ablations, and its expert."""
+"""TIRESRAG-R1, equation by equation: protocol, rewards, schedule, advantages, ablations, and scripted expert."""
 
 import hashlib
 import math
@@ -32,8 +32,8 @@ def trajectory(*segments, group=0, question=QUESTION, titles=("Silver Harbour",)
     return Trajectory(question, 0, group, *arrays, list(segments), [Search(0, "q", titles)], "answer")
 
 
-class Says:
-    """A judge that gives these scores, and notes what it was asked."""
+class StubJudge:
+    """A judge that returns these scores and records the prompts."""
 
     def __init__(self, sufficient=0.0, thinking=0.0):
         self.scores, self.asked = {Sufficiency: sufficient, Thinking: thinking}, []
@@ -45,14 +45,14 @@ class Says:
 
 def scored(*segments, recipe=None, judge=None, step=0, steps=0, **more):
     one = trajectory(*segments, **more)
-    (recipe or TiresRag()).score([one], ScoringContext(judge=judge or Says(), step=step, steps=steps))
+    (recipe or TiresRag()).score([one], ScoringContext(judge=judge or StubJudge(), step=step, steps=steps))
     return one
 
 
-# -- protocol (4.1, Figures 9 and 10; SPEC.md 3 and 6) ----------------------------------------------------------------
+# -- protocol (4.1, Figures 9 and 10) ----------------------------------------------------------------------------------
 
 
-def test_a_turn_ends_at_a_search_after_512_tokens_or_at_the_end_and_never_at_an_answer():
+def test_a_turn_ends_at_a_search_or_after_512_tokens_but_not_at_an_answer():
     environment = TiresRag().environment
     assert environment.stops == ("</search>",)
     assert (environment.turn_tokens, environment.max_searches) == (512, 8)
@@ -64,20 +64,20 @@ def test_a_turn_ends_at_a_search_after_512_tokens_or_at_the_end_and_never_at_an_
     assert environment.react(episode, "nothing", EOS) == Finish("no_action")
 
 
-def test_eight_searches_and_one_last_generation():
+def test_at_most_eight_searches_and_one_turn_without_search():
     environment, episode = TiresRag().environment, Episode(QUESTION)
     for episode.turn in range(9):
         action = environment.react(episode, "<search>a</search>", "</search>")
         assert action == (SearchFor("a") if episode.turn < 8 else Finish("search_limit"))
 
 
-def test_what_was_found_stands_between_information_tags():
+def test_documents_stand_between_information_tags():
     message = TiresRag().environment.observe(Episode(QUESTION), generate("train", 0, 50).passages[:5])
     assert message.prefix == "\n<information>\n" and message.suffix == "\n</information>\n"
     assert message.body.count("(Title:") == 5
 
 
-def test_the_thought_is_opened_for_the_policy_in_every_prompt():
+def test_every_prompt_opens_the_thought():
     instruct, base, bare = (TiresRag(opening=o).prompt(QUESTION) for o in ("instruct", "base", "bare"))
     assert instruct.prefill == base.prefill == bare.prefill == "<think>"
     assert (instruct.system, instruct.user_message) == (INSTRUCT_PROMPT, QUESTION.text)
@@ -88,7 +88,7 @@ def test_the_thought_is_opened_for_the_policy_in_every_prompt():
     assert [uses_chat(TiresRag(opening=o)) for o in ("instruct", "base", "bare")] == [True, False, True]
 
 
-def test_the_prompts_are_those_of_figures_9_and_10():
+def test_prompts_are_figures_9_and_10():
     for phrase in (
         "You must reason **clearly and completely** inside <think> and </think> before providing any final answer.",
         "you may use <search>your query</search>, and the top search results will be returned between <information> and "
@@ -115,7 +115,7 @@ def test_the_prompts_are_those_of_figures_9_and_10():
     ]
 
 
-# -- answer (Eq. 1; SPEC.md 6: yes and no, punctuation) ----------------------------------------------------------------
+# -- answer (Eq. 1; yes and no, punctuation) ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,21 +124,21 @@ def test_the_prompts_are_those_of_figures_9_and_10():
         ("Marta Danes", "Marta Velikov", 0.5),
         ("yes", "yes", 1.0),
         ("Yes.", "yes", 1.0),
-        ("yes it is", "yes", 0.0),  # 2/3 by SQuAD's rule
+        ("yes it is", "yes", 0.0),  # 2/3 under SQuAD's rule
         ("no", "no one", 0.0),
         ("noanswer", "noanswer given", 0.0),
-        ("Jean-Luc", "Jean Luc", 1.0),  # 0 where punctuation is dropped
-        ("the U.S.", "US", 0.0),  # 1 where it is dropped
+        ("Jean-Luc", "Jean Luc", 1.0),  # 0 if punctuation is deleted
+        ("the U.S.", "US", 0.0),  # 1 if it is deleted
         ("", "Marta", 0.0),
     ],
 )
-def test_answer_f1_takes_yes_and_no_whole_and_makes_punctuation_a_space(answer, gold, reward):
+def test_answer_f1_matches_yes_and_no_as_a_whole_and_splits_at_punctuation(answer, gold, reward):
     assert answer_reward(answer, (gold,)) == pytest.approx(reward)
 
 
-def test_answer_f1_is_the_best_over_gold_answers():
+def test_answer_f1_is_the_maximum_over_gold_answers():
     assert answer_reward("no", ("yes", "no")) == 1.0
-    assert token_f1("yes it is", ("yes",)) > 0  # the common metric stays as it was
+    assert token_f1("yes it is", ("yes",)) > 0  # the default metric has no such rule
 
 
 def test_the_last_answer_counts():
@@ -148,12 +148,12 @@ def test_the_last_answer_counts():
     assert one.metrics["cem"] == 1 and one.metrics["reflected"] == 1
 
 
-def test_only_the_policys_own_words_are_scored():
+def test_only_policy_text_is_scored():
     one = scored((PROMPT, RIGHT), (POLICY, "<answer>x</answer>"), (ENVIRONMENT, RIGHT), (POLICY, "</think>"))
     assert one.answer == "x" and one.rewards["answer"] == 0 and one.metrics["reflected"] == 0
 
 
-# -- reflection (Eq. 4; the released table is a field) ------------------------------------------------------------------
+# -- reflection (Eq. 4; the released table is a field) -----------------------------------------------------------------
 
 GOOD, BETTER, BAD = "Marta Velikov of Oslo", "Marta Velikov", "Edda Tolvik"
 
@@ -169,11 +169,11 @@ GOOD, BETTER, BAD = "Marta Velikov of Oslo", "Marta Velikov", "Edda Tolvik"
         ([BAD, BAD], 0, -1),
         ([GOOD, BETTER], 0, 0),
         ([BETTER, GOOD], 0, -1),
-        ([BAD, BETTER, BAD], 0, -1),  # the first against the last
+        ([BAD, BETTER, BAD], 0, -1),  # compares the first and the last
         ([BAD, BAD, BETTER], 1, 0),
     ],
 )
-def test_reflection_pays_as_equation_4_or_as_released(answers, paper, released):
+def test_reflection_reward_of_equation_4_and_of_the_released_table(answers, paper, released):
     assert reflect_reward(answers, QUESTION.answers) == paper
     assert reflect_reward(answers, QUESTION.answers, "released") == released
     text = "".join(f"<answer>{answer}</answer>" for answer in answers)
@@ -182,11 +182,11 @@ def test_reflection_pays_as_equation_4_or_as_released(answers, paper, released):
         assert scored((POLICY, text), recipe=recipe).rewards["reflect"] == reward
 
 
-# -- judged rewards (Eqs. 2 and 3) and the sum (Eq. 5) -------------------------------------------------------------------
+# -- judged rewards (Eqs. 2 and 3) and the sum (Eq. 5) -----------------------------------------------------------------
 
 
-def test_the_judge_sees_thoughts_and_documents_and_no_answer():
-    judge = Says()
+def test_judge_prompts_show_reasoning_and_documents_but_no_predicted_answer():
+    judge = StubJudge()
     scored(
         (PROMPT, "the prompt <think>"),
         (POLICY, f"First.</think>{WRONG}<search>a</search>"),
@@ -202,9 +202,9 @@ def test_the_judge_sees_thoughts_and_documents_and_no_answer():
     assert "Velikov" not in thinking.prompt.user_message and "the prompt" not in thinking.prompt.user_message
 
 
-def test_the_sum_has_the_papers_weights():
+def test_total_has_the_papers_weights():
     # Eq. 5 with w_t 0.6, w_s 0.3, w_r 0.3 (C.1): 4/6 + 1·(0.6·0.7 + 0.3·1 + 0.3·1)
-    one = scored((POLICY, WRONG + RIGHT), judge=Says(sufficient=1.0, thinking=0.7))
+    one = scored((POLICY, WRONG + RIGHT), judge=StubJudge(sufficient=1.0, thinking=0.7))
     assert one.rewards == pytest.approx(
         {"answer": 2 / 3, "sufficient": 1, "thinking": 0.7, "reflect": 1, "total": 2 / 3 + 1.02}
     )
@@ -212,18 +212,18 @@ def test_the_sum_has_the_papers_weights():
 
 
 @pytest.mark.parametrize(("step", "weight"), [(0, 0.999877), (50, 0.982014), (90, 0.5), (100, 0.268941)])
-def test_the_other_rewards_fade_with_the_run(step, weight):
-    # SPEC.md 6: a_t at T = 100
-    one = scored((POLICY, BAD), judge=Says(1.0, 0.5), step=step, steps=100)
+def test_auxiliary_rewards_fade_during_the_run(step, weight):
+    # a_t of section 4.3 at T = 100
+    one = scored((POLICY, BAD), judge=StubJudge(1.0, 0.5), step=step, steps=100)
     assert one.rewards["total"] == pytest.approx(weight * 0.6, abs=1e-6)
     assert one.metrics["auxiliary_weight"] == pytest.approx(weight, abs=1e-6)
 
 
-def test_what_the_judge_does_not_say_counts_0_and_is_counted():
-    one = scored((POLICY, RIGHT), judge=Says(sufficient=None, thinking=0.5))
+def test_unparsed_judge_replies_count_zero_and_are_counted():
+    one = scored((POLICY, RIGHT), judge=StubJudge(sufficient=None, thinking=0.5))
     assert one.rewards["sufficient"] == 0 and one.rewards["thinking"] == 0.5
     assert one.metrics["judge_unread"] == 1
-    assert scored((POLICY, RIGHT), judge=Says(None, None)).metrics["judge_unread"] == 2
+    assert scored((POLICY, RIGHT), judge=StubJudge(None, None)).metrics["judge_unread"] == 2
     assert scored((POLICY, RIGHT)).metrics["judge_unread"] == 0
 
 
@@ -234,13 +234,13 @@ def test_all_trajectories_are_judged_in_one_call():
     assert calls == [10]
 
 
-def test_without_a_judge_there_is_only_the_answer_and_the_reflection():
+def test_without_a_judge_only_answer_and_reflection_pay():
     one = trajectory((POLICY, WRONG + RIGHT))
     TiresRag().score([one], ScoringContext())
     assert one.rewards["total"] == pytest.approx(2 / 3 + 0.3) and "judge_unread" not in one.metrics
 
 
-# -- advantages (4.4, Algorithm 1) ---------------------------------------------------------------------------------------
+# -- advantages (4.4, Algorithm 1) -------------------------------------------------------------------------------------
 
 ANSWERS = [[1.0, 0.0, 0.5, 0.2], [1.0, 1.0, 0.95, 0.9], [0.0, 0.0, 0.1, 0.0], [0.0, 1.0, 1.0, 1.0]]
 THINKING = [[0.2, 0.9, 0.5, 0.1], [0.5, 0.5, 0.4, 0.2], [0.1, 0.2, 0.3, 0.4], [0.9, 0.3, 0.2, 0.6]]
@@ -273,43 +273,43 @@ def by_hand(row, *, penalty=0.1, difficulty=True):
     return found * (weight if difficulty else 1)
 
 
-def test_groups_that_are_all_right_or_all_wrong_are_left_out():
-    # SPEC.md 6: a group stays iff max F1 > 0.1 and min F1 < 0.9; the bounds themselves are reached
+def test_saturated_groups_are_excluded():
+    # Algorithm 1, line 14: a group stays iff max F1 > 0.1 and min F1 < 0.9; both bounds are exclusive
     assert TiresRag().excluded(batch()).tolist() == [False] * 4 + [True] * 8 + [False] * 4
     assert TiresRag().excluded([]).tolist() == []
     assert (TiresRag().filter_low, TiresRag().filter_high) == (0.1, 0.9)
 
 
-def kept():
-    """What a step learns from: the groups that are not left out."""
+def retained():
+    """Return the trajectories of the groups that are not excluded."""
     many = batch()
     return [t for t, out in zip(many, TiresRag().excluded(many), strict=True) if not out]
 
 
 def test_advantages_are_those_of_algorithm_1():
-    found = TiresRag().advantages(kept())
+    found = TiresRag().advantages(retained())
     np.testing.assert_allclose(found, np.concatenate([by_hand(0), by_hand(3)]), rtol=1e-4)
     assert found.dtype == np.float32
 
 
-def test_reinforce_plus_plus_normalises_over_the_batch_and_shapes_alike():
-    # Table 4 and appendix D: the baseline is the batch's mean; groups that are left out are no part of the batch
-    totals = np.array([t.rewards["total"] for t in kept()])
+def test_reinforce_plus_plus_normalises_over_the_batch_before_the_same_shaping():
+    # Table 4 and appendix D: the baseline is the mean of the batch, which has no excluded groups
+    totals = np.array([t.rewards["total"] for t in retained()])
     over_batch = (totals - totals.mean()) / totals.std()
     plain = TiresRag(advantage="reinforce_plus_plus", penalty_weight=0.0, use_difficulty=False)
-    np.testing.assert_allclose(plain.advantages(kept()), over_batch, rtol=1e-4)
+    np.testing.assert_allclose(plain.advantages(retained()), over_batch, rtol=1e-4)
     groups = np.repeat([0, 1], 4)
-    rewards = {n: np.array([t.rewards[n] for t in kept()]) for n in ("sufficient", "thinking", "answer")}
+    rewards = {n: np.array([t.rewards[n] for t in retained()]) for n in ("sufficient", "thinking", "answer")}
     normal = {n: group_normalize(x, groups, unbiased=False) for n, x in rewards.items()}
     shaped = (over_batch - consistency_penalty(**normal)) * np.repeat(
         difficulty_weight(np.array([0.5, 0.75])), 4
     )
     np.testing.assert_allclose(
-        TiresRag(advantage="reinforce_plus_plus").advantages(kept()), shaped, rtol=1e-3
+        TiresRag(advantage="reinforce_plus_plus").advantages(retained()), shaped, rtol=1e-3
     )
 
 
-def test_settings_of_equations_6_and_7_are_fields_with_the_papers_values():
+def test_coefficients_of_equations_6_and_7_are_fields():
     recipe = TiresRag()
     assert (recipe.difficulty_low, recipe.difficulty_high) == (0.4, 1.5)
     assert (recipe.difficulty_middle, recipe.difficulty_steepness, recipe.penalty_weight) == (0.75, 10.0, 0.1)
@@ -320,16 +320,16 @@ def test_settings_of_equations_6_and_7_are_fields_with_the_papers_values():
     np.testing.assert_allclose(other.advantages(batch()), 1.5 * plain, rtol=1e-5)
 
 
-# -- Table 7 -------------------------------------------------------------------------------------------------------------
+# -- Table 7 -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_filter_every_group_is_learned_from():
+def test_without_filter_no_group_is_excluded():
     recipe = TiresRag(use_filter=False)
     assert not recipe.excluded(batch()).any()
     np.testing.assert_allclose(recipe.advantages(batch())[4:8], by_hand(1), rtol=1e-4, atol=1e-6)
 
 
-def test_without_difficulty_or_penalty_their_factor_and_their_term_are_gone():
+def test_difficulty_weight_and_penalty_can_be_switched_off():
     found = TiresRag(use_difficulty=False).advantages(batch())
     np.testing.assert_allclose(found[:4], by_hand(0, difficulty=False), rtol=1e-4)
     found = TiresRag(penalty_weight=0.0).advantages(batch())
@@ -338,8 +338,8 @@ def test_without_difficulty_or_penalty_their_factor_and_their_term_are_gone():
 
 
 @pytest.mark.parametrize(("name", "worth"), [("thinking", 0.42), ("sufficient", 0.3), ("reflect", 0.3)])
-def test_without_a_reward_the_sum_lacks_it(name, worth):
-    judge = Says(sufficient=1.0, thinking=0.7)
+def test_a_zero_weight_removes_the_reward_from_the_total(name, worth):
+    judge = StubJudge(sufficient=1.0, thinking=0.7)
     whole = scored((POLICY, WRONG + RIGHT), judge=judge).rewards["total"]
     recipe = TiresRag(**{f"{name}_weight": 0.0})
     assert scored((POLICY, WRONG + RIGHT), judge=judge, recipe=recipe).rewards["total"] == pytest.approx(
@@ -347,32 +347,32 @@ def test_without_a_reward_the_sum_lacks_it(name, worth):
     )
 
 
-def test_the_judge_is_asked_for_what_is_used_and_no_more():
+def test_judge_is_asked_only_for_rewards_in_use():
     def asked(**fields):
-        judge = Says()
+        judge = StubJudge()
         recipe = TiresRag(**fields)
         scored((POLICY, RIGHT), recipe=recipe, judge=judge)
         assert recipe.needs_judge == bool(judge.asked)
         return {type(case) for case in judge.asked}
 
     assert asked() == {Sufficiency, Thinking}
-    assert asked(thinking_weight=0.0) == {Sufficiency, Thinking}  # the penalty needs it
+    assert asked(thinking_weight=0.0) == {Sufficiency, Thinking}  # the penalty needs thinking
     assert asked(thinking_weight=0.0, penalty_weight=0.0) == {Sufficiency}
     assert asked(sufficient_weight=0.0, penalty_weight=0.0) == {
         Sufficiency,
         Thinking,
-    }  # the difficulty needs it
+    }  # the difficulty weight needs sufficiency
     assert asked(sufficient_weight=0.0, penalty_weight=0.0, use_difficulty=False) == {Thinking}
     naive = {"thinking_weight": 0.0, "sufficient_weight": 0.0, "penalty_weight": 0.0, "use_difficulty": False}
     assert asked(**naive) == set()
 
 
-# -- the expert, the card, wrong settings --------------------------------------------------------------------------------
+# -- expert, card, wrong fields ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_the_expert_answers_right_and_what_it_got_wrong_at_first_is_no_target(kind, share):
+def test_expert_answers_right_and_its_early_answer_is_not_a_target(kind, share):
     wiki = generate("train", 0, 200)
     recipe = TiresRag(shown_reflections=share)
     for item in wiki.questions(kind, 10, 0):
@@ -381,7 +381,7 @@ def test_the_expert_answers_right_and_what_it_got_wrong_at_first_is_no_target(ki
         answers = boxes(own, "answer")
         assert [answer.strip() for answer in answers] == [item.question.answers[0]]
         assert own.count("<search>") == len(item.plan.hops)
-        assert own.count("</think>") == own.count("<think>") + 1  # the first was opened by the prompt
+        assert own.count("</think>") == own.count("<think>") + 1  # the prompt opens the first
         given = [part for part in parts if isinstance(part, Append)]
         mistakes = [boxes(part.prefix, "answer") for part in given if "answer" in part.prefix]
         reflects = share == 1.0 and len(item.plan.hops) > 1
@@ -395,7 +395,7 @@ def test_the_expert_answers_right_and_what_it_got_wrong_at_first_is_no_target(ki
         assert one.metrics["reflected"] == reflects
 
 
-def test_so_many_demonstrations_reflect_and_the_same_ones_each_time():
+def test_the_fraction_of_reflecting_demonstrations_is_deterministic():
     wiki = generate("train", 0, 400)
     items = wiki.questions("two_hop", 200, 0)
     shown = [len(TiresRag().demonstrate(item, lambda query: [])) > 5 for item in items]
@@ -405,7 +405,7 @@ def test_so_many_demonstrations_reflect_and_the_same_ones_each_time():
     assert "unknown" in mistakes and len(mistakes) > 50
 
 
-def test_its_card_brings_it_back(tmp_path):
+def test_recipe_is_restored_from_its_card(tmp_path):
     changed = {"turn_tokens": 128, "max_searches": 4}
     recipe = make_recipe("tiresrag", {"opening": "bare", "penalty_weight": 0.5}, changed)
     write_card(tmp_path, make_card(recipe, 1024, 2))

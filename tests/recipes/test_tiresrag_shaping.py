@@ -1,4 +1,4 @@
-"""TIRESRAG-R1's shaping at the reference values of SPEC.md 6."""
+"""TIRESRAG-R1's shaping functions at values computed by hand from the paper's equations."""
 
 import math
 
@@ -24,8 +24,8 @@ def test_auxiliary_weight_has_the_reference_values():
     np.testing.assert_allclose(found, [0.999877, 0.982014, 0.5, 0.268941], atol=5e-7)
 
 
-def test_the_schedules_variants_are_those_of_the_appendix():
-    # G.2: fixed, linear decay, fast decay; the last falls early where the paper's falls late (Figure 4)
+def test_schedule_variants_are_those_of_the_appendix():
+    # G.2: fixed, linear decay, fast decay. Figure 4: fast decay falls early, the paper's schedule late.
     assert [auxiliary_weight(t, 100, "fixed") for t in (0, 99)] == [1, 1]
     assert [auxiliary_weight(t, 100, "linear") for t in (0, 25, 100)] == [1, 0.75, 0]
     assert auxiliary_weight(10, 100, "fast") == 0.5
@@ -37,12 +37,12 @@ def test_the_schedules_variants_are_those_of_the_appendix():
 
 
 @given(st.integers(1, 10_000), st.data())
-def test_auxiliary_rewards_never_gain_weight_and_stay_between_0_and_1(steps, data):
+def test_auxiliary_weight_never_increases_and_stays_in_0_to_1(steps, data):
     step = data.draw(st.integers(0, steps - 1))
     for schedule in ("paper", "fixed", "linear", "fast"):
         now, later = (auxiliary_weight(t, steps, schedule) for t in (step, step + 1))
         assert 0 <= later <= now <= 1
-        assert auxiliary_weight(step, 0, schedule) == 1  # there is no run
+        assert auxiliary_weight(step, 0, schedule) == 1  # outside training
 
 
 def test_difficulty_weight_has_the_reference_values():
@@ -51,29 +51,29 @@ def test_difficulty_weight_has_the_reference_values():
 
 
 @given(unit, unit)
-def test_a_group_that_finds_enough_more_often_weighs_less_and_always_between_a_and_b(one, other):
+def test_difficulty_weight_decreases_with_sufficiency_between_b_and_a(one, other):
     low, high = difficulty_weight(np.array(sorted((one, other))))
     assert 0.4 <= high <= low <= 1.5
     assert math.isclose(low, 0.4 + 1.1 / (1 + math.exp(10 * (min(one, other) - 0.75))))
 
 
 @given(normal, normal, normal)
-def test_the_penalty_is_a_tenth_of_a_negative_product_and_never_a_gift(sufficient, thinking, answer):
+def test_penalty_is_a_tenth_of_a_negative_product_and_never_negative(sufficient, thinking, answer):
     found = consistency_penalty(*(np.array([x]) for x in (sufficient, thinking, answer)))[0]
     product = sufficient * thinking * answer
     assert found >= 0
     assert math.isclose(found, -0.1 * product if product < 0 else 0.0, abs_tol=1e-12)
 
 
-def test_groups_stay_only_with_an_answer_above_a_tenth_and_one_below_nine_tenths():
-    # all wrong, all right, mixed, all middling, and the two bounds, which do not count as reached
+def test_groups_stay_only_with_an_f1_above_low_and_an_f1_below_high():
+    # all wrong, all right, mixed, all medium, and both bounds, which are exclusive
     answers = [[0, 0.1], [0.9, 1], [0, 1], [0.5, 0.5], [0.1, 0.1], [0.9, 0.9]]
     found = saturated(np.ravel(answers), np.repeat(np.arange(6), 2))
     assert found.tolist() == np.repeat([True, True, False, False, True, True], 2).tolist()
 
 
 @given(st.lists(unit, min_size=1, max_size=12), st.integers(0, 100))
-def test_the_filter_is_that_of_a_loop_over_groups(answers, seed):
+def test_saturated_equals_a_loop_over_groups(answers, seed):
     groups = np.random.default_rng(seed).integers(0, 4, len(answers))
     found = saturated(np.array(answers), groups)
     for group in set(groups.tolist()):

@@ -1,4 +1,4 @@
-"""A service that fails, hurries us, dawdles and gossips: answers come whole, once, and the key stays ours."""
+"""The endpoint against a local HTTP service that fails in many ways: complete answers, one request each, and no leaked key."""
 
 import contextlib
 import http.server
@@ -26,10 +26,10 @@ KEY = "sk-secret-0123456789"
 
 
 class Service:
-    """An endpoint that says a prompt's last word in capitals, after the misfortunes of its script."""
+    """A service that answers with the prompt's last word in capitals, after the failures in its script."""
 
     def __init__(self):
-        self.script = []  # (status, headers, body) or a callable on the handler; one a request, then all goes well
+        self.script = []  # one failure per request: (status, headers, body), or a function of the handler
         self.requests, self.headers = [], []
         self.busy = self.most_busy = 0
         self.seconds = 0.0
@@ -42,16 +42,16 @@ class Service:
             self.headers.append(dict(handler.headers))
             self.busy += 1
             self.most_busy = max(self.most_busy, self.busy)
-            mishap = self.script.pop(0) if self.script else None
+            failure = self.script.pop(0) if self.script else None
         time.sleep(self.seconds)
         with self.lock:
             self.busy -= 1
-        if callable(mishap):
-            return mishap(handler)
-        if mishap is not None:
-            return reply(handler, *mishap)
-        said = body["messages"][-1]["content"].split()[-1].upper()
-        return reply(handler, 200, {}, json.dumps({"choices": [{"message": {"content": said}}]}))
+        if callable(failure):
+            return failure(handler)
+        if failure is not None:
+            return reply(handler, *failure)
+        text = body["messages"][-1]["content"].split()[-1].upper()
+        return reply(handler, 200, {}, json.dumps({"choices": [{"message": {"content": text}}]}))
 
 
 def reply(handler, status, headers, body):
@@ -66,11 +66,11 @@ def reply(handler, status, headers, body):
 
 @pytest.fixture
 def service(monkeypatch, tmp_path):
-    found = Service()
+    service = Service()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
-            found.answer(self)
+            service.answer(self)
 
         def log_message(self, *args):
             pass
@@ -79,7 +79,7 @@ def service(monkeypatch, tmp_path):
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     monkeypatch.setenv("RRL_TEST_KEY", KEY)
-    found.config = lambda **more: EndpointConfig(
+    service.config = lambda **more: EndpointConfig(
         **{
             "url": f"http://127.0.0.1:{server.server_port}/v1",
             "model": "m",
@@ -90,12 +90,12 @@ def service(monkeypatch, tmp_path):
         }
         | more
     )
-    yield found
+    yield service
     server.shutdown()
     server.server_close()
 
 
-def test_prompts_become_messages_and_answers_come_in_their_order(service):
+def test_prompts_are_sent_as_messages_and_answers_keep_their_order(service):
     endpoint = Endpoint(service.config(concurrency=1, temperature=0.5, answer_tokens=7))
     assert endpoint.answers([Prompt("say one", system="Be loud."), "say two"]) == ["ONE", "TWO"]
     assert service.requests[0] == {
@@ -108,21 +108,21 @@ def test_prompts_become_messages_and_answers_come_in_their_order(service):
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_whether_a_model_thinks_is_sent_where_it_is_said_and_makes_another_answer(service, thinking):
+def test_thinking_is_sent_only_if_set_and_is_part_of_the_cache_key(service, thinking):
     Endpoint(service.config()).answers(["say one"])
     Endpoint(service.config(thinking=thinking)).answers(["say one"])
-    silent, told = service.requests
-    assert "chat_template_kwargs" not in silent
-    assert told == silent | {"chat_template_kwargs": {"enable_thinking": thinking}}
+    without, with_thinking = service.requests
+    assert "chat_template_kwargs" not in without
+    assert with_thinking == without | {"chat_template_kwargs": {"enable_thinking": thinking}}
 
 
-def test_no_key_is_sent_where_there_is_none(service, monkeypatch):
+def test_no_key_is_sent_if_the_variable_is_not_set(service, monkeypatch):
     monkeypatch.delenv("RRL_TEST_KEY")
     Endpoint(service.config()).answers(["a"])
     assert "Authorization" not in service.headers[0]
 
 
-def test_equal_prompts_are_asked_once_and_so_many_at_a_time(service):
+def test_equal_prompts_are_sent_once_and_concurrency_is_limited(service):
     service.seconds = 0.05
     endpoint = Endpoint(service.config(concurrency=3))
     prompts = [f"word{i % 9}" for i in range(27)]
@@ -137,7 +137,7 @@ def drop(handler):
 
 
 @pytest.mark.parametrize(
-    "mishap",
+    "failure",
     [
         (500, {}, "down"),
         (503, {"Retry-After": "0"}, "busy"),
@@ -150,13 +150,13 @@ def drop(handler):
         drop,
     ],
 )
-def test_what_may_pass_is_tried_again(service, mishap):
-    service.script = [mishap, mishap]
+def test_transient_failures_are_retried(service, failure):
+    service.script = [failure, failure]
     assert Endpoint(service.config(time_out=1.0)).answers(["say one"]) == ["ONE"]
     assert len(service.requests) == 3
 
 
-def test_pauses_double_and_a_service_that_asks_for_time_gets_it_within_bounds(service):
+def test_backoff_doubles_and_retry_after_replaces_it_up_to_the_maximum(service):
     waited = []
     stop = types.SimpleNamespace(is_set=lambda: False, wait=waited.append)
     endpoint = Endpoint(service.config(backoff=1.0, max_backoff=5.0, retries=5))
@@ -171,7 +171,7 @@ def test_pauses_double_and_a_service_that_asks_for_time_gets_it_within_bounds(se
     assert waited == [5.0]
 
 
-def test_a_slow_service_is_given_up_and_asked_again(service):
+def test_an_attempt_that_exceeds_the_time_out_is_retried(service):
     over = threading.Event()
 
     def sleep(handler):
@@ -199,7 +199,7 @@ def test_a_slow_service_is_given_up_and_asked_again(service):
     assert answers == ["ONE"] and len(service.requests) >= 4
 
 
-def test_a_refusal_whose_reason_never_comes_is_one_all_the_same(service):
+def test_a_refusal_without_its_body_is_still_a_refusal(service):
     over = threading.Event()
 
     def dangle(handler):
@@ -214,7 +214,7 @@ def test_a_refusal_whose_reason_never_comes_is_one_all_the_same(service):
     over.set()
 
 
-def test_a_run_that_is_to_stop_does_not_wait_for_a_service_that_hangs(service):
+def test_a_stop_signal_ends_hanging_requests(service):
     over, asked = threading.Event(), threading.Barrier(2)
 
     def hang(handler):
@@ -224,19 +224,19 @@ def test_a_run_that_is_to_stop_does_not_wait_for_a_service_that_hangs(service):
 
     service.script = [hang] * 4
     with stop_requested() as stop:
-        with pytest.raises(ServiceUnavailable, match="the run is to stop"):
+        with pytest.raises(ServiceUnavailable, match="the run must stop"):
             Endpoint(service.config(time_out=60.0, concurrency=2)).answers(["a", "b", "c", "d"])
         assert stop and not over.is_set() and len(service.requests) == 2
     over.set()
 
 
-def test_the_first_failure_is_told_before_it_is_tried_again(service, caplog):
+def test_the_first_failure_of_a_call_is_logged_once(service, caplog):
     service.script = [(503, {}, "warming up")] * 2
     assert Endpoint(service.config(retries=4)).answers(["a"]) == ["A"]
     assert caplog.text.count("answered 503") == 1 and "warming up; up to 4 attempts follow" in caplog.text
 
 
-def test_an_answer_in_parts_is_their_text_and_an_empty_one_is_asked_again(service):
+def test_parts_of_an_answer_are_joined_and_an_empty_answer_is_not_cached(service):
     parts = [{"type": "text", "text": "yes, "}, {"type": "image"}, {"type": "text", "text": "1"}]
     service.script = [
         (200, {}, json.dumps({"choices": [{"message": {"content": content}}]})) for content in (parts, None)
@@ -247,18 +247,18 @@ def test_an_answer_in_parts_is_their_text_and_an_empty_one_is_asked_again(servic
 
 
 @pytest.mark.parametrize("url", ["http://", "http://127.0.0.1:port/v1", "http://ho st/v1", "https:///v1"])
-def test_an_address_without_a_host_is_refused_at_once(url):
+def test_a_url_without_a_valid_host_is_refused(url):
     with pytest.raises(UserError, match="must name a host, and a port in digits if any"):
         EndpointConfig(url=url, model="m")
 
 
-def test_an_address_that_holds_a_key_is_refused_and_not_shown():
-    with pytest.raises(UserError, match="must hold no name, password, query") as found:
+def test_a_url_that_contains_a_key_is_refused_and_not_shown():
+    with pytest.raises(UserError, match="must not contain a user name, password, query") as error:
         EndpointConfig(url=f"http://host/v1?api-key={KEY}", model="m")
-    assert KEY not in str(found.value)
+    assert KEY not in str(error.value)
 
 
-def test_a_service_that_stays_down_ends_the_call_and_the_other_prompts_with_it(service):
+def test_a_service_that_stays_down_ends_the_call_for_all_prompts(service):
     service.script = [(500, {}, "down")] * 1000
     endpoint = Endpoint(service.config(retries=2, concurrency=2))
     with pytest.raises(OSError, match=r"/v1/chat/completions answered 500 .*down \(after 3 attempts\)"):
@@ -266,7 +266,7 @@ def test_a_service_that_stays_down_ends_the_call_and_the_other_prompts_with_it(s
     assert len(service.requests) < 12
 
 
-def test_who_waits_for_a_retry_is_called_back_when_another_fails_for_good(service):
+def test_a_waiting_retry_ends_when_another_prompt_fails(service):
     later = (429, {"Retry-After": "30"}, "busy")
     service.script = [later, later, (401, {}, "no")]
     began = time.monotonic()
@@ -275,7 +275,7 @@ def test_who_waits_for_a_retry_is_called_back_when_another_fails_for_good(servic
     assert time.monotonic() - began < 25
 
 
-def test_nobody_there_is_said_with_the_address(service):
+def test_a_refused_connection_is_reported_with_the_address(service):
     with pytest.raises(
         OSError, match=r"http://127\.0\.0\.1:9/v1: URLError: .*refused.* \(after 1 attempts\)"
     ):
@@ -283,7 +283,7 @@ def test_nobody_there_is_said_with_the_address(service):
 
 
 @pytest.mark.parametrize("status", [301, 401, 403, 404])
-def test_a_refusal_of_us_is_wrong_input_and_not_repeated(service, status):
+def test_a_refused_request_is_a_user_error_and_is_not_retried(service, status):
     service.script = [(status, {"Location": "http://127.0.0.1:9/elsewhere"}, "no")]
     with pytest.raises(UserError, match=rf"answered {status} .*model='m' and the key .* RRL_TEST_KEY"):
         Endpoint(service.config()).answers(["a"])
@@ -291,26 +291,26 @@ def test_a_refusal_of_us_is_wrong_input_and_not_repeated(service, status):
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_prompt_that_is_refused_gets_no_answer_and_the_others_theirs(service, status, caplog):
+def test_a_refused_prompt_gets_no_answer_and_the_others_do(service, status, caplog):
     service.script = [(status, {}, "context length exceeded")]
     endpoint = Endpoint(service.config(concurrency=1))
     assert endpoint.replies(["a", "say two"]) == [EndpointReply(refused=True), EndpointReply("TWO")]
     assert endpoint.refused == 1 and "context length exceeded" in caplog.text
-    assert endpoint.answers(["a"]) == ["A"]  # it was not kept
+    assert endpoint.answers(["a"]) == ["A"]  # the refusal was not cached
 
 
-def test_a_service_that_refuses_every_prompt_refuses_us(service):
+def test_refusing_all_of_eight_prompts_is_a_user_error(service):
     unknown = (400, {}, "max_tokens is not supported")
     prompts = [f"say {n}" for n in range(10)]
     service.script = [unknown] * 8
-    with pytest.raises(UserError, match=r"not supported; all of 8 .*model='m', answer_tokens=1024"):
+    with pytest.raises(UserError, match=r"not supported; all 8 .*model='m', answer_tokens=1024"):
         Endpoint(service.config()).answers(prompts[:8])
     service.script = [unknown] * 7
     assert Endpoint(service.config()).answers(prompts[:7]) == [""] * 7
     endpoint = Endpoint(service.config(concurrency=1))
     assert endpoint.answers(prompts[:1]) == ["0"]
     service.script = [unknown] * 9
-    assert endpoint.answers(prompts[1:]) == [""] * 9  # it answers others
+    assert endpoint.answers(prompts[1:]) == [""] * 9  # because it has answered another prompt
 
 
 def error(code, words):
@@ -318,17 +318,19 @@ def error(code, words):
 
 
 @pytest.mark.parametrize("retries", [0, 2])
-def test_a_model_that_takes_only_max_completion_tokens_is_asked_with_that(service, retries):
+def test_max_completion_tokens_is_sent_to_a_service_that_refuses_max_tokens(service, retries):
     service.script = [error("unsupported_parameter", "max_tokens is not taken; send max_completion_tokens")]
     config = service.config(concurrency=1, retries=retries, answer_tokens=9)
     endpoint = Endpoint(config)
     assert endpoint.replies(["say one", "say two"]) == [EndpointReply("ONE"), EndpointReply("TWO")]
     limits = [{name: body[name] for name in TOKEN_LIMIT_FIELDS if name in body} for body in service.requests]
     assert limits == [{"max_tokens": 9}, {"max_completion_tokens": 9}, {"max_completion_tokens": 9}]
-    assert Endpoint(config).answers(["say one"]) == ["ONE"] and len(service.requests) == 3, "it was kept"
+    assert Endpoint(config).answers(["say one"]) == ["ONE"] and len(service.requests) == 3, (
+        "the reply was cached"
+    )
 
 
-def test_a_refused_setting_is_wrong_input_and_no_refused_prompt(service):
+def test_a_refused_setting_is_a_user_error(service):
     service.script = [error("unsupported_value", "temperature does not support 0 with this model")]
     with pytest.raises(UserError, match=r"temperature does not support 0.*model='m', temperature=0.0"):
         Endpoint(service.config()).answers(["a"])
@@ -343,7 +345,7 @@ def test_a_refused_setting_is_wrong_input_and_no_refused_prompt(service):
         {"message": {"content": "True, but"}, "finish_reason": "content_filter"},
     ],
 )
-def test_a_refusal_of_the_model_is_no_answer_and_is_not_kept(service, choice, caplog):
+def test_a_refusal_by_the_model_is_no_answer_and_is_not_cached(service, choice, caplog):
     service.script = [(200, {}, json.dumps({"choices": [choice]}))]
     endpoint = Endpoint(service.config())
     assert endpoint.replies(["a"]) == [EndpointReply(refused=True)]
@@ -351,29 +353,29 @@ def test_a_refusal_of_the_model_is_no_answer_and_is_not_kept(service, choice, ca
     assert endpoint.answers(["a"]) == ["A"]
 
 
-def test_an_answer_without_text_is_an_empty_one(service):
+def test_an_answer_without_text_is_empty(service):
     service.script = [(200, {}, '{"choices": [{"message": {"content": null}}]}')]
     assert Endpoint(service.config()).answers(["a"]) == [""]
 
 
-def test_an_answer_that_was_cut_is_known_as_one_then_and_later(service):
-    def said(ended):
+def test_a_truncated_answer_is_marked_also_in_the_cache(service):
+    def half(ended):
         choice = {"message": {"content": "half"}, "finish_reason": ended}
         return (200, {}, json.dumps({"choices": [choice]}))
 
-    service.script = [said("length"), said("stop")]
+    service.script = [half("length"), half("stop")]
     first = Endpoint(service.config(concurrency=1)).replies(["a", "b", "c"])
     assert first == [
         EndpointReply("half", truncated=True),
         EndpointReply("half"),
         EndpointReply("C"),
-    ]  # not every service says how it ended
+    ]  # some services send no finish_reason
     endpoint = Endpoint(service.config())
     assert endpoint.replies(["a", "b", "c"]) == first and endpoint.answers(["a", "b"]) == ["", "half"]
     assert len(service.requests) == 3
 
 
-def test_what_was_answered_is_never_asked_again_by_any_process(service):
+def test_other_processes_read_the_cache(service):
     config = service.config()
     Endpoint(config).answers(["say one", "say two"])
     endpoint = Endpoint(config)
@@ -388,13 +390,13 @@ def test_what_was_answered_is_never_asked_again_by_any_process(service):
 
 
 @pytest.mark.parametrize("more", [{"model": "n"}, {"answer_tokens": 3}, {"temperature": 1.0}])
-def test_another_model_or_sampling_is_another_answer(service, more):
+def test_model_and_sampling_are_part_of_the_cache_key(service, more):
     Endpoint(service.config()).answers(["a"])
     Endpoint(service.config(**more)).answers(["a"])
     assert len(service.requests) == 2
 
 
-def test_a_broken_file_of_the_cache_is_asked_anew_and_mended(service, tmp_path):
+def test_a_broken_cache_file_is_replaced(service, tmp_path):
     Endpoint(service.config()).answers(["a"])
     (file,) = (tmp_path / "answers").rglob("*.json")
     file.write_text('{"model": "m", "ans')
@@ -402,22 +404,22 @@ def test_a_broken_file_of_the_cache_is_asked_anew_and_mended(service, tmp_path):
     assert len(service.requests) == 2
 
 
-def test_a_cache_that_cannot_be_written_costs_only_what_it_would_have_saved(service, tmp_path, caplog):
+def test_a_cache_that_cannot_be_written_is_only_a_warning(service, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert Endpoint(service.config(cache=str(tmp_path / "file"))).answers(["a"]) == ["A"]
-    assert "could not be kept" in caplog.text
+    assert "cannot write to the cache" in caplog.text
 
 
 def test_the_key_is_in_no_message_log_file_or_attribute(service, caplog, tmp_path, capfd):
     caplog.set_level(logging.DEBUG)
-    gossip = f"bad key {KEY}"
+    leak = f"bad key {KEY}"
     messages = []
     for script, retries in (
-        ([(401, {}, gossip)], 0),
-        ([(500, {}, gossip)] * 3, 2),
-        ([(400, {}, gossip)], 0),
-        ([(200, {}, gossip)], 0),
-        ([(200, {}, json.dumps({"choices": [{"message": {"content": gossip}}]}))], 0),
+        ([(401, {}, leak)], 0),
+        ([(500, {}, leak)] * 3, 2),
+        ([(400, {}, leak)], 0),
+        ([(200, {}, leak)], 0),
+        ([(200, {}, json.dumps({"choices": [{"message": {"content": leak}}]}))], 0),
         ([(200, {}, "[" * 200_000)], 0),
     ):
         service.script = script
@@ -427,22 +429,22 @@ def test_the_key_is_in_no_message_log_file_or_attribute(service, caplog, tmp_pat
         except (UserError, OSError) as error:
             messages.append(f"{error!r} {error.__cause__!r} {error.__context__!r}")
         messages.append(f"{endpoint.__dict__}")
-    said = capfd.readouterr()
+    output = capfd.readouterr()
     files = [file.read_text() for file in (tmp_path / "answers").rglob("*.json")]
     assert "bad key ***" in caplog.text and "".join(messages).count("bad key ***") >= 2
-    assert KEY not in "".join([*messages, *files, caplog.text, said.out, said.err])
+    assert KEY not in "".join([*messages, *files, caplog.text, output.out, output.err])
 
 
-def test_a_refusal_is_cut_after_the_key_was_taken_out(service):
+def test_the_key_is_removed_before_a_reason_is_truncated(service):
     for padding in range(300 - len(KEY), 301):
         service.script = [(401, {}, f"{'x' * padding}{KEY} is no key")]
-        with pytest.raises(UserError) as found:
+        with pytest.raises(UserError) as error:
             Endpoint(service.config(retries=0, concurrency=1)).answers([f"prompt {padding}"])
-        assert KEY[:4] not in str(found.value)
-        assert "is no key" not in str(found.value) or padding < 300
+        assert KEY[:4] not in str(error.value)
+        assert "is no key" not in str(error.value) or padding < 300
 
 
-def test_a_service_that_asks_for_no_wait_is_asked_again_as_slowly_as_any(service):
+def test_retry_after_zero_does_not_shorten_the_backoff(service):
     service.script = [(429, {"Retry-After": "0"}, "slow down")] * 2
     begun = time.monotonic()
     assert Endpoint(service.config(backoff=0.2, retries=3)).answers(["a"]) == ["A"]
@@ -450,24 +452,24 @@ def test_a_service_that_asks_for_no_wait_is_asked_again_as_slowly_as_any(service
 
 
 @pytest.mark.parametrize("key", ["sk\nx: y", "sk-ключ"])
-def test_a_key_that_no_header_holds_is_refused_without_being_shown(service, monkeypatch, key):
+def test_a_key_that_a_header_cannot_hold_is_refused_and_not_shown(service, monkeypatch, key):
     monkeypatch.setenv("RRL_TEST_KEY", key)
-    with pytest.raises(UserError, match="RRL_TEST_KEY holds characters") as found:
+    with pytest.raises(UserError, match="RRL_TEST_KEY holds characters") as error:
         Endpoint(service.config()).answers(["a"])
-    assert key not in str(found.value) and not service.requests
+    assert key not in str(error.value) and not service.requests
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"url": "localhost:8000"}, r"url='localhost:8000' must begin with http"),
-        ({"model": ""}, "model='' names no model"),
+        ({"model": ""}, "model='' is empty"),
         ({"concurrency": 0}, "concurrency=0 must be at least 1"),
         ({"time_out": 0.0}, r"time_out=0\.0 must be above 0"),
         ({"retries": -1}, "retries=-1 must be at least 0"),
     ],
 )
-def test_wrong_settings_are_named(service, more, message):
+def test_wrong_fields_are_named(service, more, message):
     with pytest.raises(UserError, match=message):
         service.config(**more)
 
@@ -475,13 +477,13 @@ def test_wrong_settings_are_named(service, more, message):
 @pytest.mark.parametrize(
     "more", [{"key_variable": KEY}, {"key_variable": ""}, {"url": f"http://me:{KEY}@127.0.0.1:9/v1"}], ids=str
 )
-def test_a_key_that_stands_where_all_can_read_it_is_refused_without_being_shown(service, more):
-    with pytest.raises(UserError, match="environment variable") as found:
+def test_a_key_in_a_visible_field_is_refused_and_not_shown(service, more):
+    with pytest.raises(UserError, match="environment variable") as error:
         service.config(**more)
-    assert KEY not in str(found.value)
+    assert KEY not in str(error.value)
 
 
-def test_a_judge_over_it_reads_what_it_says(service):
+def test_a_model_judge_parses_the_replies_of_an_endpoint(service):
     service.script = [
         (200, {}, json.dumps({"choices": [{"message": {"content": text}}]}))
         for text in ("True", "False", "perhaps")

@@ -1,4 +1,4 @@
-"""A frozen decoder as judge: the case's own prompt, greedy, batched by the engine; and what it says, read."""
+"""A frozen decoder as judge: its prompts, batched by the engine, and the parsing of its replies."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def reader():
     return Reader(decoder, tokenizer, sizes, answer_tokens=8)
 
 
-def test_each_case_is_asked_in_its_own_words_and_read_by_itself():
+def test_each_prompt_is_sent_unchanged_and_its_reply_parsed():
     asked = []
 
     def answers(prompts):
@@ -39,20 +39,20 @@ def test_each_case_is_asked_in_its_own_words_and_read_by_itself():
     assert asked == [case.prompt for case in cases]
 
 
-def test_no_case_costs_nothing():
+def test_no_prompts_call_no_model():
     assert ModelJudge(lambda prompts: 1 / 0).grade([]) == []
 
 
-def test_the_engine_answers_cases_longer_than_its_context(reader):
+def test_prompts_longer_than_the_context_are_answered(reader):
     long = Transcript(((ENVIRONMENT, "a passage that goes on " * 100), (POLICY, "thought")))
     cases = [Thinking(QUESTION, long), Thinking(QUESTION, Transcript(((POLICY, "short"),)))]
     scores = ModelJudge(reader.answers).grade([*cases, *cases])
     assert scores[:2] == scores[2:]
-    assert len(reader.cache) == 2  # equal ones once
+    assert len(reader.cache) == 2  # equal prompts are answered once
     assert all(score is None or 0 <= score <= 1 for score in scores)
 
 
-def test_a_context_that_answers_fill_alone_is_refused():
+def test_a_context_without_room_for_a_prompt_is_refused():
     decoder, tokenizer, *_ = make_world()
-    with pytest.raises(UserError, match=r"context=64 must be at least answer_tokens=64 and 3 more"):
+    with pytest.raises(UserError, match=r"context=64 must be at least answer_tokens=64 plus 3"):
         Reader(decoder, tokenizer, EngineConfig(context=64), answer_tokens=64)

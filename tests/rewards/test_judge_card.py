@@ -1,4 +1,4 @@
-"""What a judge's folder says of itself: how it is asked, how long it may answer, and what it was trained on."""
+"""The judge card: form of the prompts, limits, and the kinds of prompts that the judge was trained on."""
 
 import pytest
 
@@ -14,20 +14,20 @@ CASE = Sufficiency(QUESTION, Transcript(((POLICY, "thought"),)))
 BARE = JudgeCard(instructions=False, context=64, answer_tokens=8, cases=("Sufficiency", "Correctness"))
 
 
-def test_a_card_is_read_as_it_was_written(tmp_path):
+def test_a_card_is_read_as_written(tmp_path):
     assert read_judge_card(tmp_path) is None
     write_judge_card(tmp_path, BARE)
     assert read_judge_card(tmp_path) == BARE
 
 
-def test_without_instructions_the_systems_turn_alone_is_left_out():
+def test_without_instructions_only_the_system_turn_is_omitted():
     assert JudgeCard().prompt_for(CASE) == CASE.prompt and CASE.prompt.system
     asked = BARE.prompt_for(CASE)
     assert not asked.system and asked.user_message == CASE.prompt.user_message
     assert BARE.prompt_for(Correctness(QUESTION, "x")) == Correctness(QUESTION, "x").prompt
 
 
-def test_a_judge_is_asked_as_its_card_says():
+def test_the_card_determines_the_form_of_prompts():
     asked = []
 
     def answers(prompts):
@@ -38,15 +38,15 @@ def test_a_judge_is_asked_as_its_card_says():
     assert [prompt.system for prompt in asked] == ["", CASE.prompt.system]
 
 
-def test_a_kind_of_case_that_it_was_not_trained_on_is_refused():
-    with pytest.raises(UserError, match=r"trained on Sufficiency, Correctness alone.*asked for Validation"):
+def test_a_kind_of_prompt_that_the_judge_was_not_trained_on_is_refused():
+    with pytest.raises(UserError, match=r"trained only on Sufficiency, Correctness .*asked for Validation"):
         ModelJudge(lambda prompts: 1 / 0, BARE).grade([Validation(QUESTION, "x")])
 
 
 @pytest.mark.parametrize(
     "text", ["[1", '{"instruction": true}', '{"context": "long"}', '{"answer_tokens": 0}']
 )
-def test_a_card_that_cannot_be_read_is_named(tmp_path, text):
+def test_a_broken_card_is_named(tmp_path, text):
     (tmp_path / FILE).write_text(text)
     with pytest.raises(UserError, match=FILE if "0" not in text else "answer_tokens=0"):
         read_judge_card(tmp_path)

@@ -1,4 +1,4 @@
-"""What judges are asked, in the papers' words, and how their answers are read."""
+"""Judge prompts in the papers' words, and the parsing of replies."""
 
 import hashlib
 
@@ -36,7 +36,7 @@ TOLD = Transcript(
 )
 
 
-def test_sufficiency_shows_question_gold_answer_and_all_that_was_thought_and_found():
+def test_sufficiency_prompt_has_question_gold_answer_and_transcript():
     prompt = Sufficiency(QUESTION, TOLD).prompt
     assert prompt.system == SUFFICIENCY_SYSTEM
     assert "Who directed Silver Harbour?" in prompt.user and "Marta Velikov or M. Velikov" in prompt.user
@@ -44,7 +44,7 @@ def test_sufficiency_shows_question_gold_answer_and_all_that_was_thought_and_fou
     assert "directed by Marta" in prompt.body
 
 
-def test_thinking_shows_what_was_found_the_question_and_the_thoughts_and_no_gold_answer():
+def test_thinking_prompt_has_documents_question_and_reasoning_but_no_gold_answer():
     case = Thinking(Question("q", "Who?", ("The Gold",)), TOLD)
     assert case.prompt.system == THINKING_SYSTEM
     assert "directed by Marta" in case.prompt.body and "Search the film" not in case.prompt.body
@@ -52,7 +52,7 @@ def test_thinking_shows_what_was_found_the_question_and_the_thoughts_and_no_gold
     assert "The Gold" not in case.prompt.user_message
 
 
-def test_the_printed_prompts_are_word_for_word_those_of_the_papers():
+def test_prompts_have_the_words_of_the_papers_figures():
     # Figures 11, 12, 13 of TIRESRAG-R1 and A.4 of R2AG: phrases of each, as printed
     for phrase in (
         "Sufficient Context To The Given Answer: 1 IF the CONTEXT is sufficient to infer the ANSWER to the question and 0",
@@ -66,7 +66,7 @@ def test_the_printed_prompts_are_word_for_word_those_of_the_papers():
     assert "A single float-type score from {0.0, 0.1, 0.2, ..., 1.0}." in THINKING_SYSTEM
     assert "fully aligns with the meaning and key information of the Golden Answer" in CORRECTNESS_TEMPLATE
     assert 'Validation: ["Correct"] or Validation: ["Wrong"]' in VALIDATION_SYSTEM
-    # all words: sha256 of the figures with single spaces and straight quotes, without the hashes of Figure 11's headings
+    # sha256 of the figures' words with single spaces and straight quotes, without the # of Figure 11's headings
     figures = [SUFFICIENCY_SYSTEM, THINKING_SYSTEM, CORRECTNESS_TEMPLATE, VALIDATION_SYSTEM]
     words = [
         " ".join(word for word in text.split() if word != "###" or text == VALIDATION_SYSTEM)
@@ -80,7 +80,7 @@ def test_the_printed_prompts_are_word_for_word_those_of_the_papers():
     ]
 
 
-def test_correctness_and_validation_show_question_gold_and_prediction():
+def test_correctness_and_validation_prompts_have_question_gold_and_prediction():
     said = Correctness(QUESTION, "Velikov {x}").prompt.user_message
     assert "Question: Who directed Silver Harbour?\nGolden Answer: Marta Velikov or M. Velikov" in said
     assert said.endswith("Predicted Answer: Velikov {x}")
@@ -88,7 +88,7 @@ def test_correctness_and_validation_show_question_gold_and_prediction():
     assert prompt.system == VALIDATION_SYSTEM and 'Student\'s Answer: "Velikov"' in prompt.user_message
 
 
-def test_relevance_shows_question_and_documents():
+def test_relevance_prompt_has_question_and_documents():
     prompt = Relevance(QUESTION, (Passage("0", "A", "first"), Passage("1", "B", "second"))).prompt
     assert "Silver Harbour" in prompt.user
     assert prompt.body == "(Title: A) first\n(Title: B) second"
@@ -115,7 +115,7 @@ def test_relevance_shows_question_and_documents():
         ("", None),
     ],
 )
-def test_sufficiency_is_read_from_its_json(text, score):
+def test_sufficiency_is_parsed_from_json(text, score):
     assert Sufficiency(QUESTION, TOLD).parse(text) == score
 
 
@@ -173,7 +173,7 @@ def test_sufficiency_is_read_from_its_json(text, score):
         ("", None),
     ],
 )
-def test_scores_are_read_in_tenths(text, score):
+def test_scores_are_parsed_in_tenths(text, score):
     assert parse_tenths(text) == score
     assert Thinking(QUESTION, TOLD).parse(text) == Relevance(QUESTION, ()).parse(text) == score
 
@@ -202,7 +202,7 @@ def test_scores_are_read_in_tenths(text, score):
         ("", None),
     ],
 )
-def test_correctness_is_true_or_false(text, score):
+def test_correctness_is_parsed_from_true_or_false(text, score):
     assert Correctness(QUESTION, "x").parse(text) == score
 
 
@@ -215,14 +215,14 @@ def test_correctness_is_true_or_false(text, score):
         ("Correct", None),
     ],
 )
-def test_validation_is_read_in_its_form(text, score):
+def test_validation_is_parsed_from_its_form(text, score):
     assert Validation(QUESTION, "x").parse(text) == score
 
 
 @pytest.mark.parametrize(
     ("reply", "em", "f1"),
     [
-        ('["It was her", "M. Velikov"]', 1.0, 1.0),  # the best of several
+        ('["It was her", "M. Velikov"]', 1.0, 1.0),  # the best of several counts
         ('Short: ["Marta Danes"]', 0.0, 0.5),
         ("[]", 0.0, 0.0),
         ('<think>["Marta Velikov"]</think>["Ivo Danes"]', 0.0, 0.0),
@@ -230,10 +230,10 @@ def test_validation_is_read_in_its_form(text, score):
         ('["Marta Velikov"', None, None),
     ],
 )
-def test_short_answers_are_scored_by_the_forms_that_were_listed(reply, em, f1):
+def test_short_answers_are_scored_from_the_listed_answers(reply, em, f1):
     long = "It was Marta Velikov who directed it."
     cases = [ShortAnswer(QUESTION, long, name) for name in ("em", "f1")]
-    assert cases[0].prompt == cases[1].prompt  # asked once
+    assert cases[0].prompt == cases[1].prompt  # so a model answers it once
     assert QUESTION.text in cases[0].prompt.user_message and long in cases[0].prompt.user_message
     assert [case.parse(reply) for case in cases] == [em, f1]
 
@@ -248,7 +248,7 @@ def test_short_answers_are_scored_by_the_forms_that_were_listed(reply, em, f1):
         "<think>True?</think>\n\nSorry, but I can't rate this 1.0.",
     ],
 )
-def test_a_refusal_is_no_verdict_and_no_score(text):
+def test_a_refusal_has_neither_verdict_nor_score(text):
     assert parse_verdict(text) is parse_tenths(text) is None
 
 
@@ -261,5 +261,5 @@ def test_a_refusal_is_no_verdict_and_no_score(text):
         ("No, I can't", 0.0),
     ],
 )
-def test_a_verdict_in_words_that_refusals_use_is_one(text, verdict):
+def test_a_verdict_that_resembles_a_refusal_is_parsed(text, verdict):
     assert parse_verdict(text) == verdict

@@ -1,4 +1,4 @@
-"""The judge of a run, from its config: three kinds, each with its section, its identity and its refusals."""
+"""The judge of a run, from its config: three kinds with their sections, identities and error messages."""
 
 import pathlib
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def test_one_word_names_a_judge():
+def test_judge_sections_from_one_word():
     kinds = {word: judge_sections(word)["judge"] for word in ("oracle", "some/folder", "https://x/v1")}
     assert kinds == {
         "oracle": {"kind": "oracle", "folder": ""},
@@ -49,12 +49,12 @@ def test_one_word_names_a_judge():
 
 
 @pytest.mark.parametrize("judge", ["oracle", "some/folder", ""])
-def test_a_services_model_beside_another_judge_is_refused(judge):
+def test_judge_model_without_a_service_is_refused(judge):
     with pytest.raises(UserError, match=rf"judge_model='m' names a service's model, but judge='{judge}'"):
         judge_sections(judge, "m")
 
 
-def test_the_card_of_a_folder_says_how_it_is_asked_and_is_part_of_what_it_is(folder):
+def test_the_judge_card_sets_limits_and_is_part_of_the_identity(folder):
     plain = JudgeSettings.parse(judge_sections(folder))
     assert (plain.judge.answer_tokens, plain.rollout.context) == (1024, 8192)
     before = plain.identity()
@@ -78,7 +78,7 @@ def test_an_oracle_needs_gold_passages_of_every_question():
         load({"judge": {"kind": "oracle"}}, (KNOWN, UNKNOWN))
 
 
-def test_a_model_is_loaded_from_its_folder_and_answers(folder):
+def test_a_model_judge_is_loaded_from_its_folder(folder):
     values = {
         "judge": {"kind": "model", "folder": folder, "answer_tokens": 4},
         "judge_rollout": {"rows": 2, "context": 64, "wake_threshold": 2, "prefill_tokens": 32},
@@ -91,7 +91,7 @@ def test_a_model_is_loaded_from_its_folder_and_answers(folder):
     assert identity["kind"] == "model" and len(identity["folder"]) == 64 and identity["context"] == 64
 
 
-def test_a_service_is_known_by_its_model_and_not_by_its_address():
+def test_identity_of_a_service_is_its_model_not_its_address():
     elsewhere = ENDPOINT | {"judge_endpoint": {"url": "https://elsewhere/v1", "model": "m", "retries": 9}}
     other = ENDPOINT | {"judge_endpoint": {"url": "https://elsewhere/v1", "model": "n"}}
     one, same, another = (JudgeSettings.parse(v).identity() for v in (ENDPOINT, elsewhere, other))
@@ -107,14 +107,14 @@ def test_a_service_is_known_by_its_model_and_not_by_its_address():
             r"^judge\.kind='human' is unknown; choose one of oracle, model, endpoint",
         ),
         ({"judge": {"kind": "endpoint"}}, r"^judge_endpoint\.url='' must begin with http"),
-        (ENDPOINT | {"judge_endpoint": {"url": "http://x"}}, r"^judge_endpoint\.model='' names no model"),
+        (ENDPOINT | {"judge_endpoint": {"url": "http://x"}}, r"^judge_endpoint\.model='' is empty"),
         (
             {"judge": {"folder": "models/x"}},
-            r"^judge\.folder='models/x' goes with judge\.kind=model, not oracle",
+            r"^judge\.folder='models/x' needs judge\.kind=model, not oracle",
         ),
         (
             {"judge": {"thinking": True}},
-            r"^judge\.thinking=True goes with judge\.kind=model, not oracle; a service",
+            r"^judge\.thinking=True needs judge\.kind=model, not oracle; for a service set judge_endpoint.thinking",
         ),
         ({"judge": {"answer_tokens": 0}}, r"^judge\.answer_tokens=0 must be at least 1"),
         (
@@ -129,6 +129,6 @@ def test_a_wrong_field_is_named(values, message):
         JudgeSettings.parse(values)
 
 
-def test_a_model_that_is_not_there_is_named():
+def test_a_missing_model_folder_is_named():
     with pytest.raises(UserError, match=r"judge\.folder='nowhere'"):
         JudgeSettings.parse({"judge": {"kind": "model", "folder": "nowhere"}}).check()

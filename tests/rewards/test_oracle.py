@@ -1,4 +1,4 @@
-"""The oracle knows the built-in world's truth: its expert is found perfect, and what is wrong with others is seen."""
+"""The oracle on the built-in world: the scripted expert gets full scores, faulty reasoning gets lower ones."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def grade(case):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_expert_is_sufficient_and_thinks_perfectly(kind):
+def test_expert_gets_full_sufficiency_and_thinking_scores(kind):
     wiki = generate("train", 0, 200)
     by_title = {passage.title: passage for passage in wiki.passages}
     for item in wiki.questions(kind, 10, 0):
@@ -58,7 +58,7 @@ def test_the_expert_is_sufficient_and_thinks_perfectly(kind):
     ("titles", "score"),
     [((), 0.0), (("Silver Harbour",), 0.0), (("Marta Velikov", "Elsewhere", "Silver Harbour"), 1.0)],
 )
-def test_enough_was_found_when_every_gold_passage_was(titles, score):
+def test_sufficiency_is_one_if_all_gold_passages_were_found(titles, score):
     assert grade(Sufficiency(QUESTION, told(titles=titles))) == score
 
 
@@ -66,22 +66,22 @@ def test_enough_was_found_when_every_gold_passage_was(titles, score):
     ("thought", "score"),
     [
         ("The director of Silver Harbour is Marta Velikov.", 1.0),
-        ("The film Silver Harbour is known.", 0.5),  # half of the chain
+        ("The film Silver Harbour is known.", 0.5),  # half of the chain is named
         (
             "The director of Silver Harbour is Marta Velikov, or Edda Tolvik.",
             0.7,
-        ),  # two of six names are invented
-        ("The director of Silver Harbour is Marta Velikov, since 1960.", 0.8),  # a year that nobody said
+        ),  # two of six names are not grounded
+        ("The director of Silver Harbour is Marta Velikov, since 1960.", 0.8),  # a year from no document
         ("So it is clear.", 0.0),
         ("", 0.0),
     ],
 )
-def test_thinking_names_the_chain_and_nothing_that_was_not_read(thought, score):
+def test_thinking_is_chain_coverage_times_groundedness(thought, score):
     segments = ((POLICY, "<think> Search."), (ENVIRONMENT, FOUND), (POLICY, thought))
     assert grade(Thinking(QUESTION, told(*segments))) == score
 
 
-def test_what_is_found_later_supports_no_earlier_thought():
+def test_a_later_document_does_not_ground_an_earlier_claim():
     thought = (POLICY, "It must be Marta Velikov.")
     assert groundedness(QUESTION, told((ENVIRONMENT, FOUND), thought)) == 1.0
     assert groundedness(QUESTION, told(thought, (ENVIRONMENT, FOUND))) == 0.0
@@ -90,7 +90,7 @@ def test_what_is_found_later_supports_no_earlier_thought():
 @pytest.mark.parametrize(
     ("titles", "score"), [((), 0.0), (("Elsewhere",), 0.0), (("Silver Harbour", "Elsewhere"), 0.5)]
 )
-def test_relevance_is_the_share_of_gold_and_adds_up_to_the_recall(titles, score):
+def test_relevance_is_the_fraction_of_gold_passages(titles, score):
     shown = tuple(Passage(str(i), title, "text") for i, title in enumerate(titles))
     assert grade(Relevance(QUESTION, shown)) == score
     steps = [("Marta Velikov", "x"), ("Silver Harbour",)]
@@ -98,13 +98,13 @@ def test_relevance_is_the_share_of_gold_and_adds_up_to_the_recall(titles, score)
     assert sum(scores) == 1.0
 
 
-def test_titles_are_the_same_whatever_their_case_and_space():
+def test_titles_match_regardless_of_case_and_space():
     found = told((POLICY, ""), titles=("silver  harbour ", "MARTA VELIKOV"))
     assert grade(Sufficiency(QUESTION, found)) == 1
     assert grade(Relevance(QUESTION, [Passage("1", " Silver harbour", "x")])) == 0.5
 
 
-def test_an_answer_is_right_where_it_covers_the_gold_one():
+def test_correctness_is_cover_exact_match():
     assert grade(Correctness(QUESTION, "It is Ivo Danes.")) == grade(Validation(QUESTION, "Ivo Danes")) == 1.0
     assert grade(Correctness(QUESTION, "Danes")) == 0.0
 
@@ -114,7 +114,7 @@ def test_a_question_without_gold_passages_is_refused():
         Oracle().grade([Sufficiency(Question("q", "Who?", ("x",)), told())])
 
 
-def test_the_oracle_takes_a_short_answer_as_it_stands():
+def test_oracle_scores_the_unchanged_short_answer():
     assert grade(ShortAnswer(QUESTION, "Ivo Danes", "em")) == 1
     assert grade(ShortAnswer(QUESTION, "It is Ivo Danes", "em")) == 0
     assert grade(ShortAnswer(QUESTION, "Ivo Tolvik", "f1")) == 0.5

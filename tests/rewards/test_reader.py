@@ -1,4 +1,4 @@
-"""The frozen reader: greedy, remembered, and safe with evidence of any length."""
+"""The frozen reader: greedy, cached, and correct for prompts of any length."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ def reader():
     return Reader(Decoder(config, rngs=nnx.Rngs(0)), tokenizer, settings, answer_tokens=6)
 
 
-def test_equal_prompts_get_equal_answers_and_are_asked_once(reader):
+def test_equal_prompts_are_answered_once(reader):
     runs = []
     run = reader.engine.run
     reader.engine.run = lambda *args, **kwargs: runs.append(len(args[1])) or run(*args, **kwargs)
@@ -39,16 +39,16 @@ def test_equal_prompts_get_equal_answers_and_are_asked_once(reader):
     assert runs == [2, 1]
 
 
-def test_a_prompt_longer_than_the_context_is_cut_at_its_front_and_told_once(reader, caplog):
+def test_a_prompt_longer_than_the_context_is_truncated_at_its_front_with_one_warning(reader, caplog):
     (answer, _) = reader.answers(["evidence " * 200, "short"])
     assert isinstance(answer, str)
     reader.answers(["evidence " * 300])
     assert reader.truncated == 2
     (told,) = [record.getMessage() for record in caplog.records if record.name == "rrl.rewards.reader"]
-    assert told.startswith("1 of 2 prompts are longer than the context of 64 tokens")
+    assert told.startswith("1 of 2 prompts exceed the model's context of 64 tokens")
 
 
-def test_memory_keeps_the_latest(reader, monkeypatch):
+def test_cache_keeps_the_latest_answers(reader, monkeypatch):
     monkeypatch.setattr(reader, "cache_size", 2)
     prompts = [f"question {i}" for i in range(5)]
     latest = reader.answers(prompts)[3:]
@@ -58,15 +58,15 @@ def test_memory_keeps_the_latest(reader, monkeypatch):
     assert reader.answers(prompts[3:]) == latest and not asked
 
 
-def test_memory_holds_no_prompts(reader):
+def test_cache_holds_no_prompts(reader):
     reader.cache.clear()
     reader.answers([Prompt("who? ", "evidence " * 200), "who? " + "evidence " * 200])
     assert len(reader.cache) == 2 and all(len(key) == 32 for key in reader.cache)
 
 
-def test_a_judges_answer_that_was_cut_is_none(reader):
+def test_a_truncated_answer_is_empty_if_completeness_is_required(reader):
     asked = ["who?", "where?"]
-    assert all(reader.answers(asked))  # random weights: they end where the limit is
+    assert all(reader.answers(asked))  # random weights: all answers reach the token limit
     reader.cache.clear()
     reader.require_complete = True
     try:
@@ -83,11 +83,11 @@ def answered(text, prompt=""):
 
 
 CHOICE = "{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<nothing>{% endif %}"
-"""As Qwen3's template: the variable that is not there means that it thinks."""
+"""Like Qwen3's template: a missing variable means that the model thinks."""
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_a_model_that_may_think_first_does_so_only_where_it_is_to(reader, monkeypatch, thinking):
+def test_the_thinking_switch_reaches_the_chat_template(reader, monkeypatch, thinking):
     monkeypatch.setattr(reader.engine.tokenizer, "chat_template", CHOICE)
     monkeypatch.setattr(reader, "thinking", thinking)
     asked = []
@@ -103,7 +103,7 @@ def test_a_model_that_may_think_first_does_so_only_where_it_is_to(reader, monkey
 
 
 @pytest.mark.parametrize(("said", "answer"), [("It was Bo.</think>\n\nBo", "Bo"), ("It was", ""), ("", "")])
-def test_a_thought_that_the_template_opened_is_no_part_of_an_answer(reader, monkeypatch, said, answer):
+def test_a_thought_opened_by_the_template_is_not_part_of_the_answer(reader, monkeypatch, said, answer):
     reader.cache.clear()
     monkeypatch.setattr(reader.engine, "run", lambda *_: [answered(said, "assistant\n<think>\n")])
     assert reader.answers(["who?"]) == [answer]
@@ -114,18 +114,18 @@ def test_a_thought_that_the_template_opened_is_no_part_of_an_answer(reader, monk
     ("said", "answer"),
     [("<think>It was Bo.</think>\n\nBo", "Bo"), ("<think>It was", ""), (" Bo ", "Bo")],
 )
-def test_a_thought_is_no_part_of_an_answer(reader, monkeypatch, said, answer):
+def test_a_thought_is_not_part_of_the_answer(reader, monkeypatch, said, answer):
     reader.cache.clear()
     monkeypatch.setattr(reader.engine, "run", lambda *_: [answered(said)])
     assert reader.answers(["who?"]) == [answer]
     reader.cache.clear()
 
 
-def test_no_prompts_cost_nothing(reader):
+def test_no_prompts_run_no_engine(reader):
     assert reader.answers([]) == []
 
 
-def test_a_text_that_broke_off_as_not_finite_is_no_answer(reader):
+def test_non_finite_logits_give_an_empty_answer(reader):
     asked, params = ["who?", "where?"], reader.params
     assert all(reader.answers(asked))
     reader.cache.clear()

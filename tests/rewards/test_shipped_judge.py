@@ -1,4 +1,4 @@
-"""The judge in `assets/`: as small as it may be, and of the oracle's mind more often than whoever knew nothing would be."""
+"""The judge in `assets/` is small and agrees with the oracle more often than the majority verdict does."""
 
 import pathlib
 import re
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "assets" / "miniwiki-judge"
 
 
-def test_it_is_the_one_that_the_docs_tell_of_and_small():
+def test_shipped_judge_is_the_documented_one_and_small():
     table = re.search(
         r"`assets/miniwiki-judge` .*`([0-9a-f]{12})` \|", (ROOT / "docs" / "training.md").read_text()
     )
@@ -25,7 +25,7 @@ def test_it_is_the_one_that_the_docs_tell_of_and_small():
 
 
 @pytest.mark.slow
-def test_it_agrees_with_the_oracle_more_often_than_one_verdict_for_all():
+def test_shipped_judge_beats_the_majority_verdict():
     sections = judge_sections(str(FOLDER))
     sections["judge_rollout"]["rows"] = 16
     settings = JudgeSettings.parse(sections)

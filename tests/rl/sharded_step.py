@@ -20,10 +20,10 @@ from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, init_optimizer, make_optimizer, split_trained
 from rrl.rl.update import Updater
 
-# 97 tokens, 2 kv heads: sizes that some meshes do not divide.
+# 97 tokens and 2 kv heads: sizes that are not multiples of some mesh axes.
 SHAPE = DecoderConfig(vocab_size=97, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24)
 OBJECTIVE = ObjectiveConfig(kl_coef=0.1, row_lengths=(64,), microbatch_tokens=512)
-# Plain steps, so that parameters differ as much as gradients do; Adam divides by their size, however small.
+# SGD, so that parameters differ as much as gradients do; Adam would normalise even tiny gradients.
 OPTIMIZER = OptimConfig(name="sgd", lr=1.0, total_steps=10)
 
 
@@ -49,7 +49,7 @@ def parameters(seed):
 
 
 def step(mesh):
-    """Two updates on a mesh; None: on one device. Returns parameters and the metrics of each."""
+    """Takes two updates on a mesh (None: one device). Returns the parameters and the metrics of both."""
     graph, params, fixed = parameters(0)
     _, reference, _ = parameters(1)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""Advantages without a critic against hand calculation and independent implementations."""
+"""Advantages without a critic equal hand calculations and independent implementations."""
 
 import functools
 import statistics
@@ -18,7 +18,7 @@ from rrl.rl.advantages import (
 )
 
 
-def test_equals_python_statistics_group_by_group():
+def test_group_normalize_equals_python_statistics():
     rng = np.random.default_rng(0)
     groups = rng.permutation(np.repeat(np.arange(6), 5))
     rewards = rng.normal(size=30)
@@ -30,21 +30,21 @@ def test_equals_python_statistics_group_by_group():
         np.testing.assert_allclose(found[groups == group], wanted, rtol=1e-5)
 
 
-def test_population_std_and_no_scaling():
+def test_group_normalize_with_population_std_and_without_scaling():
     rewards, groups = np.array([0.0, 1.0]), np.zeros(2, int)
     np.testing.assert_allclose(group_normalize(rewards, groups, unbiased=False), [-1, 1], rtol=1e-5)
     np.testing.assert_allclose(group_normalize(rewards, groups, scale=False), [-0.5, 0.5])
 
 
 @pytest.mark.parametrize("rewards", [[0.7], [0.7, 0.7, 0.7]])
-def test_a_group_without_spread_has_no_advantage(rewards):
+def test_a_group_with_equal_rewards_has_advantage_0(rewards):
     found = group_normalize(np.array(rewards), np.zeros(len(rewards), int))
     np.testing.assert_allclose(found, 0, atol=1e-6)
     assert low_spread(np.array(rewards), np.zeros(len(rewards), int)).all()
 
 
 @pytest.mark.parametrize(("most", "low"), [(0.0, [3]), (0.4, [3, 7]), (1.0, [3, 5, 7])])
-def test_low_spread_is_told_group_by_group(most, low):
+def test_low_spread_is_decided_per_group(most, low):
     groups = np.array([3, 5, 3, 5, 7, 7])
     found = low_spread(np.array([1.0, 0.0, 1.0, 1.0, 0.2, 0.6]), groups, most)
     assert found.tolist() == np.isin(groups, low).tolist()
@@ -59,7 +59,7 @@ def drawn(seed, count=12):
 
 
 @given(st.integers(0, 2**31))
-def test_leave_one_out_is_a_loop_over_the_others(seed):
+def test_leave_one_out_equals_a_loop_over_the_other_samples(seed):
     rewards, groups = drawn(seed)
     for i, found in enumerate(leave_one_out(rewards, groups)):
         others = [r for j, r in enumerate(rewards) if groups[j] == groups[i] and j != i]
@@ -68,7 +68,7 @@ def test_leave_one_out_is_a_loop_over_the_others(seed):
 
 
 @given(st.integers(0, 2**31), numbers)
-def test_baselines_of_a_group_do_not_see_what_is_added_to_all_of_it(seed, shift):
+def test_group_baselines_are_invariant_to_a_shift_of_the_group(seed, shift):
     rewards, groups = drawn(seed)
     for estimate in (leave_one_out, functools.partial(group_normalize, scale=False)):
         np.testing.assert_allclose(
@@ -84,7 +84,7 @@ def test_dr_grpo_and_leave_one_out_differ_by_n_over_n_minus_1():
 
 
 @given(st.integers(0, 2**31), st.booleans())
-def test_over_the_batch_is_whitening_of_trajectories_of_one_token(seed, baseline):
+def test_batch_normalize_equals_whitening_one_token_trajectories(seed, baseline):
     rewards, groups = drawn(seed)
     centred = group_normalize(rewards, groups, scale=False) if baseline else rewards
     wanted = np.concatenate(whiten(list(centred[:, None]), [np.array([True])] * len(rewards)))
@@ -93,13 +93,13 @@ def test_over_the_batch_is_whitening_of_trajectories_of_one_token(seed, baseline
 
 
 @pytest.mark.parametrize("baseline", [False, True])
-def test_a_batch_without_spread_has_no_advantage(baseline):
+def test_a_batch_with_equal_rewards_has_advantage_0(baseline):
     found = batch_normalize(np.full(6, 0.7), np.arange(6) // 2, baseline=baseline)
     np.testing.assert_allclose(found, 0, atol=1e-6)
 
 
 @given(st.integers(0, 2**31))
-def test_penalties_count_from_the_token_to_the_end_of_its_own_trajectory(seed):
+def test_penalties_are_summed_from_the_token_to_the_end_of_its_trajectory(seed):
     rng = np.random.default_rng(seed)
     penalties = [rng.normal(size=n) for n in (3, 1, 5)]
     rewards = rng.normal(size=3)
@@ -111,7 +111,7 @@ def test_penalties_count_from_the_token_to_the_end_of_its_own_trajectory(seed):
 
 
 @given(st.integers(0, 2**31), st.floats(-100, 100))
-def test_whitened_policy_tokens_have_mean_0_and_deviation_1_whatever_stands_elsewhere(seed, noise):
+def test_whitened_policy_tokens_have_mean_0_and_std_1_whatever_other_tokens_hold(seed, noise):
     rng = np.random.default_rng(seed)
     masks = [np.array([False, True, True, False]), np.array([True, True])]
     values = [rng.normal(size=4), rng.normal(size=2)]
@@ -131,8 +131,8 @@ def test_whitening_may_keep_the_mean():
     np.testing.assert_allclose(found[0], [1, 3], rtol=1e-6)
 
 
-def test_reinforce_plus_plus_is_the_whitened_return_of_rewards_less_kl():
-    # Two trajectories, rewards 1 and 0, beta·k1 of 0.1 a policy token: returns 0.8, 0.9 and -0.1; mean 0.5333.
+def test_reinforce_plus_plus_whitens_the_return_of_rewards_minus_kl():
+    # Two trajectories, rewards 1 and 0, beta·k1 = 0.1 per policy token: returns 0.8, 0.9 and -0.1; mean 0.5333.
     masks = [np.array([False, True, True]), np.array([False, True])]
     found = whiten(subtract_penalty_to_go(np.array([1.0, 0.0]), [0.1 * m for m in masks]), masks)
     np.testing.assert_allclose(np.concatenate(found), [0, 0.59299945, 0.81537425, 0, -1.4083737], rtol=1e-5)

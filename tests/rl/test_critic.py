@@ -1,4 +1,4 @@
-"""The critic: advantages of packed rows are those of each trajectory alone, and values learn from policy tokens only."""
+"""The critic: packing does not change advantages, and values are trained on policy tokens only."""
 
 import dataclasses
 import statistics
@@ -35,7 +35,7 @@ PENALTIES = [0.1 * np.random.default_rng(t.request).random(len(t.tokens)) for t 
 
 
 def model() -> ValueModel:
-    """Random numbers everywhere, the output included, drawn without compiling anything."""
+    """A value model with random parameters, including the output, drawn without compiling anything."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: ValueModel(SHAPE, rngs=nnx.Rngs(0))))
     draws = np.random.default_rng(0)
     return nnx.merge(
@@ -45,7 +45,7 @@ def model() -> ValueModel:
 
 @pytest.fixture(scope="module")
 def alone():
-    """The value after each token of each trajectory, unpacked."""
+    """The value after each token of each trajectory, computed without packing."""
     width = max(len(t.tokens) for t in TRAJECTORIES)
     tokens = np.array([np.pad(t.tokens, (0, width - len(t.tokens))) for t in TRAJECTORIES])
     positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
@@ -53,11 +53,11 @@ def alone():
 
 
 @pytest.mark.parametrize("objective", [OBJECTIVE, SPLIT], ids=["one length", "two lengths"])
-def test_advantages_are_gae_by_loops_on_each_trajectory_alone(alone, objective):
+def test_advantages_equal_loops_over_each_trajectory(alone, objective):
     critic, state = make_critic(model(), CONFIG, objective)
     found = critic.estimate(state, TRAJECTORIES, PENALTIES)
     for row, (t, own) in enumerate(zip(TRAJECTORIES, OWN, strict=True)):
-        value = {s: float(alone[row, s - 1]) for s in own}  # of the state before the token
+        value = {s: float(alone[row, s - 1]) for s in own}  # V of the state before the token
         advantage, following = 0.0, 0.0
         for s in reversed(own):
             reward = -PENALTIES[row][s] + (t.rewards["total"] if s == own[-1] else 0.0)
@@ -68,12 +68,12 @@ def test_advantages_are_gae_by_loops_on_each_trajectory_alone(alone, objective):
             np.testing.assert_allclose(found.values[row][s], value[s], atol=1e-5)
 
 
-def test_streams_give_the_same_values_from_threads_of_their_own(monkeypatch):
+def test_parallel_microbatches_give_the_same_values_from_several_threads(monkeypatch):
     monkeypatch.setattr("rrl.parallel.threads.available_cores", lambda: 2)
     found, names = [], set[str]()
-    for streams in (1, 2):
+    for parallel in (1, 2):
         critic, state = make_critic(
-            model(), CONFIG, dataclasses.replace(SPLIT, parallel_microbatches=streams)
+            model(), CONFIG, dataclasses.replace(SPLIT, parallel_microbatches=parallel)
         )
         program = critic._estimate.program
 
@@ -83,13 +83,13 @@ def test_streams_give_the_same_values_from_threads_of_their_own(monkeypatch):
 
         critic._estimate.program = watched
         found.append(critic.estimate(state, TRAJECTORIES))
-    assert names == {"MainThread", "rrl-stream"}
+    assert names == {"MainThread", "rrl-microbatch"}
     for one, other in zip(found[0].values, found[1].values, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def two_contexts():
-    """A trajectory whose two contexts are the first two of `TRAJECTORIES`, and where its second one starts."""
+    """A trajectory whose contexts are the first two of `TRAJECTORIES`, and the start of the second context."""
     first, second = TRAJECTORIES[0], TRAJECTORIES[1]
     names = ("tokens", "roles", "logps", "sampled_logps", "turns")
     joined = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in names}
@@ -98,8 +98,8 @@ def two_contexts():
     return dataclasses.replace(first, **joined, starts=(0, size), turn_rewards={0: 0.8, 1: 2.0}), size
 
 
-def test_each_step_of_an_episode_with_several_contexts_is_a_sample_of_its_own(alone):
-    # R3-RAG (SPEC.md 6): gamma = lambda = 1 within a step, and no reward of one step reaches another
+def test_each_context_is_a_separate_episode_by_default(alone):
+    # R3-RAG (SPEC.md 6): gamma = lambda = 1 within a step, and a reward does not reach other steps.
     one, size = two_contexts()
     critic, state = make_critic(model(), CriticConfig(SGD), OBJECTIVE)
     (found,) = critic.estimate(state, [one]).advantages
@@ -108,8 +108,8 @@ def test_each_step_of_an_episode_with_several_contexts_is_a_sample_of_its_own(al
             np.testing.assert_allclose(found[start + s], reward - alone[row, s - 1], atol=1e-5)
 
 
-def test_across_contexts_a_step_answers_for_those_after_it(alone):
-    # R3-RAG, Eq. 8: the rewards of later steps are taken into account
+def test_across_contexts_a_step_is_credited_with_later_rewards(alone):
+    # R3-RAG, Eq. 8: rewards of later steps count.
     one, size = two_contexts()
     critic, state = make_critic(model(), dataclasses.replace(CONFIG, across_contexts=True), OBJECTIVE)
     found = critic.estimate(state, [one, TRAJECTORIES[2]])
@@ -124,7 +124,7 @@ def test_across_contexts_a_step_answers_for_those_after_it(alone):
     np.testing.assert_allclose(found.advantages[1], single, atol=1e-6)
 
 
-def test_any_split_into_microbatches_gives_the_same_step_and_its_metrics_are_those_of_before():
+def test_any_split_into_microbatches_gives_the_same_step_and_metrics_of_the_old_values():
     after = []
     for objective in (OBJECTIVE, SPLIT):
         critic, state = make_critic(model(), CONFIG, objective)
@@ -143,7 +143,7 @@ def test_any_split_into_microbatches_gives_the_same_step_and_its_metrics_are_tho
     np.testing.assert_allclose(first["loss"], statistics.mean(e * e / 2 for e in errors), rtol=1e-4)
 
 
-def test_values_come_to_explain_the_returns():
+def test_explained_variance_rises_in_training():
     adam = OptimConfig(lr=3e-2, total_steps=100)
     critic, state = make_critic(model(), CriticConfig(adam, clip=None, epochs=2, minibatches=2), OBJECTIVE)
     explained = []
@@ -153,10 +153,10 @@ def test_values_come_to_explain_the_returns():
     assert explained[0] < 0.2 < 0.6 < explained[-1]
 
 
-def test_the_shares_of_a_batch_hold_about_as_many_tokens_each(monkeypatch):
+def test_minibatches_have_about_equally_many_tokens(monkeypatch):
     ordered = sorted(
         TRAJECTORIES, key=lambda t: len(t.tokens)
-    )  # in halves of this order all the long ones share one
+    )  # halves of this order would put all long ones into one minibatch
     critic, state = make_critic(model(), dataclasses.replace(CONFIG, minibatches=2), OBJECTIVE)
     sizes, step = [], critic.accumulator.step
 
@@ -171,7 +171,7 @@ def test_the_shares_of_a_batch_hold_about_as_many_tokens_each(monkeypatch):
     assert abs(sizes[0] - sizes[1]) <= max(lengths) < sum(lengths[4:]) - sum(lengths[:4])
 
 
-def test_a_mesh_gives_the_estimate_and_the_step_of_one_device():
+def test_a_mesh_gives_the_same_estimate_and_step_as_one_device():
     found = []
     for mesh in (None, make_mesh(2, 2, 2)):
         critic = model()
@@ -186,7 +186,7 @@ def test_a_mesh_gives_the_estimate_and_the_step_of_one_device():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1_over_policy_tokens_and_tell_what_they_had():
+def test_whitened_advantages_have_mean_0_and_std_1_and_report_the_std_before():
     critic, state = make_critic(model(), CONFIG, dataclasses.replace(OBJECTIVE, whiten=True))
     white = critic.estimate(state, TRAJECTORIES)
     critic.objective = OBJECTIVE
@@ -203,7 +203,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_policy_tokens_and_
 @pytest.mark.parametrize(
     "wrong", [{"discount": 1.5}, {"gae_lambda": -0.1}, {"clip": -1.0}, {"epochs": 0}], ids=str
 )
-def test_a_wrong_field_is_named_with_its_value(wrong):
+def test_an_invalid_field_is_named_with_its_value(wrong):
     ((field, value),) = wrong.items()
     with pytest.raises(UserError, match=rf"critic\.{field}={value}"):
         CriticConfig(SGD, **wrong)

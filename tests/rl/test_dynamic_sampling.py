@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups with spread are kept, no more than wanted, in a bounded number of rounds."""
+"""Dynamic sampling selects groups with different rewards, at most the target, in a bounded number of rounds."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from rrl.rl.dynamic_sampling import DynamicSampling
 
 
 def one_round(state, spread, first=0):
-    """Asks groups of two, some of which have spread."""
+    """Adds a round of groups of two; `spread` says which groups have different rewards."""
     names = np.arange(first, first + len(spread))
     rewards = np.array([[0.0, 1.0 if differs else 0.0] for differs in spread])
     return state.after(rewards.ravel(), np.repeat(names, 2))
@@ -21,7 +21,7 @@ def test_two_rounds_by_hand():
         DynamicSampling(target_groups=3, max_rounds=5), [True, False, False, True, False, False]
     )
     assert (state.selected, state.done) == ((0, 3), False)
-    assert state.next_round == 3  # one is missing and one in three has spread
+    assert state.next_round == 3  # one group is missing, and one in three was selected
     state = one_round(state, [True, True, False], first=6)
     assert (state.selected, state.done, state.next_round, state.rounds, state.sampled) == (
         (0, 3, 6),
@@ -32,7 +32,7 @@ def test_two_rounds_by_hand():
     )
 
 
-def test_groups_that_shall_not_be_learned_from_are_asked_for_again_whatever_their_spread():
+def test_left_out_groups_are_replaced_whatever_their_rewards():
     rewards, groups = np.array([0.0, 1.0, 0.0, 1.0, 0.0, 0.0]), np.repeat([0, 1, 2], 2)
     state = DynamicSampling(target_groups=2, max_rounds=5).after(rewards, groups, left_out=groups == 0)
     assert (state.selected, state.done, state.sampled) == ((1,), False, 3)
@@ -43,9 +43,7 @@ def test_groups_that_shall_not_be_learned_from_are_asked_for_again_whatever_thei
     st.integers(1, 4),
     st.lists(st.lists(st.booleans(), min_size=1, max_size=8), min_size=4, max_size=4),
 )
-def test_rounds_are_bounded_and_kept_groups_are_the_first_that_have_spread(
-    target_groups, max_rounds, spreads
-):
+def test_rounds_are_bounded_and_the_first_groups_with_spread_are_selected(target_groups, max_rounds, spreads):
     state, first, informative = DynamicSampling(target_groups, max_rounds), 0, []
     while not state.done:
         spread = spreads[state.rounds][: state.next_round]
@@ -57,13 +55,13 @@ def test_rounds_are_bounded_and_kept_groups_are_the_first_that_have_spread(
     assert list(state.selected) == informative[:target_groups]
 
 
-def test_a_policy_that_never_succeeds_ends_with_what_there_is():
+def test_sampling_ends_although_the_policy_never_succeeds():
     state = DynamicSampling(target_groups=2, max_rounds=2)
     assert state.next_round == 2
     state = one_round(one_round(state, [False, False]), [False, False], first=2)
     assert state.done and state.selected == ()
 
 
-def test_nothing_wanted_is_refused():
+def test_a_target_of_0_groups_is_refused():
     with pytest.raises(UserError, match="target_groups=0 must be at least 1"):
         DynamicSampling(target_groups=0)

@@ -1,4 +1,4 @@
-"""GAE over policy tokens of packed rows, against loops written from the formula, and what must never change it."""
+"""GAE over policy tokens of packed rows equals loops written from the formula; observations do not affect it."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ seeds = st.integers(0, 2**31 - 1)
 
 
 def by_hand(rewards, values, policy, discount, gae_lambda):
-    """A trajectory's advantages by Schulman et al. 2016, Eqs. 11 and 16, as sums over its own policy tokens."""
+    """A trajectory's advantages by Schulman et al. 2016, Eqs. 11 and 16, as sums over its policy tokens."""
     at = [t for t, own in enumerate(policy) if own]
     out = [0.0] * len(policy)
     for i, t in enumerate(at):
@@ -31,8 +31,8 @@ def draw(seed, *shape):
 
 @settings(deadline=None, max_examples=40)
 @given(seeds, st.lists(roles, min_size=2, max_size=2), st.integers(1, LENGTH - 1))
-def test_equals_loops_over_each_trajectory_alone_however_rows_are_packed(seed, policy, cut):
-    # Row 0 holds two trajectories, split at `cut`; row 1 one, with padding behind it.
+def test_gae_equals_loops_over_each_trajectory_for_any_packing(seed, policy, cut):
+    # Row 0 has two trajectories, split at `cut`; row 1 has one, followed by padding.
     rewards, values = draw(seed, 2, LENGTH)
     policy = np.array(policy)
     segments = np.ones((2, LENGTH), int)
@@ -65,7 +65,7 @@ def test_values_and_rewards_at_observations_never_change_an_advantage(seed, othe
 
 @settings(deadline=None, max_examples=30)
 @given(seeds, st.integers(0, LENGTH - 4), st.integers(1, 4))
-def test_the_length_of_an_observation_costs_no_discount(seed, place, length):
+def test_observations_are_not_discounted(seed, place, length):
     (rewards, values), policy = draw(seed, 1, LENGTH), np.ones((1, LENGTH), bool)
     without = np.delete(np.arange(LENGTH), np.s_[place : place + length])
     policy[:, place : place + length] = False
@@ -75,8 +75,8 @@ def test_the_length_of_an_observation_costs_no_discount(seed, place, length):
     np.testing.assert_allclose(longer[:, without], gae(*kept, discount=0.5, gae_lambda=0.5)[0], atol=1e-6)
 
 
-def test_without_discount_the_return_is_the_reward_still_to_come():
-    # R-Search: gamma = lambda = 1 (SPEC.md 6): A = R - V whatever the values between.
+def test_without_discount_the_return_is_the_sum_of_later_rewards():
+    # R-Search: gamma = lambda = 1 (SPEC.md 6), so A = R - V, independent of the values in between.
     rewards, values = np.array([[0, 1, 0, 2, 0]], np.float32), np.array([[9, 3, -1, 4, 2]], np.float32)
     policy = np.array([[False, True, True, True, False]])
     advantages, returns = gae(rewards, values, policy, np.ones((1, 5), int))
@@ -84,13 +84,13 @@ def test_without_discount_the_return_is_the_reward_still_to_come():
     np.testing.assert_allclose(advantages, [[0, 0, 3, -2, 0]], atol=1e-6)
 
 
-def test_steps_of_r3_rag_are_samples_of_their_own_or_the_time_of_eq_8():
-    # Its default: three steps of one episode as three segments, each with its own reward on its last token.
+def test_r3_rags_steps_as_segments_and_as_time_steps_of_eq_8():
+    # R3-RAG's default: three steps of one episode are three segments, each with its reward on its last token.
     segments = np.array([[1, 1, 2, 2, 3, 3]])
     rewards, values = np.array([[0, 0.8, 0, -1, 0, 2]], np.float32), np.full((1, 6), 0.5, np.float32)
     advantages, _ = gae(rewards, values, segments > 0, segments)
     np.testing.assert_allclose(advantages, [[0.3, 0.3, -1.5, -1.5, 1.5, 1.5]], atol=1e-6)
-    # Eq. 8 over steps: entries are steps, the segment is the episode; delta = 0.8 and -1 and 1.5 with V = 0.5.
+    # Eq. 8: entries are steps and the segment is the episode; delta = 0.8, -1 and 1.5 with V = 0.5.
     steps = gae(
         np.array([[0.8, -1, 2]]),
         np.full((1, 3), 0.5),

@@ -1,4 +1,4 @@
-"""Chunked log-probabilities equal the plain way, values and gradients."""
+"""Chunked log-probabilities and their gradients equal those of whole logits."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ B, T, D, V = 3, 37, 8, 50
 
 
 class TinyModel:
-    """A running mean of embeddings and a head; enough to have a gradient everywhere."""
+    """A running mean of embeddings and a head, so that every parameter has a gradient."""
 
     def __init__(self, params):
         self.params = params
@@ -57,7 +57,7 @@ def model_and_batch():
 
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize("chunk", [1, 12, 30, 10_000])
-def test_chunked_equals_plain(model_and_batch, chunk, remat):
+def test_chunked_scores_equal_those_of_whole_logits(model_and_batch, chunk, remat):
     params, batch = model_and_batch
     scores = jax.jit(
         lambda p: token_logprobs(
@@ -72,7 +72,7 @@ def test_chunked_equals_plain(model_and_batch, chunk, remat):
 
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize("chunk", [12, 10_000])
-def test_gradient_of_chunked_equals_gradient_of_plain(model_and_batch, chunk, remat):
+def test_chunked_gradients_equal_those_of_whole_logits(model_and_batch, chunk, remat):
     params, batch = model_and_batch
     weights = jax.random.normal(jax.random.key(5), (2, B, T))
 
@@ -113,7 +113,7 @@ def test_logits_of_the_whole_batch_never_exist():
     assert memory(True) < 4 * rows * length * vocabulary / 4 < memory(False)
 
 
-def test_a_chunk_holds_as_many_positions_as_its_logits_have_room_for():
+def test_chunk_size_follows_from_the_memory_of_its_logits():
     assert [chunk_positions(size) for size in (500, 128_256, 151_936, 10**7)] == [2048, 640, 512, 128]
     assert chunk_positions(151_936, shares=4) == 2048
 
@@ -128,7 +128,7 @@ def gradient(params, graph, batch, remat):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_over_a_mesh_a_recomputed_heads_gradient_is_that_of_one_device(tied):
+def test_the_heads_gradient_with_remat_is_the_same_on_a_mesh(tied):
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 32, "rope_theta": 1e4, "rms_norm_eps": 1e-6}
     sizes |= {"model_type": "llama", "tie_word_embeddings": tied, "max_position_embeddings": 64}
@@ -142,14 +142,17 @@ def test_over_a_mesh_a_recomputed_heads_gradient_is_that_of_one_device(tied):
     mesh = make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):
         spread = gradient(shard(params, mesh), graph, batch, True)
-    for found in (alone, spread):  # sums of large terms may cancel: rounding goes by an array's size
+    for found in (
+        alone,
+        spread,
+    ):  # sums of large terms may cancel, so the tolerance depends on an array's magnitude
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * abs(b).max()), found, plain
         )
 
 
 def choices(program):
-    """What each `cond` of a program does where its condition does not hold, and where it does."""
+    """The (false, true) branches of each `cond` in a program."""
     for step in program.eqns:
         if step.primitive.name == "cond":
             yield step.params["branches"]
@@ -164,7 +167,7 @@ def makes(branch, shape):
 
 
 def test_a_chunk_without_a_target_does_not_touch_the_heads_gradient(model_and_batch):
-    """The gradient is summed in place: no array of its size is made where there is nothing to add."""
+    """The gradient is summed in place: a chunk without a target makes no array of its size."""
     params, batch = model_and_batch
 
     def loss(p):

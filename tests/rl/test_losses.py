@@ -1,4 +1,4 @@
-"""Policy objective and KL: values by hand, properties, and gradients."""
+"""Policy losses and KL estimates: values by hand, properties, and gradients."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_the_clip_bounds_the_gain_but_never_the_loss():
     assert clipped.tolist() == [[1.0, 0.0, 0.0, 1.0]]
 
 
-def test_on_policy_the_gradient_is_that_of_reinforce():
+def test_the_on_policy_gradient_equals_reinforce():
     logp = jnp.asarray([[-1.0, -2.0, -0.1]])
     advantage = jnp.asarray([[0.3, -2.0, 1.0]])
     grad = jax.grad(lambda x: clipped_objective(x, logp, advantage)[0].sum())(logp)
@@ -49,7 +49,7 @@ def test_k3_is_unbiased_and_never_negative():
 
 @settings(deadline=None, max_examples=60)
 @given(logs, logs, st.floats(-3, 3, width=32), st.sampled_from([None, 1.5, 3.0]))
-def test_the_objective_equals_the_formula_with_and_without_dual_clip(logp, old, advantage, dual):
+def test_the_clipped_objective_equals_the_formula_with_and_without_dual_clip(logp, old, advantage, dual):
     loss, ratio, _ = clipped_objective(
         *(jnp.array([[x]], jnp.float32) for x in (logp, old, advantage)),
         clip_low=0.2,
@@ -64,7 +64,7 @@ def test_the_objective_equals_the_formula_with_and_without_dual_clip(logp, old, 
     np.testing.assert_allclose(float(ratio[0, 0]), r, rtol=1e-4)
 
 
-def test_the_dual_clip_bounds_what_a_bad_token_costs_and_then_its_gradient_is_gone():
+def test_the_dual_clip_bounds_the_loss_and_its_gradient_is_0_there():
     def loss(logp, dual):
         return clipped_objective(logp, jnp.zeros((1, 3)), jnp.array([[-1.0, -1, 1]]), dual_clip=dual)
 
@@ -76,7 +76,7 @@ def test_the_dual_clip_bounds_what_a_bad_token_costs_and_then_its_gradient_is_go
     np.testing.assert_allclose(gradient, [[2.0, 0, 0]], rtol=1e-6)
 
 
-def test_each_kl_estimate_by_hand():
+def test_kl_estimates_equal_hand_calculations():
     policy, reference = jnp.log(jnp.array([[0.5]])), jnp.log(jnp.array([[0.25]]))
     for name, wanted in {"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": 0.5 - 1 + math.log(2)}.items():
         np.testing.assert_allclose(kl_estimate(policy, reference, name), [[wanted]], rtol=1e-6)
@@ -84,7 +84,7 @@ def test_each_kl_estimate_by_hand():
         kl_estimate(policy, reference, "k4")
 
 
-def test_of_the_kl_estimates_as_losses_k1_has_no_gradient_and_k2_that_of_the_kl():
+def test_as_losses_k1_has_no_gradient_on_average_and_k2_has_that_of_the_kl():
     # Expectations over the whole distribution, on policy: sum of pi(a) times the gradient of the estimate at a.
     rng = np.random.default_rng(1)
     logits, reference = jnp.array(rng.normal(size=6)), jnp.log(jnp.array(rng.dirichlet(np.ones(6))))
@@ -101,14 +101,14 @@ def test_of_the_kl_estimates_as_losses_k1_has_no_gradient_and_k2_that_of_the_kl(
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
-def test_a_policy_that_is_its_reference_has_no_kl(name):
+def test_the_kl_from_an_equal_reference_is_0(name):
     logp = jnp.array([[-0.1, -3.0]])
     assert not kl_estimate(logp, logp, name).any()
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.floats(-90, 0, width=32), st.floats(-90, 0, width=32), st.floats(1, 5))
-def test_importance_is_the_bounded_ratio_and_carries_no_gradient(logp, sampled, most):
+def test_importance_is_the_capped_ratio_without_gradient(logp, sampled, most):
     value, grad = jax.value_and_grad(lambda x: truncated_importance(x, jnp.float32(sampled), most))(
         jnp.float32(logp)
     )
@@ -118,7 +118,7 @@ def test_importance_is_the_bounded_ratio_and_carries_no_gradient(logp, sampled, 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**31), st.integers(1, 8))
-def test_the_weighted_mean_of_each_aggregation_is_that_of_loops(seed, sequences):
+def test_each_aggregation_equals_loops(seed, sequences):
     rng = np.random.default_rng(seed)
     losses = [rng.normal(size=rng.integers(1, 6)) for _ in range(sequences)]
     groups = rng.integers(0, 3, sequences)
@@ -140,7 +140,7 @@ def test_the_weighted_mean_of_each_aggregation_is_that_of_loops(seed, sequences)
         np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
 
 
-def test_weights_by_aggregation():
+def test_weights_of_each_aggregation():
     counts = np.array([2, 4])
     weights, total = sequence_weights(counts, "token_mean")
     assert weights.tolist() == [1, 1]

@@ -1,4 +1,4 @@
-"""The policy's loss: the default is GRPO as it stands in the papers, and each option adds what its formula says."""
+"""The policy loss: the default is the papers' GRPO, and each option equals its formula."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ def loss_of(config, values, mask):
 
 
 def by_hand(config, values, mask):
-    """The formulas, token by token in plain Python."""
+    """The formulas in plain Python, token by token."""
     total = 0.0
     for place in zip(*np.nonzero(mask), strict=True):
         v = {name: float(array[place]) for name, array in values.items()}
@@ -62,7 +62,7 @@ def by_hand(config, values, mask):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equals_the_formulas_token_by_token(name):
+def test_the_loss_equals_the_formulas_token_by_token(name):
     config, values = dataclasses.replace(DEFAULT, **OPTIONS[name]), arrays()
     mask = np.random.default_rng(1).random((ROWS, LENGTH)) < 0.6
     value, sums = loss_of(config, values, mask)
@@ -70,8 +70,8 @@ def test_equals_the_formulas_token_by_token(name):
     assert set(sums) == set(config.sums) and float(sums["tokens"]) == mask.sum()
 
 
-def test_the_default_is_bit_for_bit_grpo_with_k3():
-    # What R-Search trains with, written in the order in which floats are added and multiplied.
+def test_the_default_equals_grpo_with_k3_bit_for_bit():
+    # R-Search's loss, with the same order of floating-point operations.
     values, mask = {name: jnp.array(x) for name, x in arrays(2).items()}, jnp.ones((ROWS, LENGTH), bool)
 
     def grpo(logp):
@@ -89,7 +89,7 @@ def test_the_default_is_bit_for_bit_grpo_with_k3():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_nothing_outside_the_policys_tokens_is_read(name):
+def test_only_policy_tokens_are_read(name):
     config, values = dataclasses.replace(DEFAULT, **OPTIONS[name]), arrays()
     mask = np.arange(LENGTH) % 2 == np.zeros((ROWS, 1))
     moved = {n: np.where(mask, x, 3.0).astype(np.float32) for n, x in values.items()}
@@ -116,7 +116,7 @@ def test_nothing_outside_the_policys_tokens_is_read(name):
     ],
     ids=str,
 )
-def test_a_wrong_field_is_named_with_its_value(wrong):
+def test_an_invalid_field_is_named_with_its_value(wrong):
     ((field, value),) = wrong.items()
     with pytest.raises(UserError, match=rf"objective\.{field}={value!r}"):
         ObjectiveConfig(**wrong)

@@ -1,4 +1,4 @@
-"""Optimisers: schedules, Muon on stacked layers, updates that are not finite."""
+"""Optimisers: schedules, Muon on stacked layers, and skipped updates."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def stacked_params():
     return {"embedding": jax.random.normal(jax.random.key(9), (20, 8)), "layers": layers}
 
 
-def test_rsearch_warm_up_of_095_rises_for_95_percent_of_the_run():
+def test_a_warm_up_ratio_of_095_rises_for_95_percent_of_the_steps():
     rate = make_schedule(OptimConfig(lr=1e-6, warmup_ratio=0.95, total_steps=100))
     rates = np.array([rate(s) for s in range(100)])
     assert np.all(np.diff(rates[:95]) > 0)
@@ -40,20 +40,20 @@ def test_rsearch_warm_up_of_095_rises_for_95_percent_of_the_run():
     np.testing.assert_allclose(rates[0], 1e-6 / 95, rtol=1e-6)
 
 
-def test_cosine_ends_at_the_final_ratio():
+def test_the_cosine_schedule_ends_at_the_final_ratio():
     rate = make_schedule(
         OptimConfig(lr=1.0, schedule="cosine", warmup_steps=10, total_steps=110, final_ratio=0.1)
     )
     np.testing.assert_allclose([rate(9), rate(60), rate(110)], [1.0, 0.55, 0.1], rtol=1e-5)
 
 
-def test_linear_falls_evenly():
+def test_the_linear_schedule_falls_linearly():
     rate = make_schedule(OptimConfig(lr=1.0, schedule="linear", total_steps=10))
     np.testing.assert_allclose([rate(s) for s in range(11)], 1 - np.arange(11) / 10, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["q", "o", "gate"])
-def test_muon_orthogonalises_each_layer_by_itself(name):
+def test_muon_orthogonalises_each_layer_separately(name):
     params = stacked_params()
     config = OptimConfig(name="muon", lr=1.0, clip_norm=None)
     optimizer = make_optimizer(config)
@@ -62,7 +62,7 @@ def test_muon_orthogonalises_each_layer_by_itself(name):
     matrices = {"q": (8, 8), "o": (8, 8), "gate": (8, 16)}
     for layer in updates["layers"][name]:
         values = np.linalg.svd(np.asarray(layer).reshape(matrices[name]), compute_uv=False)
-        # Five Newton-Schulz steps bring singular values near 1 (Jordan et al.: 0.7 to 1.2); 0.2 sqrt(fan) sets the RMS.
+        # Five Newton-Schulz steps bring the singular values near 1 (Jordan et al.: 0.7 to 1.2); 0.2 sqrt(fan) sets the RMS.
         scale = 0.2 * max(matrices[name]) ** 0.5
         assert values.max() < 1.35 * scale and np.median(values) > 0.6 * scale
 
@@ -77,7 +77,7 @@ def test_muon_leaves_embeddings_norms_and_biases_to_adam():
     muon = make_optimizer(OptimConfig(name="muon", lr=1.0, adam_lr=0.1, clip_norm=None))
     adam = optax.adamw(
         0.1, b2=0.95, weight_decay=0.0, nesterov=True
-    )  # optax's Muon has Nesterov's Adam beside it
+    )  # optax's Muon uses Adam with Nesterov momentum for the other parameters
     by_muon, _ = muon.update(grads, muon.init(params), params)
     by_adam, _ = adam.update(grads, adam.init(params), params)
     np.testing.assert_allclose(by_muon["embedding"], by_adam["embedding"], rtol=1e-4)
@@ -96,7 +96,7 @@ def test_weight_decay_is_on_matrices_only(name):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_update_with_a_gradient_that_is_not_finite_is_skipped_and_counted(bad):
+def test_an_update_with_a_non_finite_gradient_is_skipped_and_counted(bad):
     params = stacked_params()
     optimizer = make_optimizer(OptimConfig(name="adamw", lr=0.1))
     good = jax.tree.map(jnp.ones_like, params)
@@ -112,7 +112,7 @@ def test_update_with_a_gradient_that_is_not_finite_is_skipped_and_counted(bad):
     assert [taken_updates(state) for state in (once, after, last)] == [1, 1, 2]
 
 
-def test_adamw_is_optax_adamw():
+def test_adamw_equals_optax_adamw():
     params, grads = {"layers": {"gate": jnp.ones((1, 2, 2))}}, {"layers": {"gate": jnp.full((1, 2, 2), 0.3)}}
     ours = make_optimizer(OptimConfig(name="adamw", lr=0.01, b2=0.95, clip_norm=None))
     theirs = optax.adamw(0.01, b2=0.95, weight_decay=0.0)
@@ -135,10 +135,10 @@ def test_adamw_is_optax_adamw():
         ({"clip_norm": -1.0}, ["optim.clip_norm=-1.0", "at least 0"]),
         ({"adam_lr": -1.0}, ["optim.adam_lr=-1.0", "at least 0"]),
         ({"eps": float("nan")}, ["optim.eps=nan", "at least 0"]),
-        ({"frozen": ("[",)}, ["optim.frozen", "'['", "no regular expression"]),
+        ({"frozen": ("[",)}, ["optim.frozen", "'['", "not a regular expression"]),
     ],
 )
-def test_wrong_settings_are_refused(fields, words):
+def test_invalid_fields_are_refused(fields, words):
     with pytest.raises(UserError) as error:
         OptimConfig(**fields)
     assert all(w in str(error.value) for w in words)
@@ -161,7 +161,7 @@ class Toy(nnx.Module):
         (True, ("^embedding$", "lora_a"), {"q_lora_b"}),
     ],
 )
-def test_adapters_alone_are_trained_where_there_are_any_and_nothing_frozen_is(adapters, frozen, trained):
+def test_only_adapters_are_trained_if_there_are_any_and_frozen_parameters_never(adapters, frozen, trained):
     toy = Toy(adapters)
     graph, params, fixed = split_trained(toy, frozen)
     assert {path[0] for path, _ in nnx.to_flat_state(params)} == trained
@@ -170,16 +170,16 @@ def test_adapters_alone_are_trained_where_there_are_any_and_nothing_frozen_is(ad
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(toy))
 
 
-def test_a_frozen_pattern_without_a_parameter_is_refused():
+def test_a_frozen_pattern_that_matches_nothing_is_refused():
     with pytest.raises(
-        UserError, match=r"optim.frozen=\['head'\] match no parameter; there are embedding, q"
+        UserError, match=r"optim.frozen=\['head'\] match no parameter; the parameters are embedding, q"
     ):
         split_trained(Toy(), ("embedding", "head"))
 
 
-def test_the_running_mean_is_the_mean():
+def test_the_running_mean_equals_the_mean():
     trees = [{"a": jnp.arange(3.0) * i, "b": {"c": jnp.float32(i) ** 2}} for i in range(1, 6)]
-    mean = jax.tree.map(jnp.ones_like, trees[0])  # counts for nothing
+    mean = jax.tree.map(jnp.ones_like, trees[0])  # has no weight in the mean
     for count, tree in enumerate(trees, 1):
         mean = running_mean(mean, tree, count)
     np.testing.assert_allclose(mean["a"], np.arange(3) * 3, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""DAPO's soft punishment of long outputs against its printed formula."""
+"""DAPO's soft penalty for long outputs equals the paper's formula."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,8 @@ from rrl.errors import UserError
 from rrl.rl.overlong import overlong_penalty
 
 
-def test_long_outputs_are_punished_as_dapo_says():
-    # Eq. 13 with L_max = 100 and L_cache = 20, piece by piece
+def test_the_penalty_equals_dapos_eq_13():
+    # Eq. 13 with L_max = 100 and L_cache = 20, case by case
     def by_hand(length):
         return 0.0 if length <= 80 else (80 - length) / 20 if length <= 100 else -1.0
 

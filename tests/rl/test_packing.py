@@ -1,4 +1,4 @@
-"""Packing keeps every token, keeps sequences apart and wastes little."""
+"""Packing keeps every token, separates sequences, and wastes little space."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def sequences(sizes, seed=0):
 
 @settings(deadline=None, max_examples=60)
 @given(lengths)
-def test_every_sequence_is_found_again_with_its_side_arrays(sizes):
+def test_unpacking_returns_every_sequence_with_its_per_token_arrays(sizes):
     tokens, loss, values = sequences(sizes)
     packed = pack(tokens, loss, LENGTH, extras={"advantage": values})
     batch = packed.batch
@@ -43,7 +43,7 @@ def test_every_sequence_is_found_again_with_its_side_arrays(sizes):
 
 @settings(deadline=None, max_examples=60)
 @given(lengths)
-def test_segments_are_whole_and_counted_from_one_in_each_row(sizes):
+def test_segments_are_contiguous_and_numbered_from_1_in_each_row(sizes):
     tokens, loss, _ = sequences(sizes)
     batch = pack(tokens, loss, LENGTH).batch
     assert (batch.segment_ids > 0).sum() == sum(sizes)
@@ -62,7 +62,7 @@ def test_segments_are_whole_and_counted_from_one_in_each_row(sizes):
 
 @settings(deadline=None, max_examples=60)
 @given(lengths, st.integers(0, 5))
-def test_number_of_rows_depends_on_the_lengths_alone_and_is_near_the_bound(sizes, seed):
+def test_the_number_of_rows_depends_only_on_the_lengths_and_is_near_the_bound(sizes, seed):
     order = np.random.default_rng(seed).permutation(len(sizes))
     counts = {first_fit_decreasing(np.array(s), LENGTH)[2] for s in (sizes, [sizes[i] for i in order])}
     assert len(counts) == 1
@@ -74,7 +74,7 @@ def test_number_of_rows_depends_on_the_lengths_alone_and_is_near_the_bound(sizes
 
 
 @given(lengths, st.integers(1, 9))
-def test_shares_hold_every_item_once_and_differ_by_no_more_than_the_largest(sizes, count):
+def test_even_shares_hold_every_item_once_and_differ_by_at_most_the_largest_item(sizes, count):
     found = even_shares(np.array(sizes), count)
     assert sorted(np.concatenate(found).tolist()) == list(range(len(sizes)))
     assert len(found) == min(count, len(sizes)) and all(len(share) for share in found)
@@ -82,14 +82,14 @@ def test_shares_hold_every_item_once_and_differ_by_no_more_than_the_largest(size
     assert max(sums) - min(sums) <= max(sizes)
 
 
-def test_rows_are_rounded_up_and_padded():
+def test_the_number_of_rows_is_rounded_up_and_padded():
     tokens, loss, _ = sequences([24, 20, 3])
     assert pack(tokens, loss, LENGTH, multiple=4).batch.tokens.shape == (4, LENGTH)
     assert pack(tokens, loss, LENGTH, rows=5).batch.tokens.shape == (5, LENGTH)
     assert pack([], [], LENGTH, multiple=2).batch.tokens.shape == (2, LENGTH)
 
 
-def test_too_long_is_refused_cut_or_dropped():
+def test_a_sequence_that_is_too_long_is_refused_cut_or_dropped():
     tokens, loss, _ = sequences([30, 5])
     with pytest.raises(UserError, match=r"sequence 0 has 30 tokens, more than row_length=24"):
         pack(tokens, loss, LENGTH)
@@ -99,13 +99,13 @@ def test_too_long_is_refused_cut_or_dropped():
     assert dropped.row.tolist() == [-1, 0] and (dropped.batch.segment_ids > 0).sum() == 5
 
 
-def test_more_than_the_rows_is_refused():
+def test_sequences_that_do_not_fit_in_the_rows_are_refused():
     tokens, loss, _ = sequences([24, 24])
     with pytest.raises(UserError, match="rows=1"):
         pack(tokens, loss, LENGTH, rows=1)
 
 
-def test_taking_row_minus_one_gives_padding():
+def test_take_rows_gives_padding_for_row_minus_1():
     tokens, loss, values = sequences([24, 20])
     batch = take_rows(pack(tokens, loss, LENGTH, extras={"a": values}).batch, np.array([1, -1]))
     assert batch.tokens[0].any() and not batch.segment_ids[1].any() and not batch.extras["a"][1].any()
@@ -113,7 +113,7 @@ def test_taking_row_minus_one_gives_padding():
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=30))
-def test_buckets_hold_every_sequence_once_and_give_its_values_back(sizes):
+def test_buckets_hold_every_sequence_once_and_unpack_its_values(sizes):
     tokens, loss, values = sequences(sizes)
     buckets = pack_buckets(tokens, loss, (6, 12, 24), (4, 2, 1), extras={"advantage": values})
     assert {b.tokens.shape for b in buckets.batches} <= {(4, 6), (2, 12), (1, 24)}

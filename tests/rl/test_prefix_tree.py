@@ -1,4 +1,4 @@
-"""Contexts in a row as one tree: what the policy wrote is predicted from what it saw, and learned from as if each stood alone."""
+"""Prefix trees: each token sees exactly its context, and sharing a prefix does not change the update."""
 
 import dataclasses
 
@@ -27,20 +27,20 @@ APART = ObjectiveConfig(row_lengths=(96,), microbatch_tokens=192, kl_coef=0.1)
 SHARED = dataclasses.replace(APART, share_prefixes=True)
 SGD = OptimConfig(name="sgd", lr=0.1, b1=0.0, clip_norm=None, total_steps=10)
 TAIL = 52
-"""Ends a prompt, as the chat's turn does: no prompt is a prefix of the next one."""
+"""Last token of each prompt, like a chat template's; so no prompt is a prefix of the next one."""
 
 
-def episode(seed, steps, said=5, found=9):
-    """Each step reads the question, all that was said and found before, and the tail."""
+def episode(seed, steps, outputs=5, passages=9):
+    """Each step's prompt is the question, all earlier outputs and passages, and the tail."""
     draws = np.random.default_rng(seed)
     history = draws.integers(0, TAIL, 6)
     tokens, roles, starts = [], [], []
     for _ in range(steps):
         starts.append(sum(map(len, tokens)))
-        wrote = draws.integers(0, TAIL, said)
+        wrote = draws.integers(0, TAIL, outputs)
         tokens += [history, [TAIL], wrote]
-        roles += [[PROMPT] * (len(history) + 1), [POLICY] * said]
-        history = np.concatenate([history, wrote, draws.integers(0, TAIL, found)])
+        roles += [[PROMPT] * (len(history) + 1), [POLICY] * outputs]
+        history = np.concatenate([history, wrote, draws.integers(0, TAIL, passages)])
     return made(seed, np.concatenate(tokens), np.concatenate(roles), tuple(starts))
 
 
@@ -71,19 +71,19 @@ EPISODES = [episode(seed, steps) for seed, steps in enumerate((1, 2, 4, 3))]
 
 
 def seen(tokens, tree, column):
-    """The tokens that a column sees, by the mask."""
+    """The tokens that a column attends to, by the mask, and their positions."""
     branch = tree.branches[column]
     left = [c for c in range(column + 1) if tree.branches[c] in (0, branch)]
     return tokens[tree.tokens[left]].tolist(), tree.positions[left].tolist()
 
 
-def group(seed, samples, said, prompt=12):
-    """Samples of one prompt, of different lengths."""
+def group(seed, samples, outputs, prompt=12):
+    """Samples of one prompt, with different lengths."""
     draws = np.random.default_rng(seed)
     asked = np.concatenate([draws.integers(0, TAIL, prompt - 1), [TAIL]])
     found = []
     for place in range(samples):
-        wrote = draws.integers(0, TAIL, said + place)
+        wrote = draws.integers(0, TAIL, outputs + place)
         roles = np.array([PROMPT] * prompt + [POLICY] * len(wrote))
         one = made(seed + place, np.concatenate([asked, wrote]), roles, (0,))
         found.append(dataclasses.replace(one, group=seed))
@@ -101,7 +101,7 @@ BATCHES = [[episode] for episode in EPISODES] + [
 
 @pytest.mark.parametrize("longest", [1000, 60, 45])
 @pytest.mark.parametrize("trajectories", BATCHES)
-def test_each_token_sees_its_own_context_up_to_itself(trajectories, longest):
+def test_each_token_sees_exactly_its_context_up_to_itself(trajectories, longest):
     found = prefix_trees(trajectories, True, longest)
     all_tokens = np.concatenate([t.tokens for t in trajectories])
     where = {}
@@ -121,25 +121,27 @@ def test_each_token_sees_its_own_context_up_to_itself(trajectories, longest):
                 assert positions == list(range(token - part.start + 1))
                 if (
                     trajectory.roles[token] == POLICY
-                ):  # a column of its own, predicted from the one left of it
+                ):  # has its own column and is predicted from the column to its left
                     assert tree.tokens[column] == first + token
                     assert all_tokens[tree.tokens[column - 1]] == trajectory.tokens[token - 1]
                     assert seen(all_tokens, tree, column - 1)[0] == tokens[:-1]
         first += len(trajectory.tokens)
 
 
-def test_what_contexts_have_in_common_stands_in_a_row_once():
+def test_a_common_prefix_is_packed_once():
     three = EPISODES[3]  # 12, 26 and 40 tokens
     (tree,) = prefix_trees([three], True, 1000)
-    assert len(tree.tokens) == 40 + 6 + 6  # of the first two the tail and what was said
-    assert [len(tree.tokens) for tree in prefix_trees([three], True, 46)] == [46, 26]  # room for one of them
+    assert len(tree.tokens) == 40 + 6 + 6  # the first two contexts add the tail and the output
+    assert [len(tree.tokens) for tree in prefix_trees([three], True, 46)] == [46, 26]  # room for one branch
     assert [len(tree.tokens) for tree in prefix_trees([three], False, 1000)] == [12, 26, 40]
 
 
 def test_the_samples_of_a_group_share_their_prompt():
     four = group(5, 4, 6)  # 12 + 6, 7, 8 and 9 tokens
     (tree,) = prefix_trees(four, True, 1000)
-    assert len(tree.tokens) == 11 + 4 + 6 + 7 + 8 + 9  # the prompt's last token is each one's own
+    assert (
+        len(tree.tokens) == 11 + 4 + 6 + 7 + 8 + 9
+    )  # each sample keeps its own copy of the prompt's last token
     assert [len(tree.tokens) for tree in prefix_trees(four, True, 29)] == [21 + 7, 20 + 8]
     assert [len(tree.tokens) for tree in prefix_trees(four, False, 1000)] == [18, 19, 20, 21]
     other = [*four[:2], *group(6, 2, 6)]
@@ -147,14 +149,14 @@ def test_the_samples_of_a_group_share_their_prompt():
     assert packed_token_counts(four, SHARED).tolist() == [7, 8, 9, 21]
 
 
-def test_contexts_without_a_common_beginning_stand_apart():
+def test_contexts_without_a_common_prefix_are_packed_separately():
     draws = np.random.default_rng(0)
     tokens = np.concatenate([[1], draws.integers(0, TAIL, 9), [2], draws.integers(0, TAIL, 5)])
     roles = np.array([PROMPT] * 4 + [POLICY] * 6 + [PROMPT] * 2 + [POLICY] * 4)
     assert [len(tree.tokens) for tree in prefix_trees([made(0, tokens, roles, (0, 10))], True, 99)] == [10, 6]
 
 
-def test_the_same_context_twice_keeps_both_answers():
+def test_two_answers_to_the_same_prompt_are_both_kept():
     roles = np.array([PROMPT] * 4 + [POLICY] * 3)
     one = episode(7, 1).tokens[:7]
     other = np.concatenate([one[:4], one[4:] + 1])
@@ -172,7 +174,7 @@ def test_the_same_context_twice_keeps_both_answers():
         0,
         0,
         0,
-    ]  # the token before an answer is its own
+    ]  # the token before an answer is not shared
 
 
 def decoder(attention):
@@ -184,7 +186,7 @@ MIXED = [*group(5, 3, 6)[:2], *EPISODES[:2], *group(5, 3, 6)[2:], EPISODES[2]]
 
 @pytest.mark.parametrize("trajectories", [EPISODES, MIXED], ids=["episodes", "groups"])
 @pytest.mark.parametrize("attention", ["xla", "blocks"])
-def test_log_probabilities_and_steps_are_those_of_contexts_apart(attention, trajectories):
+def test_sharing_prefixes_changes_neither_log_probabilities_nor_the_step(attention, trajectories):
     graph, params, fixed = split_trained(decoder(attention))
     advantages = np.array([0.5, -1.0, 1.0, 0.3, 0.8, -0.2], np.float32)[: len(trajectories)]
     found = []
@@ -196,16 +198,16 @@ def test_log_probabilities_and_steps_are_those_of_contexts_apart(attention, traj
         state = init_optimizer(optimizer, own[0], None)
         new, _, metrics = updater(own[0], state, own[1], fixed, trajectories, advantages)
         found.append((logps, new, metrics))
-    (logps, new, metrics), (shared, moved, told) = found
+    (logps, new, metrics), (shared, moved, shared_metrics) = found
     for t, one, other in zip(trajectories, logps, shared, strict=True):
         np.testing.assert_allclose(one[t.roles == POLICY], other[t.roles == POLICY], atol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), new, moved)
     for name, value in metrics.items():
-        np.testing.assert_allclose(told[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(shared_metrics[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("across", [False, True])
-def test_a_critic_says_the_same_and_learns_the_same(across):
+def test_sharing_prefixes_changes_neither_values_nor_the_critics_update(across):
     found = []
     for objective in (APART, SHARED):
         model = ValueModel(SHAPE, rngs=nnx.Rngs(0))
@@ -214,16 +216,16 @@ def test_a_critic_says_the_same_and_learns_the_same(across):
         critic, state = make_critic(model, config, objective)
         estimate = critic.estimate(state, EPISODES)
         found.append((estimate, *critic.update(state, EPISODES, estimate)))
-    (apart, (params, _), metrics), (shared, (moved, _), told) = found
+    (apart, (params, _), metrics), (shared, (moved, _), shared_metrics) = found
     for name in ("values", "returns", "advantages"):
         for one, other in zip(getattr(apart, name), getattr(shared, name), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
-    # Some of them are as large as 8, and processors with AVX-512 sum in another order.
+    # Some parameters are as large as 8, and CPUs with AVX-512 sum in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), params, moved)
-    np.testing.assert_allclose(told["explained_variance"], metrics["explained_variance"], atol=1e-4)
+    np.testing.assert_allclose(shared_metrics["explained_variance"], metrics["explained_variance"], atol=1e-4)
 
 
-def test_rows_hold_fewer_tokens_and_a_kernel_that_cannot_share_says_so():
+def test_shared_prefixes_need_fewer_tokens_and_splash_refuses_them():
     used = [
         sum(
             int((batch.segment_ids > 0).sum())
@@ -243,7 +245,7 @@ def test_rows_hold_fewer_tokens_and_a_kernel_that_cannot_share_says_so():
 
 
 @pytest.mark.parametrize("config", [APART, SHARED])
-def test_a_trajectory_takes_as_many_tokens_of_the_rows_as_is_said(config):
+def test_packed_token_counts_equal_the_tokens_in_the_rows(config):
     config = dataclasses.replace(config, row_lengths=(192,))
     for one, size in zip(EPISODES, packed_token_counts(EPISODES, config), strict=True):
         batches = pack_trajectories([one], config).buckets.batches
@@ -251,8 +253,8 @@ def test_a_trajectory_takes_as_many_tokens_of_the_rows_as_is_said(config):
         assert (size < len(one.tokens)) == (config.share_prefixes and len(one.starts) > 1)
 
 
-def test_the_critics_shares_are_even_in_what_they_take_of_the_rows(monkeypatch):
-    """Each group lies in one share, where its prompt stands once."""
+def test_the_critics_minibatches_have_equally_many_packed_tokens(monkeypatch):
+    """Each group is in one minibatch, in which its prompt is packed once."""
     config = dataclasses.replace(SHARED, row_lengths=(192,), microbatch_tokens=192)
     critic, state = make_critic(ValueModel(SHAPE, rngs=nnx.Rngs(0)), CriticConfig(SGD, minibatches=2), config)
     taken, step = [], critic.accumulator.step

@@ -1,4 +1,4 @@
-"""Any mesh gives the loss, the gradients and the parameters of one device, also over two processes."""
+"""Any mesh gives the same loss, gradients and parameters as one device, also over two processes."""
 
 import functools
 import itertools
@@ -32,18 +32,18 @@ def check(sizes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, expected)
 
 
-def test_a_mesh_of_all_three_axes_gives_the_update_of_one_device():
+def test_a_mesh_with_three_axes_gives_the_update_of_one_device():
     check((2, 2, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_every_mesh_of_2_4_and_8_devices_gives_the_update_of_one(sizes):
+def test_every_mesh_of_2_4_and_8_devices_gives_the_update_of_one_device(sizes):
     check(sizes)
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_update_of_one():
+def test_two_processes_give_the_update_of_one_device():
     program = str(ROOT / "tests/rl/sharded_step.py")
     for found in run_twice(program, "2", "2", "2"):
         same(found, alone()[1])

@@ -1,4 +1,4 @@
-"""The update: any split into microbatches gives the same step, and only policy tokens matter."""
+"""The policy update: any split into microbatches gives the same step, and only policy tokens get a gradient."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def _drawn():
 
 
 def fresh() -> Decoder:
-    """The same decoder each time, in buffers of its own: an update donates them."""
+    """The same decoder each time, in new buffers, because an update donates them."""
     graph, state = _drawn()
     return nnx.merge(graph, jax.tree.map(jnp.copy, state))
 
@@ -56,7 +56,7 @@ ADVANTAGES = np.random.default_rng(9).normal(size=16).astype(np.float32)
 
 
 def made(objective: ObjectiveConfig, decoder=None, frozen=(), place=lambda x: x):
-    """An updater; parameters, reference and fixed parameters; the optimiser."""
+    """An updater, (trained, reference, frozen parameters), and the optimiser."""
     graph, params, fixed = split_trained(decoder or fresh(), frozen)
     reference = place(jax.tree.map(lambda x: x * 1.05, params))
     optimizer = make_optimizer(OptimConfig(name="sgd", lr=0.1, b1=0.0, clip_norm=None, total_steps=10))
@@ -76,12 +76,12 @@ def close(first, second, tolerance=1e-6):
 
 
 TOKENS = [np.random.default_rng(t.request).normal(size=len(t.tokens)) for t in TRAJECTORIES]
-"""An advantage for every token, as GAE gives it."""
+"""An advantage per token, as from GAE."""
 
 SPLITS = {
     "token_mean": (ObjectiveConfig(kl_coef=0.1), ADVANTAGES),
     "sequence_mean": (ObjectiveConfig(kl_coef=0.1, aggregation="sequence_mean"), ADVANTAGES),
-    "a number a token, every option": (
+    "per-token advantages, every option": (
         ObjectiveConfig(
             kl_coef=0.1,
             kl_estimator="k2",
@@ -96,7 +96,7 @@ SPLITS = {
 
 
 @pytest.mark.slow
-def test_an_update_takes_the_memory_of_what_it_replaces_and_leaves_the_reference():
+def test_an_update_donates_the_parameters_and_keeps_the_reference():
     updater, (params, reference, fixed), optimizer = made(ObjectiveConfig())
     state = optimizer.init(params)
     updater(params, state, reference, fixed, TRAJECTORIES, ADVANTAGES)
@@ -106,7 +106,7 @@ def test_an_update_takes_the_memory_of_what_it_replaces_and_leaves_the_reference
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_any_split_into_microbatches_and_any_packing_gives_the_same_step(name):
-    # Plain steps at rate 0.1: gradients agree to 1e-5.
+    # SGD with learning rate 0.1: gradients agree to 1e-5.
     objective, advantages = SPLITS[name]
     whole = dataclasses.replace(objective, row_lengths=(64,), microbatch_tokens=4096)
     split = dataclasses.replace(objective, row_lengths=(16, 32, 64), microbatch_tokens=64)
@@ -116,8 +116,8 @@ def test_any_split_into_microbatches_and_any_packing_gives_the_same_step(name):
         np.testing.assert_allclose(value, second[metric], rtol=1e-4, atol=1e-6)
 
 
-def test_the_gradient_is_that_of_whole_logits_of_each_trajectory_by_itself():
-    """An independent implementation: no packing, no chunks, no microbatches, the formulas of GRPO with k3."""
+def test_the_gradient_equals_that_of_whole_logits_without_packing():
+    """An independent implementation of GRPO with k3, without packing, chunks or microbatches."""
     width = max(len(t.tokens) for t in TRAJECTORIES)
     tokens, mask, old = (np.zeros((len(TRAJECTORIES), width), d) for d in (np.int32, np.float32, np.float32))
     for row, t in enumerate(TRAJECTORIES):
@@ -143,7 +143,7 @@ def test_the_gradient_is_that_of_whole_logits_of_each_trajectory_by_itself():
     close(jax.tree.map(lambda new, start: (start - new) / 0.1, found, params), gradient, 1e-5)
 
 
-def test_a_number_a_token_is_one_a_trajectory_where_they_agree_and_is_read_on_policy_tokens_only():
+def test_equal_advantages_per_token_and_per_trajectory_give_the_same_step():
     objective = ObjectiveConfig(kl_coef=0.0, row_lengths=(64,))
     scalar, _ = step(objective)
     tokens = [np.where(t.roles == POLICY, a, 99.0) for t, a in zip(TRAJECTORIES, ADVANTAGES, strict=True)]
@@ -152,13 +152,13 @@ def test_a_number_a_token_is_one_a_trajectory_where_they_agree_and_is_read_on_po
 
 
 def joined(first: Trajectory, second: Trajectory) -> Trajectory:
-    """One episode whose policy was asked anew: its second context is all of another."""
+    """One trajectory with two contexts: those of two trajectories."""
     arrays = ("tokens", "roles", "logps", "sampled_logps", "turns")
     both = {name: np.concatenate([getattr(t, name) for t in (first, second)]) for name in arrays}
     return dataclasses.replace(first, **both, starts=(0, len(first.tokens)))
 
 
-def test_each_context_of_an_episode_is_learned_from_as_the_policy_saw_it():
+def test_each_context_of_a_trajectory_is_a_separate_sequence():
     pairs = [joined(*TRAJECTORIES[at : at + 2]) for at in range(0, 16, 2)]
     objective = ObjectiveConfig(kl_coef=0.1, row_lengths=(16, 32, 64), microbatch_tokens=128)
     apart, _ = step(objective, advantages=np.repeat(ADVANTAGES[:8], 2))
@@ -170,7 +170,7 @@ def test_each_context_of_an_episode_is_learned_from_as_the_policy_saw_it():
         np.testing.assert_allclose(score, np.concatenate(parts), atol=1e-6)
 
 
-def test_every_epoch_is_a_step_from_the_same_log_probabilities_on_the_same_advantages():
+def test_every_epoch_uses_the_same_old_log_probabilities_and_advantages():
     objective = ObjectiveConfig(kl_coef=0.1, row_lengths=(64,))
     twice, metrics = step(dataclasses.replace(objective, epochs=2))
     assert metrics["steps"] == 2
@@ -179,12 +179,12 @@ def test_every_epoch_is_a_step_from_the_same_log_probabilities_on_the_same_advan
 
 @functools.cache
 def plain():
-    """An updater whose programs several tests share; and its parameters, which calls must copy."""
+    """An updater whose compiled programs several tests share; callers must copy its parameters."""
     return made(ObjectiveConfig(kl_coef=0.0, row_lengths=(64,)))
 
 
 def steps_of(trajectories, advantages, **config):
-    """What `plain` makes of these in so many epochs or minibatches, which are no part of its programs."""
+    """Updates with `plain`, with other epochs or minibatches, which do not change its programs."""
     updater, (params, reference, fixed), optimizer = plain()
     updater.config = dataclasses.replace(updater.config, epochs=1, minibatches=1)
     updater.config = dataclasses.replace(updater.config, **config)
@@ -192,14 +192,14 @@ def steps_of(trajectories, advantages, **config):
     return updater(params, optimizer.init(params), reference, fixed, trajectories, advantages)
 
 
-def test_the_gap_to_the_sampler_is_that_before_anything_moved_and_what_moved_is_in_the_step_kl():
+def test_logp_gap_is_measured_before_the_first_step_and_step_kl_after_it():
     updater, (params, _, fixed), _ = plain()
     start = updater.logps(params, fixed, TRAJECTORIES)["logp"]
     same = [dataclasses.replace(t, logps=logp) for t, logp in zip(TRAJECTORIES, start, strict=True)]
     moved, _, once = steps_of(same, ADVANTAGES)
     *_, twice = steps_of(same, ADVANTAGES, epochs=2)
     assert once["logp_gap"] < 1e-6 and twice["logp_gap"] < 1e-6
-    # k3 by hand: 0 in the first step, and what the first step did in the second.
+    # k3 by hand: 0 in the first step; in the second step it measures the first one.
     now = updater.logps(moved, fixed, TRAJECTORIES)["logp"]
     own = [t.roles == POLICY for t in TRAJECTORIES]
     change = np.concatenate([(n - s)[m] for n, s, m in zip(now, start, own, strict=True)])
@@ -209,7 +209,7 @@ def test_the_gap_to_the_sampler_is_that_before_anything_moved_and_what_moved_is_
     )
 
 
-def test_a_minibatch_without_a_finite_gradient_leaves_the_metrics_of_the_others():
+def test_metrics_leave_out_minibatches_with_a_non_finite_gradient():
     bad = np.where(np.arange(16) < 8, np.nan, ADVANTAGES).astype(np.float32)  # groups 0 and 1
     found, _, metrics = steps_of(TRAJECTORIES, bad, minibatches=2)
     good, _, alone = steps_of(TRAJECTORIES[8:], ADVANTAGES[8:])
@@ -219,7 +219,7 @@ def test_a_minibatch_without_a_finite_gradient_leaves_the_metrics_of_the_others(
         np.testing.assert_allclose(metrics[name], alone[name], rtol=1e-6, err_msg=name)
 
 
-def test_with_truncated_importance_the_ratio_starts_at_one_and_the_sampler_weighs():
+def test_with_truncated_importance_the_ratio_starts_at_1_and_the_loss_is_weighted():
     objective = ObjectiveConfig(kl_coef=0.0, row_lengths=(64,), importance_cap=1.0)
     updater, (params, _, fixed), _ = made(objective)
     scores = updater.logps(params, fixed, TRAJECTORIES)["logp"]
@@ -233,12 +233,12 @@ def test_with_truncated_importance_the_ratio_starts_at_one_and_the_sampler_weigh
     )
 
 
-def test_the_kl_in_the_reward_is_paid_from_each_token_on_and_then_whitened():
+def test_the_kl_in_the_reward_is_summed_from_each_token_on_and_then_whitened():
     objective = ObjectiveConfig(kl_coef=0.5, kl_estimator="k1", kl_in="reward", row_lengths=(16, 32, 64))
     updater, (_, reference, fixed), _ = made(objective)
     before = updater.logps(reference, fixed, TRAJECTORIES)["logp"]
-    paid = updater.reference_logprobs(reference, fixed, TRAJECTORIES)
-    found = updater.token_advantages(TRAJECTORIES, ADVANTAGES, paid)
+    reference_logprobs = updater.reference_logprobs(reference, fixed, TRAJECTORIES)
+    found = updater.token_advantages(TRAJECTORIES, ADVANTAGES, reference_logprobs)
     wanted = []
     for t, advantage, ref in zip(TRAJECTORIES, ADVANTAGES, before, strict=True):
         own = np.flatnonzero(t.roles == POLICY).tolist()
@@ -249,40 +249,48 @@ def test_the_kl_in_the_reward_is_paid_from_each_token_on_and_then_whitened():
     white = made(dataclasses.replace(objective, whiten=True))[0]
     every = np.concatenate(wanted)
     for t, tokens, one in zip(
-        TRAJECTORIES, white.token_advantages(TRAJECTORIES, ADVANTAGES, paid), wanted, strict=True
+        TRAJECTORIES,
+        white.token_advantages(TRAJECTORIES, ADVANTAGES, reference_logprobs),
+        wanted,
+        strict=True,
     ):
         np.testing.assert_allclose(
             tokens[t.roles == POLICY], (one - every.mean()) / every.std(), rtol=1e-3, atol=1e-4
         )
 
 
-def test_where_the_reward_pays_for_the_kl_the_update_takes_the_references_word_from_there():
+def test_with_the_kl_in_the_reward_the_update_reuses_the_references_log_probabilities():
     objective = ObjectiveConfig(
         kl_coef=0.5, kl_estimator="k1", kl_in="reward", row_lengths=(64,), minibatches=2
     )
     updater, (params, reference, fixed), optimizer = made(objective)
-    paid = updater.reference_logprobs(reference, fixed, TRAJECTORIES)
+    reference_logprobs = updater.reference_logprobs(reference, fixed, TRAJECTORIES)
     nothing = jax.tree.map(lambda x: x * np.nan, reference)
     state = optimizer.init(params)
-    found, _, metrics = updater(params, state, nothing, fixed, TRAJECTORIES, ADVANTAGES, paid)
-    asked, told = step(objective)
-    close(found, asked, 0)
-    # The update itself knows no KL then: its gradient is the one without, of which the metric is told all the same.
-    without, beside = step(dataclasses.replace(objective, kl_coef=0.0))
-    close(found, without)
+    found, _, metrics = updater(params, state, nothing, fixed, TRAJECTORIES, ADVANTAGES, reference_logprobs)
+    expected, expected_metrics = step(objective)
+    close(found, expected, 0)
+    # The loss then has no KL term, so its gradient equals that without KL; the kl metric is still reported.
+    without_kl, metrics_without_kl = step(dataclasses.replace(objective, kl_coef=0.0))
+    close(found, without_kl)
     for name in ("kl", "loss", "grad_norm"):
-        np.testing.assert_allclose(metrics[name], told[name], rtol=1e-6, err_msg=name)
-        np.testing.assert_allclose(metrics[name], beside[name], rtol=1e-4, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            metrics[name], metrics_without_kl[name], rtol=1e-4, atol=1e-7, err_msg=name
+        )
 
 
-def test_credit_is_the_recipes_own_where_nothing_else_is_asked_for():
+def test_token_advantages_are_unchanged_without_kl_in_the_reward_and_whitening():
     updater, (_, reference, fixed), _ = made(ObjectiveConfig(row_lengths=(64,)))
-    paid = updater.reference_logprobs(reference, fixed, TRAJECTORIES)
-    assert paid is None and updater.token_advantages(TRAJECTORIES, ADVANTAGES, paid) is ADVANTAGES
+    reference_logprobs = updater.reference_logprobs(reference, fixed, TRAJECTORIES)
+    assert (
+        reference_logprobs is None
+        and updater.token_advantages(TRAJECTORIES, ADVANTAGES, reference_logprobs) is ADVANTAGES
+    )
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_a_sharded_step_is_the_step_of_one_device_and_leaves_parameters_where_they_were(kl_in):
+def test_a_sharded_step_equals_that_of_one_device_and_keeps_the_shardings(kl_in):
     objective = ObjectiveConfig(kl_coef=0.1, kl_in=kl_in, row_lengths=(64,), microbatch_tokens=256)
     one, first = step(objective)
     mesh = make_mesh(1, 4, 2)
@@ -295,7 +303,7 @@ def test_a_sharded_step_is_the_step_of_one_device_and_leaves_parameters_where_th
         assert variable[...].sharding.is_equivalent_to(placed[path], variable[...].ndim), path
 
 
-def test_microbatches_hold_the_same_number_of_rows_on_each_shard_and_at_least_one():
+def test_each_shard_gets_the_same_number_of_rows_and_at_least_one():
     objective = ObjectiveConfig(microbatch_tokens=32768)
     assert (
         objective.rows_per_microbatch(8192),
@@ -305,8 +313,8 @@ def test_microbatches_hold_the_same_number_of_rows_on_each_shard_and_at_least_on
     assert objective.rows_per_microbatch(2048, 3) == 15
 
 
-def test_environment_tokens_change_nothing_but_their_context():
-    # The last observation is followed by policy tokens; drop those, and its own identity no longer matters.
+def test_observation_tokens_get_no_gradient():
+    # Without the policy tokens after it, the tokens of the last observation must not matter.
     def cut(t: Trajectory, swap: bool) -> Trajectory:
         end = int(np.flatnonzero(t.roles == ENVIRONMENT)[-1]) + 1
         tokens = t.tokens[:end].copy()
@@ -327,14 +335,14 @@ def test_environment_tokens_change_nothing_but_their_context():
     close(plain, swapped, 1e-7)
 
 
-def test_without_advantage_and_kl_nothing_moves():
+def test_without_advantage_and_kl_the_parameters_stay():
     _graph, params = nnx.split(fresh())
     new, metrics = step(ObjectiveConfig(kl_coef=0.0, row_lengths=(64,)), advantages=np.zeros(16, np.float32))
     close(new, params, 0)
     assert metrics["grad_norm"] == 0
 
 
-def test_freezing_some_parameters_leaves_the_step_of_the_others_as_it_was():
+def test_freezing_some_parameters_does_not_change_the_step_of_the_others():
     objective = ObjectiveConfig(kl_coef=0.0, row_lengths=(64,))
     whole, _ = step(objective)
     part, _ = step(objective, frozen=("^embedding$", "norm"))
@@ -345,7 +353,7 @@ def test_freezing_some_parameters_leaves_the_step_of_the_others_as_it_was():
         np.testing.assert_allclose(leaf[...], everything[path][...], atol=1e-7)
 
 
-def test_adapters_learn_beside_a_policy_that_stays():
+def test_with_adapters_only_the_adapters_are_trained():
     decoder = fresh()
     add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(1))
     before = jax.tree.map(jnp.copy, nnx.state(decoder, nnx.LoRAParam))
@@ -355,8 +363,8 @@ def test_adapters_learn_beside_a_policy_that_stays():
     assert all(size > 0 for name, size in moved.items() if name.endswith("_lora_b"))
 
 
-def test_master_weights_in_bfloat16_move_and_stay_in_bfloat16():
-    """Adam's moments too, which have the parameters' dtype."""
+def test_bfloat16_master_weights_are_updated_in_bfloat16():
+    """Adam's moments have the parameters' dtype too."""
     decoder = fresh()
     nnx.update(decoder, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(decoder)))
     graph, params, fixed = split_trained(decoder, ())
@@ -372,7 +380,7 @@ def test_master_weights_in_bfloat16_move_and_stay_in_bfloat16():
     assert not all(jax.tree.leaves(jax.tree.map(jnp.array_equal, new, reference)))
 
 
-def test_a_step_raises_what_had_advantage_and_lowers_what_had_none():
+def test_a_step_raises_the_likelihood_of_positive_advantages_and_lowers_that_of_negative_ones():
     def likelihood(params, trajectory):
         decoder = nnx.merge(nnx.split(fresh())[0], params)
         batch = pack([trajectory.tokens], [trajectory.roles == POLICY], 64).batch
@@ -380,7 +388,7 @@ def test_a_step_raises_what_had_advantage_and_lowers_what_had_none():
 
     start = nnx.state(fresh())
     pair = [make(1, 12, 0), make(2, 12, 0)]
-    for t in pair:  # on policy: the ratio starts at 1
+    for t in pair:  # on policy, so the ratio starts at 1
         batch = jax.tree.map(jnp.asarray, pack([t.tokens], [t.roles == POLICY], 64).batch)
         t.logps = np.asarray(token_logprobs(fresh(), batch).logp)[0, : len(t.tokens)]
     new, _ = step(ObjectiveConfig(kl_coef=0.0, row_lengths=(64,)), pair, np.array([1.0, -1.0], np.float32))
@@ -389,19 +397,19 @@ def test_a_step_raises_what_had_advantage_and_lowers_what_had_none():
 
 
 @pytest.mark.parametrize(("minibatches", "steps"), [(1, 1), (3, 3), (9, 4)])
-def test_each_minibatch_is_one_optimiser_step_on_a_group_or_more(minibatches, steps):
-    # microbatches of one row: their number does not count
+def test_each_minibatch_is_one_optimiser_step_on_at_least_one_group(minibatches, steps):
+    # microbatches of one row, whose number must not matter
     objective = ObjectiveConfig(kl_coef=0.0, row_lengths=(64,), microbatch_tokens=64, minibatches=minibatches)
     assert step(objective)[1]["steps"] == steps
 
 
-def test_every_trajectory_is_packed_once_and_only_the_last_length_is_padded():
+def test_every_trajectory_is_packed_once_and_batches_have_the_configured_shapes():
     objective = ObjectiveConfig(row_lengths=(16, 32, 64), microbatch_tokens=64)
     batches, total = microbatches(TRAJECTORIES, ADVANTAGES, objective)
     assert sum(int(b.loss_mask.sum()) for b in batches) == total == sum(t.policy_tokens for t in TRAJECTORIES)
     assert {b.tokens.shape for b in batches} <= {(4, 16), (2, 32), (1, 64)}
 
 
-def test_a_trajectory_longer_than_every_length_is_refused():
+def test_a_trajectory_longer_than_the_longest_row_is_refused():
     with pytest.raises(UserError, match=r"objective\.row_lengths"):
         microbatches(TRAJECTORIES, ADVANTAGES, ObjectiveConfig(row_lengths=(16,)))

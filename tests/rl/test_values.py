@@ -1,4 +1,4 @@
-"""The critic's loss by hand, its clip, and explained variance from sums over any split."""
+"""The critic's loss equals hand calculations, and explained variance is the same for any split of the tokens."""
 
 import statistics
 
@@ -13,8 +13,8 @@ from rrl.rl.values import MOMENTS, explained_variance, value_loss, value_moments
 numbers = st.lists(st.floats(-5, 5, width=32), min_size=6, max_size=6)
 
 
-def test_by_hand():
-    # V, V_old, R: within the clip; clipped, which is worse; clipped, but the plain error is larger.
+def test_the_value_loss_equals_hand_calculations():
+    # V, V_old, R: within the clip; beyond it with the larger clipped loss; beyond it with the larger plain loss.
     loss, clipped = value_loss(
         *jnp.array([[[0.3, 1.0, 1.0]], [[0.1, 0.0, 0.0]], [[1.0, 2.0, -1.0]]]), clip=0.5
     )
@@ -24,7 +24,7 @@ def test_by_hand():
 
 @settings(deadline=None, max_examples=40)
 @given(numbers, numbers, numbers, st.floats(0, 2))
-def test_equals_a_loop_and_the_clip_only_raises_it(values, old, returns, clip):
+def test_the_value_loss_equals_a_loop_and_the_clip_never_lowers_it(values, old, returns, clip):
     loss, _ = value_loss(*(jnp.array([x]) for x in (values, old, returns)), clip=clip)
     plain, _ = value_loss(*(jnp.array([x]) for x in (values, old, returns)), clip=None)
     for i, (v, o, r) in enumerate(zip(values, old, returns, strict=True)):
@@ -35,14 +35,14 @@ def test_equals_a_loop_and_the_clip_only_raises_it(values, old, returns, clip):
     assert (loss >= plain - 1e-6).all()
 
 
-def test_a_value_that_moved_beyond_the_clip_towards_its_return_learns_no_further():
+def test_a_value_that_moved_beyond_the_clip_towards_its_return_gets_no_gradient():
     grad = jax.grad(lambda v: value_loss(v, jnp.zeros(2), jnp.array([2.0, 2.0]), clip=0.5)[0].sum())
     np.testing.assert_allclose(grad(jnp.array([0.4, 0.6])), [-1.6, 0.0], rtol=1e-6)
 
 
 @settings(deadline=None, max_examples=40)
 @given(numbers, numbers, st.integers(1, 5))
-def test_explained_variance_from_any_split_is_that_of_all(values, returns, cut):
+def test_explained_variance_is_the_same_for_any_split(values, returns, cut):
     values, returns = np.array(values), np.array(returns)
     parts = [
         value_moments(
@@ -57,7 +57,7 @@ def test_explained_variance_from_any_split_is_that_of_all(values, returns, cut):
         np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_explained_variance_of_a_perfect_and_of_a_constant_critic_and_of_masked_tokens():
+def test_explained_variance_of_perfect_and_constant_critics_and_masked_tokens():
     returns, mask = jnp.array([[1.0, 2.0, 4.0, 100.0]]), jnp.array([[1.0, 1.0, 1.0, 0.0]])
     assert explained_variance(value_moments(returns, returns, mask)) == 1.0
     np.testing.assert_allclose(

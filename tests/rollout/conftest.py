@@ -1,11 +1,11 @@
-"""Tests of rollouts try sizes anew: they change what is compiled, of which what is remembered knows nothing."""
+"""Tests of rollouts do not use the shape probe's cache: they patch functions that the cache key does not cover."""
 
 import pytest
 
-from rrl.rollout.cpu import shape_probe as sizes
+from rrl.rollout.cpu import shape_probe
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_remembered(monkeypatch):
-    monkeypatch.setattr(sizes, "load", lambda key: None)
-    monkeypatch.setattr(sizes, "store", lambda key, found: None)
+def no_probe_cache(monkeypatch):
+    monkeypatch.setattr(shape_probe, "load", lambda key: None)
+    monkeypatch.setattr(shape_probe, "store", lambda key, result: None)

@@ -1,4 +1,4 @@
-"""A thousand turns of the loop: python soak.py PORT PROCESS does it with another process; prints how many it took."""
+"""A thousand exchanges of the loop. `python soak.py PORT PROCESS` runs one of two processes and prints its exchanges."""
 
 import json
 import sys
@@ -7,16 +7,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-TURNS = 1000
+EXCHANGES = 1000
 
 
-def soak(mesh, loops: int = 0) -> int:
-    """Asks the hosts of a mesh, or of the loops of one device, until each has been asked `TURNS` times, one row fed at a time;
-    returns how often that was."""
+def soak(mesh, workers: int = 0) -> int:
+    """Run until each scheduler had EXCHANGES exchanges, with one slot prefilled at a time. Return the number of exchanges."""
     from rrl.parallel.rules import shard
     from rrl.rollout.config import EngineConfig
     from rrl.rollout.engine import Engine
-    from tests.rollout.test_engine import ENVIRONMENT_
+    from tests.rollout.test_engine import SCRIPTED
     from tests.rollout.world import make_world
 
     decoder, tokenizer, retriever, requests = make_world()
@@ -28,17 +27,17 @@ def soak(mesh, loops: int = 0) -> int:
         "max_wait_steps": 1,
         "top_k": 2,
     }
-    config = EngineConfig(**sizes, workers=loops, stall_seconds=60)
+    config = EngineConfig(**sizes, workers=workers, stall_seconds=60)
     params = shard(jax.tree.map(np.asarray, nnx.state(decoder)), mesh)
     engine = Engine(decoder, tokenizer, config, retriever=retriever, mesh=mesh)
-    turns = number = 0
-    while turns < TURNS:
-        found = engine.run(params, requests, ENVIRONMENT_, jax.random.key(number))
-        assert len(found) == len(requests)
-        # Every host of a mesh is asked equally often, another process's too.
-        turns += max(host.exchanges for host in engine._schedulers)
+    exchanges = number = 0
+    while exchanges < EXCHANGES:
+        trajectories = engine.run(params, requests, SCRIPTED, jax.random.key(number))
+        assert len(trajectories) == len(requests)
+        # All schedulers of a mesh have the same number of exchanges, in other processes too.
+        exchanges += max(scheduler.exchanges for scheduler in engine._schedulers)
         number += 1
-    return turns
+    return exchanges
 
 
 if __name__ == "__main__":
@@ -47,4 +46,4 @@ if __name__ == "__main__":
 
     from rrl.parallel.mesh import make_mesh
 
-    print(json.dumps({"turns": soak(make_mesh(data=4, tensor=2))}))
+    print(json.dumps({"exchanges": soak(make_mesh(data=4, tensor=2))}))

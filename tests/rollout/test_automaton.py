@@ -1,4 +1,4 @@
-"""Stop strings are found by bytes, whatever the tokenisation."""
+"""Stop strings are matched on bytes, for any tokenization."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from rrl.rollout.automaton import compile_sets, compile_stops
 
 
 def scan(strings: list[str], vocabulary: list[bytes], ids: list[int]) -> tuple[int, int] | None:
-    """Reference: (token index, stop index) of the first stop string to be completed in the decoded bytes."""
+    """Reference: (token index, stop index) of the stop string that is completed first in the decoded bytes."""
     text = b""
     for place, token in enumerate(ids):
         for byte in vocabulary[token]:
@@ -39,40 +39,40 @@ def walk(strings: list[str], vocabulary: list[bytes], ids: list[int]) -> tuple[i
     ),
     data=st.data(),
 )
-def test_the_automaton_stops_where_a_scan_of_the_text_does(strings, vocabulary, data):
+def test_the_automaton_agrees_with_a_scan_of_the_text(strings, vocabulary, data):
     ids = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=20))
     assert walk(strings, vocabulary, ids) == scan(strings, vocabulary, ids)
 
 
-def test_a_tag_is_found_however_it_is_spelt():
+def test_a_tag_is_matched_for_every_tokenization():
     vocabulary = [b"</search>", b"</", b"search", b">", b">\n", b"</sea", b"rch>x", b""]
     for ids in ([0], [1, 2, 3], [1, 2, 4], [5, 6], [1, 7, 2, 3], [1, 1, 2, 3]):
         assert walk(["</search>"], vocabulary, ids) == (len(ids) - 1, 0)
     assert walk(["</search>"], vocabulary, [1, 2, 1, 3]) is None
 
 
-def test_a_tag_beyond_ascii_is_found_byte_by_byte():
+def test_a_tag_with_non_ascii_characters_is_matched_byte_by_byte():
     vocabulary = [bytes([byte]) for byte in "</suché>".encode()]
     assert walk(["</suché>"], vocabulary, list(range(len(vocabulary)))) == (len(vocabulary) - 1, 0)
     assert walk(["</such?>"], vocabulary, list(range(len(vocabulary)))) is None
 
 
-def test_no_stop_strings_never_accept():
+def test_an_automaton_without_stop_strings_never_accepts():
     automaton = compile_stops([], [b"a", b"b"])
     assert automaton.first_accept == 1
     assert np.all(automaton.table == 0)
 
 
 @pytest.mark.parametrize(
-    ("strings", "words"),
+    ("strings", "message"),
     [
         ([""], "stop strings must be non-empty"),
         (["a", "a"], "stop strings must be non-empty and distinct"),
         (["a", "b\ud83d"], r"the stop string 'b\\ud83d' has half a character, '\\ud83d'"),
     ],
 )
-def test_stop_strings_that_are_empty_repeated_or_no_text_are_refused(strings, words):
-    with pytest.raises(UserError, match=words):
+def test_empty_repeated_or_unencodable_stop_strings_are_refused(strings, message):
+    with pytest.raises(UserError, match=message):
         compile_stops(strings, [b"a"])
 
 
@@ -89,7 +89,7 @@ def test_stop_strings_that_are_empty_repeated_or_no_text_are_refused(strings, wo
     ),
     data=st.data(),
 )
-def test_sets_side_by_side_stop_where_each_alone_does(sets, vocabulary, data):
+def test_several_sets_in_one_table_stop_where_each_alone_does(sets, vocabulary, data):
     ids = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=12))
     joined = compile_sets(sets, vocabulary)
     for strings in sets:

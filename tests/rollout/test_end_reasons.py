@@ -1,4 +1,4 @@
-"""Every reason that an episode may end for is named in docs/metrics.md, and has words on a trajectory's page."""
+"""docs/metrics.md lists every reason for the end of an episode, and trajectory pages have a text for each."""
 
 import ast
 import importlib
@@ -11,15 +11,18 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def reasons(file):
-    """What a file's code gives to `Finish`, `Scheduler._finish` or an outcome's `ended`: texts, and constants that are texts."""
+    """Return the end reasons in a file: what it passes to `Finish`, `Scheduler._finish` or `ended`, as string or constant."""
     found = set()
     for call in ast.walk(ast.parse(file.read_text())):
         if not isinstance(call, ast.Call):
             continue
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-        said = {"Finish": call.args, "_finish": call.args[2:], "Outcome": call.args[3:]}.get(name, [])
-        said = [*said, *(keyword.value for keyword in call.keywords if keyword.arg in ("reason", "ended"))]
-        for node in [node for part in said for node in ast.walk(part)]:
+        values = {"Finish": call.args, "_finish": call.args[2:], "Outcome": call.args[3:]}.get(name, [])
+        values = [
+            *values,
+            *(keyword.value for keyword in call.keywords if keyword.arg in ("reason", "ended")),
+        ]
+        for node in [node for value in values for node in ast.walk(value)]:
             if isinstance(node, ast.Constant):
                 found.add(node.value)
             if isinstance(node, ast.Name) and node.id.isupper():
@@ -27,10 +30,10 @@ def reasons(file):
                 found.add(getattr(module, node.id))
     return {
         text for text in found if re.fullmatch(r"\w+", str(text))
-    }  # not EOS and its like, which choose among them
+    }  # not EOS and the other pauses, from which environments choose a reason
 
 
-def test_every_reason_is_in_the_table_and_has_words():
+def test_every_end_reason_is_documented_and_has_a_text_on_the_page():
     files = [
         file
         for file in (ROOT / "rrl").rglob("*.py")
@@ -39,5 +42,11 @@ def test_every_reason_is_in_the_table_and_has_words():
     given = set().union(*map(reasons, [*files, ROOT / "rrl/recipes/prompted/base.py"]))
     table = (ROOT / "docs/metrics.md").read_text().partition("## How an episode ends")[2]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == given
-    assert {"answer", "length", "stop", "context_limit", "eos"} <= given  # from several forms of code
+    assert {
+        "answer",
+        "length",
+        "stop",
+        "context_limit",
+        "eos",
+    } <= given  # one for each form of code that is searched
     assert ENDINGS.keys() == given - {"eos"} and set(EXPECTED) < given

@@ -1,4 +1,4 @@
-"""The engine: the jitted loop equals the host-driven one and the training forward pass, on one device and on eight."""
+"""The engine: the jitted loop agrees with the reference loop and with the training forward pass, on one device and on eight."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ TEMPERATURES = (1.0, 0.7, 0.4, 0.1, 0.0)
 
 
 class Scripted(Stream):
-    """Searches after every turn, so that a random policy meets every path of the loop."""
+    """Searches after every turn, so that a random policy exercises every path of the loop."""
 
     def react(self, episode, text, stop):
         if episode.turn == 2:
@@ -55,7 +55,7 @@ class Scripted(Stream):
         return ("e",)
 
 
-ENVIRONMENT_ = Scripted(turn_tokens=12, observation_tokens=60)
+SCRIPTED = Scripted(turn_tokens=12, observation_tokens=60)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,9 @@ def world():
 
 
 @pytest.fixture(scope="session")
-def across_sizes():
-    """How far log-probabilities may differ where engines have other sizes: not in a bit, where our own kernel computes."""
+def size_tolerance():
+    """Tolerance of log-probabilities between engines of different sizes: 0 with the CPU kernel, whose results do not depend on
+    sizes."""
     return 0.0 if can_attend(jnp.float32, 16) else 1e-5
 
 
@@ -78,12 +79,12 @@ def engine(world):
 
 @pytest.fixture(scope="module")
 def trajectories(world, engine):
-    return engine.run(nnx.state(world[0]), world[3], ENVIRONMENT_, KEY)
+    return engine.run(nnx.state(world[0]), world[3], SCRIPTED, KEY)
 
 
 @contextlib.contextmanager
 def log_compiles():
-    """In all threads: jax.log_compiles is of its own."""
+    """Log compilations of all threads (jax.log_compiles covers only the calling thread)."""
     jax.config.update("jax_log_compiles", True)
     try:
         yield
@@ -91,7 +92,7 @@ def log_compiles():
         jax.config.update("jax_log_compiles", False)
 
 
-def same(first, second, tolerance=1e-5):
+def assert_same(first, second, tolerance=1e-5):
     for one, other in zip(first, second, strict=True):
         for name in ("tokens", "roles", "turns"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
@@ -101,28 +102,28 @@ def same(first, second, tolerance=1e-5):
             assert getattr(one, name) == getattr(other, name)
 
 
-def test_a_row_does_not_wait_for_others_while_its_query_is_encoded(world, monkeypatch):
+def test_paused_slots_wait_fewer_steps_while_a_query_is_embedded(world, monkeypatch):
     decoder, tokenizer, _, requests = world
     passages = generate("train", seed=0, passages=60).passages
     retriever = make_retriever(passages, "exact", load_text_encoder("assets/miniwiki-encoder"))
     config = dataclasses.replace(CONFIG, wake_threshold=8)
-    engine, packed, runs = Engine(decoder, tokenizer, config, retriever=retriever), Scheduler._packed, []
+    engine, join, runs = Engine(decoder, tokenizer, config, retriever=retriever), Scheduler._join, []
 
-    def patient(host, *parts):
-        words = packed(host, *parts)
-        words[-1] = config.max_wait_steps
-        return words
+    def join_with_full_wait(scheduler, *parts):
+        message = join(scheduler, *parts)
+        message[-1] = config.max_wait_steps
+        return message
 
-    for change in (packed, patient):
-        monkeypatch.setattr(Scheduler, "_packed", change)
-        runs.append(engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY))
+    for change in (join, join_with_full_wait):
+        monkeypatch.setattr(Scheduler, "_join", change)
+        runs.append(engine.run(nnx.state(decoder), requests, SCRIPTED, KEY))
         runs.append(engine.stats.row_steps)
-    at_once, steps, later, more = runs
-    same(at_once, later, 0)
-    assert steps < more and any(search.titles for t in at_once for search in t.searches)
+    early, early_steps, late, late_steps = runs
+    assert_same(early, late, 0)
+    assert early_steps < late_steps and any(search.titles for t in early for search in t.searches)
 
 
-def test_every_question_comes_back_in_order_with_consistent_arrays(world, trajectories):
+def test_trajectories_are_in_the_order_of_the_requests_with_consistent_arrays(world, trajectories):
     assert [t.request for t in trajectories] == list(range(20))
     for trajectory, request in zip(trajectories, world[3], strict=True):
         count = len(trajectory.tokens)
@@ -136,29 +137,31 @@ def test_every_question_comes_back_in_order_with_consistent_arrays(world, trajec
         assert count <= CONFIG.context
 
 
-def test_observations_are_cut_inside_their_tags(trajectories):
+def test_observations_are_cut_between_their_tags(trajectories):
     observed = [
         text for t in trajectories for role, text in t.segments if role == ENVIRONMENT and "(Title" in text
     ]
     assert observed
     whole = re.compile(
         r"( again |\n<observation>\n[^<]*\n</observation>\n)+"
-    )  # several where the policy wrote no text
+    )  # several if the policy wrote no text between them
     assert all(whole.fullmatch(text) for text in observed)
 
 
-def test_the_jitted_loop_equals_the_host_driven_one(world, trajectories):
+def test_the_jitted_loop_is_bitwise_equal_to_the_reference_loop(world, trajectories):
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
-    same(
-        trajectories, engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY, reference=True), tolerance=0
+    assert_same(
+        trajectories, engine.run(nnx.state(decoder), requests, SCRIPTED, KEY, reference=True), tolerance=0
     )
 
 
-def test_a_trajectory_has_the_same_bits_in_another_batch_and_slot(world, engine, trajectories):
+def test_a_trajectory_does_not_depend_on_its_batch_or_slot(world, engine, trajectories):
     params, requests = nnx.state(world[0]), world[3]
-    same(trajectories[4:15][::-1], engine.run(params, requests[4:15][::-1], ENVIRONMENT_, KEY), tolerance=0)
-    same([trajectories[17]], engine.run(params, [requests[17]], ENVIRONMENT_, KEY), tolerance=0)
+    assert_same(
+        trajectories[4:15][::-1], engine.run(params, requests[4:15][::-1], SCRIPTED, KEY), tolerance=0
+    )
+    assert_same([trajectories[17]], engine.run(params, [requests[17]], SCRIPTED, KEY), tolerance=0)
 
 
 @pytest.mark.parametrize(
@@ -171,47 +174,49 @@ def test_a_trajectory_has_the_same_bits_in_another_batch_and_slot(world, engine,
         ),
     ],
 )
-def test_a_trajectory_does_not_depend_on_slots_loops_chunks_or_guesses(
-    world, trajectories, across_sizes, sizes
+def test_a_trajectory_does_not_depend_on_slots_workers_chunks_or_drafts(
+    world, trajectories, size_tolerance, sizes
 ):
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, **sizes), retriever=retriever)
-    found = engine.run(nnx.state(decoder), requests[4:15][::-1], ENVIRONMENT_, KEY)
-    same(trajectories[4:15][::-1], found, across_sizes)
+    found = engine.run(nnx.state(decoder), requests[4:15][::-1], SCRIPTED, KEY)
+    assert_same(trajectories[4:15][::-1], found, size_tolerance)
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_loops_share_the_requests_and_give_the_bits_of_one_of_as_many_rows(world, trajectories, reference):
+def test_workers_share_the_requests_and_are_bitwise_equal_to_one_worker_of_as_many_rows(
+    world, trajectories, reference
+):
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=16, workers=2), retriever=retriever)
     params, ended = nnx.state(decoder), []
     found = engine.run(
-        params, requests, ENVIRONMENT_, KEY, reference=reference, on_finish=lambda i, t: ended.append(i)
+        params, requests, SCRIPTED, KEY, reference=reference, on_finish=lambda i, t: ended.append(i)
     )
-    same(trajectories, found, tolerance=0)
+    assert_same(trajectories, found, tolerance=0)
     assert sorted(ended) == list(range(20))
-    assert [host.limits.rows for host in engine._schedulers] == [8, 8] and all(
-        h.prefilled for h in engine._schedulers
+    assert [scheduler.sizes.slots for scheduler in engine._schedulers] == [8, 8] and all(
+        scheduler.prefilled_tokens for scheduler in engine._schedulers
     )
     assert sum(t.policy_tokens for t in found) == engine.stats.policy_tokens <= engine.stats.row_steps
 
 
-def test_loops_are_compiled_once(world, caplog):
+def test_the_loop_of_all_workers_is_compiled_once(world, caplog):
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=2, rows=10), retriever=retriever)
     with log_compiles(), caplog.at_level("WARNING"):
-        engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY)
+        engine.run(nnx.state(decoder), requests, SCRIPTED, KEY)
     assert sum("Finished XLA compilation of jit(episode_loop)" in line for line in caplog.messages) == 1
 
 
-def test_loops_divide_the_rows_and_are_for_one_cpu(world):
+def test_workers_must_divide_the_rows_and_exist_on_one_cpu_only(world):
     decoder, tokenizer, *_ = world
     cores = len(os.sched_getaffinity(0))
-    for loops in (3, 4 * cores):
+    for workers in (3, 4 * cores):
         with pytest.raises(
-            UserError, match=rf"rollout\.workers={loops} must divide rollout\.rows=8, and be at most"
+            UserError, match=rf"rollout\.workers={workers} must divide rollout\.rows=8, and be at most"
         ):
-            Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=loops))
+            Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=workers))
     mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2])
     assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=3), mesh=mesh).programs.workers == 1
     assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=24)).programs.workers == min(3, cores)
@@ -222,29 +227,29 @@ def test_eight_devices_give_the_same_trajectories(world, trajectories, shape):
     decoder, tokenizer, retriever, requests = world
     mesh = make_mesh(*shape)
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
-    same(trajectories, engine.run(shard(nnx.state(decoder), mesh), requests, ENVIRONMENT_, KEY))
+    assert_same(trajectories, engine.run(shard(nnx.state(decoder), mesh), requests, SCRIPTED, KEY))
 
 
-def test_the_loop_moves_no_array_from_where_it_is(world):
+def test_parameters_on_another_device_are_an_error(world):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG, mesh=make_mesh(2, devices=jax.devices()[:2]))
     with pytest.raises(Exception, match="Disallowed device-to-device transfer"):
         engine.run(nnx.state(decoder), requests[:1], SingleTurn(turn_tokens=4), KEY)
 
 
-def test_one_row_of_eight_that_decodes_is_an_eighth_busy(world, engine):
+def test_busy_is_the_share_of_rows_that_write(world, engine):
     start = RolloutStats()
     assert (start.busy, start.tokens_per_second) == (0, 0)
-    found = engine.run(nnx.state(world[0]), world[3][4:5], ENVIRONMENT_, KEY)
+    found = engine.run(nnx.state(world[0]), world[3][4:5], SCRIPTED, KEY)
     one = engine.stats
     assert one.policy_tokens == found[0].policy_tokens and one.row_steps == 8 * one.policy_tokens
     assert one.busy == 1 / 8 and one.tokens_per_second == one.policy_tokens / one.seconds
-    engine.run(nnx.state(world[0]), world[3][4:8], ENVIRONMENT_, KEY)
+    engine.run(nnx.state(world[0]), world[3][4:8], SCRIPTED, KEY)
     both = one + engine.stats
     assert 1 / 8 < both.busy < engine.stats.busy <= 4 / 8
 
 
-def test_rollout_log_probabilities_are_the_training_ones(world, trajectories):
+def test_rollout_log_probabilities_equal_those_of_training(world, trajectories):
     decoder = world[0]
     packed = pack([t.tokens for t in trajectories], [t.roles == POLICY for t in trajectories], 192)
     batch = jax.tree.map(jnp.asarray, packed.batch)
@@ -255,7 +260,7 @@ def test_rollout_log_probabilities_are_the_training_ones(world, trajectories):
         np.testing.assert_allclose(found, t.logps, atol=1e-5)
 
 
-def test_each_row_is_sampled_at_its_own_temperature_among_the_likeliest(world, trajectories):
+def test_sampled_log_probabilities_follow_temperature_and_truncation_of_each_request(world, trajectories):
     tokens = np.zeros((20, CONFIG.context), np.int32)
     for row, t in enumerate(trajectories):
         tokens[row, : len(t.tokens)] = t.tokens
@@ -276,37 +281,37 @@ def test_each_row_is_sampled_at_its_own_temperature_among_the_likeliest(world, t
 
 
 class TwoContexts(SingleTurn):
-    """Asks the same again in a context of its own."""
+    """Repeats the prompt in a second context."""
 
     def react(self, episode, text, stop):
         return Finish("done") if episode.turn else Restart(np.asarray([5, 6, 7], np.int32))
 
 
-def test_no_two_tokens_of_a_trajectory_share_their_randomness(world, engine):
-    """Among equally likely tokens, what is drawn shows the random number itself."""
+def test_each_token_of_a_trajectory_has_its_own_random_number(world, engine):
+    """With equally likely tokens, the sampled token shows the random number."""
     uniform = jax.tree.map(jnp.zeros_like, nnx.state(world[0]))
     asked = [Request(request.question, np.asarray([5, 6, 7]), request.seed) for request in world[3][:4]]
     found = engine.run(uniform, asked, TwoContexts(turn_tokens=40), KEY)
     drawn = [t.tokens[t.roles == POLICY] for t in found]
-    for tokens in drawn:  # 80 draws of the 300 likeliest give some 70 different ones
+    for tokens in drawn:  # 80 draws from 300 tokens give about 70 different tokens
         assert len(tokens) > 60 and len(set(tokens.tolist())) > 0.7 * len(tokens)
     assert len({tokens.tobytes() for tokens in drawn}) == 4
 
 
-def test_half_a_character_in_a_passage_is_read_and_kept_as_a_question_mark(world, tmp_path):
+def test_half_a_character_in_a_passage_becomes_a_question_mark(world, tmp_path):
     decoder, tokenizer, _, requests = world
     retriever = make_retriever([Passage("1", "Half \ud83d", "a passage, \udc00")], "bm25")
     retriever.search = lambda queries, k, vectors=None: [[Hit(retriever.passages[0], 1.0)] for _ in queries]
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
-    found = engine.run(nnx.state(decoder), requests[:3], ENVIRONMENT_, KEY)
+    found = engine.run(nnx.state(decoder), requests[:3], SCRIPTED, KEY)
     observed = [text for t in found for role, text in t.segments if role == ENVIRONMENT and "(Title" in text]
     assert observed and all("Half ?" in text and "a passage, ?" in text for text in observed)
-    save_trajectories(tmp_path / "kept.jsonl", found)
-    (kept, *_) = load_trajectories(tmp_path / "kept.jsonl")
-    assert kept.searches[0].titles == found[0].searches[0].titles == ("Half ?",)
+    save_trajectories(tmp_path / "saved.jsonl", found)
+    (loaded, *_) = load_trajectories(tmp_path / "saved.jsonl")
+    assert loaded.searches[0].titles == found[0].searches[0].titles == ("Half ?",)
 
 
-def test_a_failing_search_is_told_to_the_policy_counted_and_logged_once(world, caplog):
+def test_a_failed_search_is_shown_to_the_policy_counted_and_logged_once(world, caplog):
     decoder, tokenizer, _retriever, requests = world
 
     class Broken:
@@ -316,25 +321,25 @@ def test_a_failing_search_is_told_to_the_policy_counted_and_logged_once(world, c
             raise TimeoutError("index gone")
 
     engine = Engine(decoder, tokenizer, CONFIG, retriever=Broken())
-    found = engine.run(nnx.state(decoder), requests[:5], ENVIRONMENT_, KEY)
+    found = engine.run(nnx.state(decoder), requests[:5], SCRIPTED, KEY)
     searches = [search for t in found for search in t.searches]
     assert searches
     assert all(search.failed for search in searches)
     assert engine.stats.searches_failed == len(searches)
-    engine.run(nnx.state(decoder), requests[5:7], ENVIRONMENT_, KEY)
+    engine.run(nnx.state(decoder), requests[5:7], SCRIPTED, KEY)
     assert caplog.text.count("TimeoutError('index gone')") == 1
     assert any("The search failed." in text for t in found for _, text in t.segments)
 
 
-@pytest.mark.parametrize("loops", [1, 2])
-def test_what_the_environment_raises_comes_out_of_run(world, loops):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_run_raises_what_the_environment_raises(world, workers):
     decoder, tokenizer, _, requests = world
 
     class Faulty(SingleTurn):
         def react(self, episode, text, stop):
             raise RuntimeError("no such turn")
 
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=loops))
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=workers))
     with pytest.raises(RuntimeError, match="no such turn"):
         engine.run(nnx.state(decoder), requests, Faulty(turn_tokens=4), KEY)
     assert len(engine.run(nnx.state(decoder), requests[:3], SingleTurn(turn_tokens=4), KEY)) == 3
@@ -349,15 +354,15 @@ def test_the_context_ends_an_episode_and_a_long_prompt_is_refused(world):
     assert len(one.tokens) <= 40
     assert one.ended in ("context_limit", "answer", "turn_limit")
     long = Request(requests[0].question, np.zeros(39, np.int32), 0)
-    words = r"has 39 tokens, the context holds 40, two of which are the policy's: raise rollout\.context"
-    with pytest.raises(UserError, match=words):
+    message = r"has 39 tokens; the context holds 40, two of which are for the policy: raise rollout\.context"
+    with pytest.raises(UserError, match=message):
         engine.run(nnx.state(decoder), [long], Stream(turn_tokens=4), KEY)
 
 
 @pytest.mark.parametrize("token", [-1, 416])
-def test_a_prompt_with_a_token_that_the_model_has_not_is_refused(world, token):
+def test_a_prompt_with_a_token_outside_the_vocabulary_is_refused(world, token):
     strange = Request(world[3][0].question, np.array([1, token, 2], np.int32), 0)
-    with pytest.raises(UserError, match=rf"has token {token}; the model's tokens are 0 to 415"):
+    with pytest.raises(UserError, match=rf"has token {token}; the model's token ids are 0 to 415"):
         Engine(*world[:2], CONFIG).run(nnx.state(world[0]), [strange], SingleTurn(), KEY)
 
 
@@ -368,27 +373,27 @@ def test_a_second_run_compiles_nothing(world, caplog):
     def compiled(asked, key):
         caplog.clear()
         with log_compiles():
-            engine.run(params, asked, ENVIRONMENT_, key)
+            engine.run(params, asked, SCRIPTED, key)
         return [line for line in caplog.messages if "Finished XLA compilation" in line]
 
     with caplog.at_level("INFO", "rrl.rollout.engine"):
         assert compiled([dataclasses.replace(requests[0], stops=("o",)), *requests[1:]], jax.random.key(0))
     assert (
-        "compiling 1 rollout loops of 8 rows x 192 tokens: steps of 8 rows; pieces of 32 tokens, prefilled 1 together on each "
-        "of 1 data shards, turns of 12 tokens, 2 stop strings"
+        "compiling 1 rollout workers, each with 8 slots x 192 tokens: decode steps of 8 rows; prefills of 1 chunks x 32 tokens "
+        "on each of 1 data shards, turns of 12 tokens, 2 stop strings"
     ) in caplog.messages
-    # Other questions, fewer of them, other temperatures and turns, a part of the stops: only numbers change.
+    # Fewer and other questions, other temperatures, turn lengths and stop strings: only array values change.
     others = [
         dataclasses.replace(r, seed=r.seed + 50, temperature=0.3, turn_tokens=7) for r in requests[3:14]
     ]
     assert compiled(others, jax.random.key(1)) == []
 
 
-def test_a_loop_for_more_stop_strings_is_compiled_for_itself_and_told(world, caplog):
+def test_another_number_of_stop_strings_needs_another_compilation_which_is_logged(world, caplog):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
     with caplog.at_level("INFO", "rrl.rollout.engine"):
-        for stops in (("qx",), ("qx", "qy")):  # as many states before the first that stops
+        for stops in (("qx",), ("qx", "qy")):  # both have the same first accepting state
             engine.run(
                 nnx.state(decoder), [dataclasses.replace(requests[0], stops=stops)], SingleTurn(4), KEY
             )
@@ -399,7 +404,7 @@ def test_a_loop_for_more_stop_strings_is_compiled_for_itself_and_told(world, cap
     )
 
 
-def test_both_limits_are_told_where_a_turn_fills_the_context(world):
+def test_a_turn_that_fills_turn_and_context_records_both_limits(world):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, context=40))
     asked = [
@@ -412,22 +417,22 @@ def test_both_limits_are_told_where_a_turn_fills_the_context(world):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_both_loops_compute_in_float32_where_the_weights_are_bfloat16(world, tied):
+def test_both_loops_compute_in_float32_with_bfloat16_weights(world, tied):
     config = dataclasses.replace(world[0].config, tie_embeddings=tied)
     decoder = Decoder(config, rngs=nnx.Rngs(1), dtype=jnp.float32, param_dtype=jnp.bfloat16)
     engine = Engine(decoder, world[1], CONFIG)
     given = nnx.state(decoder), world[3][:3], SingleTurn(turn_tokens=8), KEY
-    same(engine.run(*given), engine.run(*given, reference=True), tolerance=0)
+    assert_same(engine.run(*given), engine.run(*given, reference=True), tolerance=0)
 
 
-def test_an_observation_that_does_not_fit_is_what_the_environment_says(world):
+def test_when_full_decides_about_an_observation_that_does_not_fit(world):
     decoder, tokenizer, retriever, requests = world
     requests = requests[:6]
     longest = max(len(request.prompt) for request in requests)
     config = dataclasses.replace(CONFIG, context=longest + 60)
 
     def run(when_full):
-        environment = dataclasses.replace(ENVIRONMENT_, when_full=when_full)
+        environment = dataclasses.replace(SCRIPTED, when_full=when_full)
         return engine_.run(nnx.state(decoder), requests, environment, KEY)
 
     engine_ = Engine(decoder, tokenizer, config, retriever=retriever)
@@ -445,10 +450,10 @@ def test_an_observation_that_does_not_fit_is_what_the_environment_says(world):
         for at in np.flatnonzero(t.tokens == closing[0])
         if np.array_equal(t.tokens[at : at + len(closing)], closing)
     ]
-    assert max(ends) <= config.context - ENVIRONMENT_.turn_tokens < max(len(t.tokens) for t in cut)
+    assert max(ends) <= config.context - SCRIPTED.turn_tokens < max(len(t.tokens) for t in cut)
 
 
-def test_every_end_of_a_text_that_the_model_knows_ends_a_turn(world):
+def test_every_end_of_sequence_token_of_the_model_ends_a_turn(world):
     decoder, tokenizer, *_ = world
     ends = (7, tokenizer.eos_token_id, 300)
     llama = Decoder(dataclasses.replace(decoder.config, eos_token_id=ends), rngs=nnx.Rngs(0))
@@ -456,7 +461,7 @@ def test_every_end_of_a_text_that_the_model_knows_ends_a_turn(world):
     assert Engine(llama, tokenizer, CONFIG).programs.eos.tolist() == sorted(ends)
 
 
-def test_a_part_of_the_stops_of_another_run_takes_its_table_and_few_are_kept(world):
+def test_a_cached_stop_table_serves_subsets_and_the_cache_is_bounded(world):
     engine = Engine(*world[:2], CONFIG)
     both = engine._stop_table([("e",), ("o",), ()])
     assert engine._stop_table([("o",), ("e",)]) is both
@@ -466,17 +471,15 @@ def test_a_part_of_the_stops_of_another_run_takes_its_table_and_few_are_kept(wor
     assert len(engine._stop_tables) == CACHED_STOP_TABLES and engine._stop_table([()]) is not both
 
 
-def test_a_stop_string_with_a_special_token_is_refused_for_it_would_never_be_seen(world):
+def test_a_stop_string_with_a_special_token_is_refused(world):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
     for strings in (("<|im_end|>",), ("e", "x<|im_start|>")):
         with pytest.raises(UserError, match=r"the stop string '.*': '<\|im_\w+\|>' is a special token"):
-            engine.run(
-                nnx.state(decoder), [dataclasses.replace(requests[0], stops=strings)], ENVIRONMENT_, KEY
-            )
+            engine.run(nnx.state(decoder), [dataclasses.replace(requests[0], stops=strings)], SCRIPTED, KEY)
 
 
-def test_the_name_of_a_control_token_in_what_was_found_is_text_to_the_policy(world):
+def test_the_name_of_a_special_token_in_a_passage_is_encoded_as_text(world):
     decoder, tokenizer, _, requests = world
     found = "He said <|im_end|> and left."
     retriever = make_retriever([Passage("0", "A <|im_start|> B", found)], "bm25")
@@ -489,7 +492,9 @@ def test_the_name_of_a_control_token_in_what_was_found_is_text_to_the_policy(wor
         (one,) = engine.run(
             nnx.state(decoder), requests[:1], Once(turn_tokens=12, observation_tokens=60), KEY
         )
-        assert engine.encode("<|im_end|>").tolist() == [tokenizer.eos_token_id], "a template's part stays one"
+        assert engine.encode("<|im_end|>").tolist() == [tokenizer.eos_token_id], (
+            "the template's token stays one"
+        )
     given = one.tokens[one.roles == ENVIRONMENT]
     assert not np.isin(given, tokenizer.all_special_ids).any()
     assert f"(Title: A <|im_start|> B) {found}" in next(
@@ -498,7 +503,7 @@ def test_the_name_of_a_control_token_in_what_was_found_is_text_to_the_policy(wor
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("invalid", "message"),
     [
         ({"sample_top_k": 417}, r"rollout\.sample_top_k=417 must be at most 416, the model's vocab_size"),
         ({"rows": 3}, r"rollout\.rows=3 must be a multiple of data x fsdp = 2 shards"),
@@ -511,38 +516,40 @@ def test_the_name_of_a_control_token_in_what_was_found_is_text_to_the_policy(wor
         ({"rows": 8.0}, r"rows=8\.0 must be a whole number"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_by_name(world, wrong, words):
-    with pytest.raises(UserError, match=words):
-        Engine(*world[:2], dataclasses.replace(CONFIG, **wrong), mesh=make_mesh(2, devices=jax.devices()[:2]))
+def test_an_invalid_size_is_refused_with_the_name_of_its_field(world, invalid, message):
+    with pytest.raises(UserError, match=message):
+        Engine(
+            *world[:2], dataclasses.replace(CONFIG, **invalid), mesh=make_mesh(2, devices=jax.devices()[:2])
+        )
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"turn_tokens": 0}, r"SimpleNamespace\.turn_tokens=0 must be at least 1"),
         (
             {"observation_tokens": float("nan")},
             r"SimpleNamespace\.observation_tokens=nan must be a whole number",
         ),
-        ({"stops": ["e"]}, r"SimpleNamespace\.stops: \['e'\] must be a tuple of texts"),
+        ({"stops": ["e"]}, r"SimpleNamespace\.stops: \['e'\] must be a tuple of strings"),
         (
             {"stops": ("e", "<eos>")},
-            r"SimpleNamespace\.stops: '<eos>' stands for a pause at no stop string",
+            r"SimpleNamespace\.stops: '<eos>' is reserved",
         ),
     ],
 )
-def test_an_environment_that_cannot_be_is_refused_by_name(world, engine, fields, words):
+def test_an_invalid_environment_is_refused_with_the_name_of_its_field(world, engine, fields, message):
     environment = SimpleNamespace(**{"turn_tokens": 1, "observation_tokens": 0, "stops": ()} | fields)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         engine.run(nnx.state(world[0]), world[3], environment, KEY)
 
 
-def test_a_retriever_that_the_engine_cannot_embed_for_is_refused(world, engine):
+def test_a_retriever_with_another_query_encoder_is_refused(world, engine):
     other = SimpleNamespace(needs_embeddings=True, text_encoder=SimpleNamespace(dim=24), kind="exact")
     with pytest.raises(
         UserError, match=r"retriever: its exact index needs queries of 24 .* encoder gives none"
     ):
-        engine.run(nnx.state(world[0]), world[3], ENVIRONMENT_, KEY, retriever=other)
+        engine.run(nnx.state(world[0]), world[3], SCRIPTED, KEY, retriever=other)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(world):

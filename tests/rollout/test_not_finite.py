@@ -1,4 +1,4 @@
-"""Rows whose logits are not finite: they end there, with what they wrote before, and no other row notices."""
+"""Logits that are not finite end their episode, keep the tokens before, and change no other episode."""
 
 import dataclasses
 
@@ -16,13 +16,13 @@ from rrl.rollout import loop
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
 from rrl.rollout.workflow import Completion, Generate
-from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, TEMPERATURES, same
+from tests.rollout.test_engine import CONFIG, KEY, SCRIPTED, TEMPERATURES, assert_same
 from tests.rollout.world import make_world
 
 
 @pytest.fixture(scope="module")
 def world():
-    """The usual one, with a table of its own for logits: a NaN in the embedding of a token reaches no other token's logits."""
+    """The usual world, with untied embeddings: a NaN in the input embedding of a token reaches no logits of other tokens."""
     tied, tokenizer, retriever, requests = make_world()
     shape = dataclasses.replace(tied.config, tie_embeddings=False)
     requests = [dataclasses.replace(r, temperature=TEMPERATURES[r.seed % 5]) for r in requests]
@@ -30,7 +30,7 @@ def world():
 
 
 def broken(params, *tokens):
-    """The parameters with NaN as the embedding of these tokens."""
+    """Return the parameters with NaN as the embeddings of some tokens."""
     flat = {
         path: leaf.replace(leaf[...].at[jnp.asarray(tokens)].set(jnp.nan)) if path == ("embedding",) else leaf
         for path, leaf in nnx.to_flat_state(params)
@@ -38,15 +38,15 @@ def broken(params, *tokens):
     return nnx.from_flat_state(flat)
 
 
-def cut(trajectory, bad):
-    """How many tokens of a healthy trajectory are left where a token is bad: all before the first draw that sees it."""
+def length_before(trajectory, bad):
+    """Return the number of tokens before the first one that is sampled after a `bad` token."""
     seen = np.cumsum(np.isin(trajectory.tokens, bad))
     after = np.flatnonzero((trajectory.roles == POLICY) & (np.concatenate([[0], seen[:-1]]) > 0))
     return after[0] if len(after) else len(trajectory.tokens)
 
 
 def often_written(trajectories):
-    """A token that about a third of the trajectories have, and how many."""
+    """Return a token that occurs in about a third of the trajectories."""
     counts = np.zeros(416, int)
     for trajectory in trajectories:
         counts[np.unique(trajectory.tokens[trajectory.roles == POLICY])] += 1
@@ -70,7 +70,9 @@ VARIANTS = {
         *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != "drafts"),
     ],
 )
-def test_a_row_ends_before_its_first_draw_from_nan_and_others_keep_their_bits(world, variant, monkeypatch):
+def test_an_episode_ends_before_its_first_sample_from_nan_and_others_keep_their_bits(
+    world, variant, monkeypatch
+):
     decoder, tokenizer, retriever, requests = world
     if variant == "no kernel":
         monkeypatch.setattr(loop, "can_attend", lambda *_: False)
@@ -80,13 +82,13 @@ def test_a_row_ends_before_its_first_draw_from_nan_and_others_keep_their_bits(wo
 
     def run(params):
         placed = params if mesh is None else shard(params, mesh)
-        return engine.run(placed, requests, ENVIRONMENT_, KEY, reference=variant == "reference")
+        return engine.run(placed, requests, SCRIPTED, KEY, reference=variant == "reference")
 
     healthy = run(params)
     assert engine.stats.not_finite == 0
     bad = often_written(healthy)
     found = run(broken(params, bad))
-    lengths = [cut(t, [bad]) for t in healthy]
+    lengths = [length_before(t, [bad]) for t in healthy]
     ends = [n < len(t.tokens) for n, t in zip(lengths, healthy, strict=True)]
     assert [t.ended == NOT_FINITE for t in found] == ends
     assert engine.stats.not_finite == sum(ends) and 2 < sum(ends) < len(ends) - 2
@@ -94,26 +96,28 @@ def test_a_row_ends_before_its_first_draw_from_nan_and_others_keep_their_bits(wo
         for name in ("tokens", "roles", "turns", "logps", "sampled_logps"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name)[:length])
     whole = [pair for pair, ended in zip(zip(found, healthy, strict=True), ends, strict=True) if not ended]
-    same(*zip(*whole, strict=True), tolerance=0)
+    assert_same(*zip(*whole, strict=True), tolerance=0)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "kept"),
+    ("kernel", "truncation"),
     [
         (True, {"top_p": 0.9}),
         pytest.param(True, {"sample_top_k": 5}, marks=pytest.mark.slow),
         *(
-            pytest.param(False, kept, marks=pytest.mark.slow)
-            for kept in ({}, {"top_p": 0.9}, {"sample_top_k": 5})
+            pytest.param(False, truncation, marks=pytest.mark.slow)
+            for truncation in ({}, {"top_p": 0.9}, {"sample_top_k": 5})
         ),
     ],
 )
-def test_a_model_of_nan_writes_nothing_and_is_named_in_the_log(world, kernel, kept, monkeypatch, caplog):
+def test_a_model_of_nan_writes_nothing_and_the_log_names_the_first_question(
+    world, kernel, truncation, monkeypatch, caplog
+):
     decoder, tokenizer, _, requests = world
     if not kernel:
         monkeypatch.setattr(loop, "can_attend", lambda *_: False)
     config = dataclasses.replace(CONFIG, top_p=1.0, sample_top_k=0, rows=4)
-    engine = Engine(decoder, tokenizer, dataclasses.replace(config, **kept))
+    engine = Engine(decoder, tokenizer, dataclasses.replace(config, **truncation))
     params = jax.tree.map(lambda x: x * jnp.nan, nnx.state(decoder))
     found = engine.run(params, requests[2:7], SingleTurn(turn_tokens=8), KEY)
     assert {t.temperature for t in requests[2:7]} == set(TEMPERATURES)  # greedy, too
@@ -124,7 +128,7 @@ def test_a_model_of_nan_writes_nothing_and_is_named_in_the_log(world, kernel, ke
     assert "5 texts" in line and repr(requests[2].question.id) in line
 
 
-def test_a_workflow_gets_a_text_that_ended_as_not_finite(world, caplog):
+def test_a_workflow_receives_a_text_that_ended_as_not_finite(world, caplog):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
     params = nnx.state(decoder)
@@ -140,7 +144,7 @@ def test_a_workflow_gets_a_text_that_ended_as_not_finite(world, caplog):
     prompt = len(requests[0].prompt)
     third = int(healthy.trajectory.tokens[prompt + 2])
     found = run(broken(params, third))
-    length = cut(healthy.trajectory, [third])
+    length = length_before(healthy.trajectory, [third])
     assert found.stop == found.trajectory.ended == NOT_FINITE
     assert found.trajectory.tokens.tolist() == healthy.trajectory.tokens[:length].tolist()
     assert healthy.text.startswith(found.text)

@@ -1,4 +1,5 @@
-"""Searches run beside the decoding of other rows, on one device or several; a stuck or interrupted rollout ends, or says why."""
+"""Searches overlap with the decoding of other slots, on one device or several. A stalled rollout is logged, an interrupted one
+ends."""
 
 import concurrent.futures
 import dataclasses
@@ -31,7 +32,7 @@ def world():
 
 
 class FirstSearches(SingleTurn):
-    """The first question searches after one token, the others write on."""
+    """The first question searches after one token, the others write until their token limit."""
 
     def react(self, episode, text, stop):
         if episode.question.id != FIRST or episode.searches:
@@ -42,8 +43,8 @@ class FirstSearches(SingleTurn):
         return Append("found")
 
 
-class UntilTheOtherIsDone:
-    """Finds nothing before it is told to."""
+class AnswersOnGo:
+    """A retriever that answers once `go` is set."""
 
     needs_embeddings = False
 
@@ -59,11 +60,13 @@ FIRST = "first"
 
 
 @pytest.mark.parametrize("sizes", [None, (2, 1, 1)])
-def test_a_row_writes_on_while_another_waits_for_its_search(world, sizes, monkeypatch):
+def test_a_slot_decodes_while_another_waits_for_its_search(world, sizes, monkeypatch):
     decoder, tokenizer, _, requests = world
     mesh = None if sizes is None else make_mesh(*sizes, devices=jax.devices()[:2])
-    library = UntilTheOtherIsDone()
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=1), retriever=library, mesh=mesh)
+    retriever = AnswersOnGo()
+    engine = Engine(
+        decoder, tokenizer, dataclasses.replace(CONFIG, workers=1), retriever=retriever, mesh=mesh
+    )
     params = nnx.state(decoder) if mesh is None else shard(nnx.state(decoder), mesh)
     asked = [
         dataclasses.replace(
@@ -71,26 +74,26 @@ def test_a_row_writes_on_while_another_waits_for_its_search(world, sizes, monkey
         ),
         dataclasses.replace(requests[1], turn_tokens=100),
     ]
-    waited, done = [], SearchRunner.done
+    waits, poll = [], SearchRunner.poll
 
-    def watched(searches, *, wait=0.0):
-        waited.append(0.0 if library.go.is_set() or not len(searches) else wait)
-        return done(searches, wait=wait)
+    def recorded(searches, *, wait=0.0):
+        waits.append(0.0 if retriever.go.is_set() or not len(searches) else wait)
+        return poll(searches, wait=wait)
 
-    monkeypatch.setattr(SearchRunner, "done", watched)
+    monkeypatch.setattr(SearchRunner, "poll", recorded)
     first, _ = engine.run(
         params,
         asked,
         FirstSearches(turn_tokens=100),
         KEY,
-        on_finish=lambda place, trajectory: library.go.set() if place else None,
+        on_finish=lambda place, trajectory: retriever.go.set() if place else None,
     )
-    assert library.in_time == [True] and not first.searches[0].failed
-    assert not any(waited)  # a host that naps holds the rows of all data shards
+    assert retriever.in_time == [True] and not first.searches[0].failed
+    assert not any(waits)  # a scheduler that waits stops the slots of all data shards
 
 
-def test_what_is_wrong_with_the_settings_ends_the_run(world):
-    class Wrong(UntilTheOtherIsDone):
+def test_a_user_error_of_the_retriever_ends_the_run(world):
+    class Wrong(AnswersOnGo):
         def search(self, queries, k, vectors=None):
             raise UserError("k: got 0")
 
@@ -103,23 +106,23 @@ def test_what_is_wrong_with_the_settings_ends_the_run(world):
 
 @pytest.fixture
 def interruptible():
-    """What a shell starts in the background is deaf to Ctrl-C."""
+    """Handle Ctrl-C, which a shell disables for background processes."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("loops", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, loops):
+def test_an_interrupt_ends_all_workers_before_their_episodes_end(world, workers):
     decoder, tokenizer, _, requests = world
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=loops))
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=workers))
     finished = []
 
     def finish(place, trajectory):
         if not finished:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)  # the other loop waits too: the main thread may get its core late
+            time.sleep(1)  # the other worker waits too: the main thread may get its core late
         finished.append(place)
 
     class Slow(SingleTurn):
@@ -132,7 +135,7 @@ def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, loops):
     assert 0 < len(finished) < len(requests)
 
 
-def test_an_interrupt_while_the_loops_start_ends_the_one_that_runs(world, monkeypatch):
+def test_an_interrupt_between_the_starts_of_two_workers_ends_the_first(world, monkeypatch):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=2))
     submit, begun, finished = concurrent.futures.ThreadPoolExecutor.submit, [], []
@@ -157,7 +160,7 @@ def test_an_interrupt_while_the_loops_start_ends_the_one_that_runs(world, monkey
     assert len(finished) < len(requests) / 2
 
 
-def test_a_rollout_that_stands_still_names_the_host_and_its_stage(world, caplog):
+def test_a_stalled_rollout_logs_the_scheduler_and_its_stage(world, caplog):
     class Stuck(SingleTurn):
         def react(self, episode, text, stop):
             time.sleep(1.0)
@@ -166,10 +169,10 @@ def test_a_rollout_that_stands_still_names_the_host_and_its_stage(world, caplog)
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=1, stall_seconds=0.3))
     engine.run(nnx.state(decoder), requests[:1], Stuck(turn_tokens=4), KEY)
-    assert "has not moved for 0.3 s: host 0 reading what the policy wrote, after" in caplog.text
+    assert "made no progress for 0.3 s: scheduler 0 reading what the policy wrote, after" in caplog.text
 
 
-def test_loops_run_side_by_side_the_first_time_too(world):
+def test_workers_run_concurrently_in_the_first_run_too(world):
     meet = threading.Barrier(2, timeout=120)
 
     class Meets(SingleTurn):
@@ -183,7 +186,7 @@ def test_loops_run_side_by_side_the_first_time_too(world):
 
 
 class AllSearch(SingleTurn):
-    """Every question searches for the same after one token."""
+    """Every question searches for the same query after one token."""
 
     def react(self, episode, text, stop):
         return Finish("done") if episode.searches else SearchFor("the same")
@@ -193,17 +196,20 @@ class AllSearch(SingleTurn):
 
 
 @pytest.mark.parametrize("sizes", [None, (2, 1, 1)])
-def test_loops_and_data_shards_that_ask_the_same_share_one_search(world, sizes):
-    class UntilAllHaveAsked:
+def test_workers_and_data_shards_share_one_search_of_equal_queries(world, sizes):
+    class AnswersOnceAllSearch:
         needs_embeddings = False
 
         def __init__(self):
-            self.asked = []
+            self.searched = []
 
         def search(self, queries, k, vectors=None):
-            self.asked.append(list(queries))
+            self.searched.append(list(queries))
             until = time.perf_counter() + 120
-            while sum(host.written for host in engine._schedulers) < 8 and time.perf_counter() < until:
+            while (
+                sum(scheduler.policy_tokens for scheduler in engine._schedulers) < 8
+                and time.perf_counter() < until
+            ):
                 time.sleep(0.01)
             time.sleep(0.1)
             return [[] for _ in queries]
@@ -211,8 +217,8 @@ def test_loops_and_data_shards_that_ask_the_same_share_one_search(world, sizes):
     decoder, tokenizer, _, requests = world
     mesh = None if sizes is None else make_mesh(*sizes, devices=jax.devices()[:2])
     config = dataclasses.replace(CONFIG, rows=16, wake_threshold=8, workers=2)
-    engine = Engine(decoder, tokenizer, config, retriever=(library := UntilAllHaveAsked()), mesh=mesh)
+    engine = Engine(decoder, tokenizer, config, retriever=(retriever := AnswersOnceAllSearch()), mesh=mesh)
     params = nnx.state(decoder) if mesh is None else shard(nnx.state(decoder), mesh)
     found = engine.run(params, requests[:8], AllSearch(turn_tokens=1), KEY)
-    assert len(engine._schedulers) == 2 and all(host.written for host in engine._schedulers)
-    assert library.asked == [["the same"]] and all(len(t.searches) == 1 for t in found)
+    assert len(engine._schedulers) == 2 and all(scheduler.policy_tokens for scheduler in engine._schedulers)
+    assert retriever.searched == [["the same"]] and all(len(t.searches) == 1 for t in found)

@@ -1,4 +1,4 @@
-"""Compiled programs end with their engine: each keeps memory maps, of which Linux allows a process some 65,000."""
+"""Compiled programs are freed with their engine: each holds memory maps, of which Linux allows a process about 65,000."""
 
 import weakref
 
@@ -31,7 +31,7 @@ def world():
 
 
 def used(world, rows: int, reference: bool = False) -> Engine:
-    """An engine that has run, and so has compiled its loop."""
+    """Return an engine that has run, and so has compiled its loop."""
     decoder, tokenizer, requests = world
     engine = Engine(decoder, tokenizer, EngineConfig(rows=rows, context=64, workers=1))
     engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY, reference=reference)
@@ -39,8 +39,8 @@ def used(world, rows: int, reference: bool = False) -> Engine:
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_a_closed_engine_gives_its_maps_back(world, reference):
-    used(world, rows=1, reference=reference).close()  # compiles what engines share
+def test_closing_an_engine_frees_its_memory_maps(world, reference):
+    used(world, rows=1, reference=reference).close()  # compiles what all engines share
     before = memory_maps()
     engine = used(world, rows=1, reference=reference)
     compiled = memory_maps()
@@ -48,15 +48,15 @@ def test_a_closed_engine_gives_its_maps_back(world, reference):
     assert memory_maps() <= before < compiled
 
 
-def test_with_closes_an_engine(world):
+def test_a_with_block_closes_the_engine(world):
     decoder, tokenizer, requests = world
     with Engine(decoder, tokenizer, EngineConfig(rows=1, context=64)) as engine:
         pass
-    with pytest.raises(UserError, match="this engine is closed; make another"):
+    with pytest.raises(UserError, match="this engine is closed; create another"):
         engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY)
 
 
-def test_an_engine_that_is_closed_during_a_run_ends_the_run_first(world):
+def test_close_during_a_run_takes_effect_at_its_end(world):
     decoder, tokenizer, requests = world
     engine = Engine(decoder, tokenizer, EngineConfig(rows=1, context=64, workers=1))
     seen = []
@@ -71,7 +71,7 @@ def test_an_engine_that_is_closed_during_a_run_ends_the_run_first(world):
         engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY)
 
 
-def test_an_engine_that_nobody_holds_is_collected(world):
+def test_an_unreferenced_engine_is_garbage_collected(world):
     collected = weakref.ref(used(world, rows=1))
     collect()
     assert collected() is None
@@ -84,5 +84,5 @@ def test_thirty_engines_of_different_sizes_hold_no_more_maps_than_two(world):
         used(world, rows)
         collect()
         counts.append(memory_maps())
-    # One alone has more than a hundred; the last may not be collected yet.
+    # One engine has more than a hundred; the last may not be collected yet.
     assert max(counts[2:]) <= counts[1] + 300, counts

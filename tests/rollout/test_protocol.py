@@ -1,4 +1,4 @@
-"""The stream protocol: what each way of pausing a turn leads to."""
+"""The stream protocol: the action after each kind of pause."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ SEARCH = STREAM.stops[0]
         (1, "<answer>a</answer>", CONTEXT, Finish("answer")),
     ],
 )
-def test_a_turn_leads_to(turn, text, stop, action):
+def test_react_returns_the_action_for_text_and_stop(turn, text, stop, action):
     assert STREAM.react(Episode(Question("q", "q", ("a",)), turn), text, stop) == action
 
 
@@ -66,11 +66,11 @@ def test_without_a_correction_a_malformed_turn_ends_the_episode(turn, stop, ende
 @pytest.mark.parametrize(
     ("stop", "ended"), [(EOS, "answer"), (TURN_TOKENS, "length"), (CONTEXT, "context_limit")]
 )
-def test_a_single_turn_tells_which_limit_ended_it(stop, ended):
+def test_a_single_turn_ends_with_the_reason_of_its_pause(stop, ended):
     assert SingleTurn().react(Episode(Question("q", "q", ("a",))), "hm", stop) == Finish(ended)
 
 
-def test_an_observation_holds_the_documents_as_printed_or_says_that_the_search_failed():
+def test_an_observation_holds_the_passages_or_the_failure_message():
     episode = Episode(Question("q", "q", ("a",)))
     found = STREAM.observe(
         episode, [Passage("0", "Lorn", "Lorn is a city."), Passage("1", "Ruddov", "A name.")]
@@ -80,7 +80,7 @@ def test_an_observation_holds_the_documents_as_printed_or_says_that_the_search_f
     assert STREAM.observe(episode, None).body == STREAM.failure
 
 
-def test_an_observation_that_does_not_fit_ends_the_episode_or_is_cut_for_a_whole_turn():
+def test_an_observation_that_does_not_fit_ends_the_episode_or_is_cut_to_leave_a_turn():
     episode, message = Episode(Question("q", "q", ("a",))), STREAM.observe(None, None)
     assert STREAM.overflow(episode, message, 900) == Finish("context_limit")
     cut = dataclasses.replace(STREAM, when_full="cut")
@@ -97,7 +97,7 @@ def test_sizes_out_of_range_are_refused(wrong):
 
 
 @pytest.mark.parametrize("wrong", [{"search": ""}, {"answer": "<answer>"}, {"observation": "search"}])
-def test_tags_are_names_and_three(wrong):
+def test_tags_must_be_names_and_differ(wrong):
     with pytest.raises(UserError, match=r"environment\.(search|answer|observation)=.* must be a tag's name"):
         Stream(**wrong)
 
@@ -108,7 +108,7 @@ QUERYING = Stream(
 )
 
 
-def test_markers_of_another_form_search_observe_and_correct_alike():
+def test_tags_may_be_pairs_of_other_markers():
     episode = Episode(Question("q", "q", ("a",)))
     (stop,) = QUERYING.stops
     text = "I look. <|begin_of_query|> Silver Harbour <|end_of_query|>"
@@ -116,9 +116,9 @@ def test_markers_of_another_form_search_observe_and_correct_alike():
     assert isinstance(QUERYING.react(episode, "<query>Silver Harbour<|end_of_query|>", stop), Append)
     found = QUERYING.observe(episode, [Passage("0", "Lorn", "Lorn is a city.")])
     assert (found.prefix, found.suffix) == ("\n<|begin_of_documents|>\n", "\n<|end_of_documents|>\n")
-    told = QUERYING.react(episode, "hm", EOS).prefix
-    assert "between <|begin_of_query|> and <|end_of_query|>." in told
-    assert "between <answer> and </answer>." in told
+    correction = QUERYING.react(episode, "hm", EOS).prefix
+    assert "between <|begin_of_query|> and <|end_of_query|>." in correction
+    assert "between <answer> and </answer>." in correction
 
 
 @pytest.mark.parametrize(
@@ -133,18 +133,18 @@ def test_markers_of_another_form_search_observe_and_correct_alike():
         {"observation": 3},
     ],
 )
-def test_markers_are_a_pair_and_nobody_elses(wrong):
+def test_markers_must_be_a_pair_and_belong_to_one_tag(wrong):
     with pytest.raises(
         UserError, match=r"environment\.(search|answer|observation)=.* the pair of its markers"
     ):
         Stream(**wrong)
 
 
-def test_a_pair_as_json_has_it_is_the_same_pair():
+def test_a_pair_of_markers_may_be_a_list_as_in_json():
     assert Stream(search=["<a>", "</a>"]) == Stream(search=("<a>", "</a>"))
 
 
-def test_a_turn_may_end_at_the_answer_and_then_it_is_the_answer():
+def test_with_stop_at_answer_a_closing_answer_tag_ends_the_episode():
     stopping = dataclasses.replace(STREAM, stop_at_answer=True)
     assert STREAM.stops == ("</search>",) and stopping.stops == ("</search>", "</answer>")
     episode = Episode(Question("q", "q", ("a",)))
@@ -154,7 +154,7 @@ def test_a_turn_may_end_at_the_answer_and_then_it_is_the_answer():
     assert stopping.react(episode, "x</answer>", "</answer>") == Finish("turn_limit")
 
 
-def test_only_the_body_is_cut():
+def test_only_the_body_of_a_message_is_cut():
     def bytes_of(message: Append) -> tuple[bytes, bool]:
         ids, cut = message_ids(message, lambda text: np.frombuffer(text.encode(), np.uint8), 7)
         return bytes(ids.astype(np.uint8)), cut

@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, and bits that depend on request and position only."""
+"""Sampling: the correct distribution, and bits that depend on request and position only."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def test_frequencies_follow_the_tempered_distribution():
 
 
 @pytest.mark.parametrize("vocabulary", [4, 128, 300, 1664])
-def test_a_draw_inverts_the_cumulative_distribution(vocabulary):
+def test_a_sample_inverts_the_cumulative_distribution(vocabulary):
     draws = np.random.default_rng(vocabulary)
     weights = draws.exponential(size=(500, vocabulary)) * (draws.random((500, vocabulary)) < 0.3)
     weights[:, draws.integers(vocabulary)] += 1e-3
@@ -53,8 +53,8 @@ def test_a_draw_inverts_the_cumulative_distribution(vocabulary):
     assert ((ends - probabilities)[places] <= uniform + 1e-6).all()
 
 
-def test_the_kernel_for_processors_draws_the_same_tokens():
-    """By the same random numbers: whether there is a compiler changes the last bits of probabilities only."""
+def test_the_cpu_kernel_samples_the_same_tokens():
+    """With equal random numbers, the kernel changes only the last bits of probabilities."""
     if not can_attend(jnp.float32, 16):
         pytest.skip("this machine has no C++ compiler")
     draws = np.random.default_rng(5)
@@ -77,14 +77,14 @@ def test_full_log_probability_ignores_temperature_and_truncation():
     np.testing.assert_allclose(full, wanted, rtol=1e-5)
 
 
-def test_temperature_zero_is_greedy_with_certainty():
+def test_temperature_zero_is_greedy_with_log_probability_zero():
     logits = np.random.default_rng(2).normal(size=(9, 20)).astype(np.float32)
     ids, _, drawn = draw(logits, np.arange(9), np.zeros(9, int), temperature=0.0)
     assert np.array_equal(ids, logits.argmax(-1))
     assert np.all(np.asarray(drawn) == 0)
 
 
-def test_greedy_takes_the_first_of_equals_and_of_nothing_the_last():
+def test_greedy_takes_the_first_of_equal_logits_and_the_last_token_for_nan():
     logits = np.random.default_rng(3).integers(0, 3, (9, 20)).astype(np.float32)
     logits[0] = -np.inf
     assert np.array_equal(draw(logits, np.arange(9), np.zeros(9, int), temperature=0.0)[0], logits.argmax(-1))
@@ -92,7 +92,7 @@ def test_greedy_takes_the_first_of_equals_and_of_nothing_the_last():
     assert draw(logits, np.arange(9), np.zeros(9, int), temperature=0.0)[0][4] == 19
 
 
-def test_greedy_rows_are_the_same_beside_rows_that_draw():
+def test_greedy_rows_do_not_depend_on_sampled_rows_beside_them():
     logits = np.random.default_rng(5).normal(size=(6, 40)).astype(np.float32)
     keys = row_keys(BASE, jnp.arange(6), jnp.arange(6))
     alone = sample(jnp.asarray(logits), keys, jnp.zeros(6), top_p=0.9)
@@ -122,7 +122,7 @@ def test_top_p_keeps_what_a_sort_would_keep(top_p):
     ordered = np.sort(logits.astype(np.float64), axis=-1)[:, ::-1]
     weights = np.exp(ordered - ordered[:, :1])
     mass = np.cumsum(weights / weights.sum(-1, keepdims=True), axis=-1)
-    clear = (np.abs(mass - top_p) > 1e-5).all(-1)  # elsewhere rounding decides
+    clear = (np.abs(mass - top_p) > 1e-5).all(-1)  # for other rows rounding decides
     wanted = logits >= np.take_along_axis(ordered, (mass < top_p).sum(-1)[:, None], axis=-1)
     assert clear.sum() > 100
     assert (np.isfinite(truncate(logits, top_p=top_p)) == wanted)[clear].all()

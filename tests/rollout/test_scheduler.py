@@ -1,4 +1,4 @@
-"""What the host sends in one exchange: texts in pieces, first come, first served, as far as there is room."""
+"""The scheduler: what it sends in one exchange, and how it applies the environment's actions."""
 
 import collections
 import dataclasses
@@ -26,14 +26,14 @@ from rrl.rollout.exchange import (
 from rrl.rollout.protocol import CONTEXT, Append, Finish, Restart, SearchFor, SingleTurn
 from rrl.rollout.scheduler import Scheduler
 
-SIZES = ExchangeSizes(rows=3, context=400, wake_threshold=2, prefill_tokens=2 * CHUNK_TOKENS, query_tokens=0)
-NONE = np.zeros((0, 0), np.float32)
+SIZES = ExchangeSizes(slots=3, context=400, wake_threshold=2, prefill_tokens=2 * CHUNK_TOKENS, query_tokens=0)
+NO_EMBEDDINGS = np.zeros((0, 0), np.float32)
 
 
-def host(*prompts, share_prompts=False):
-    """A host whose rows wait for these prompts."""
+def make_scheduler(*prompts, share_prompts=False):
+    """A scheduler whose slots wait for these prompts."""
     requests = [Request(Question(str(i), "", ()), np.asarray(p, np.int32), i) for i, p in enumerate(prompts)]
-    made = Scheduler(
+    scheduler = Scheduler(
         collections.deque([list(enumerate(requests))]),
         SingleTurn(turn_tokens=4),
         compile_sets([()], [b"a"] * 500),
@@ -44,162 +44,179 @@ def host(*prompts, share_prompts=False):
         vocab_size=500,
         share_prompts=share_prompts,
     )
-    made.fill()
-    return made
+    scheduler.fill()
+    return scheduler
 
 
-def pieces(made):
-    """The pieces of the next exchange, with their tokens; rows that have been fed decode."""
-    rows = SIZES.rows
-    ids = np.zeros((rows, 4))
-    status = np.array([PAUSED if row in made.todo else DECODING for row in range(rows)])
-    turns = DeviceReport(status, np.zeros(rows), ids, ids, ids, np.zeros(rows))
-    words = made.exchange(turns, NONE)
-    assert made.error is None
-    sent = words[: SIZES.pieces * (HEADER + SIZES.piece)].reshape(SIZES.pieces, -1)
-    found = [(PrefillChunk(*map(int, line[:HEADER])), line[HEADER:]) for line in sent]
-    return [(feed, tokens[: feed.length].tolist()) for feed, tokens in found if feed.row < rows]
+def next_chunks(scheduler):
+    """Headers and tokens of the chunks of the next exchange. Slots without a prefill request decode."""
+    slots = SIZES.slots
+    ids = np.zeros((slots, 4))
+    status = np.array([PAUSED if slot in scheduler.prefills else DECODING for slot in range(slots)])
+    report = DeviceReport(status, np.zeros(slots), ids, ids, ids, np.zeros(slots))
+    message = scheduler.exchange(report, NO_EMBEDDINGS)
+    assert scheduler.error is None
+    rows = message[: SIZES.chunks * (HEADER + SIZES.chunk_tokens)].reshape(SIZES.chunks, -1)
+    chunks = [(PrefillChunk(*map(int, row[:HEADER])), row[HEADER:]) for row in rows]
+    return [(header, tokens[: header.length].tolist()) for header, tokens in chunks if header.slot < slots]
 
 
-def test_a_text_travels_in_pieces_and_its_turn_begins_with_the_last():
+def test_a_text_is_sent_in_chunks_and_its_turn_begins_after_the_last():
     prompts = [np.arange(200), np.arange(100) + 200, np.arange(150) + 300]
-    made = host(*prompts)
-    assert SIZES.pieces == PREFILLS_PER_EXCHANGE * 2 == 12
-    first, second = pieces(made), pieces(made)
-    assert [feed.row for feed, _ in first] == [0] * 7 + [1] * 4 + [2]  # no room for more of the third
-    assert [feed.row for feed, _ in second] == [2] * 4
-    for row, prompt in enumerate(prompts):
-        of_row = [(feed, tokens) for feed, tokens in first + second if feed.row == row]
-        assert [token for _, tokens in of_row for token in tokens] == prompt[:-1].tolist()
-        assert [feed.start for feed, _ in of_row] == list(range(0, len(prompt) - 1, CHUNK_TOKENS))
-        assert [feed.begin for feed, _ in of_row] == [0] * (len(of_row) - 1) + [1]
-        assert of_row[-1][0].pending == prompt[-1]
-    assert made.prefilled == 199 + 99 + 149
+    scheduler = make_scheduler(*prompts)
+    assert SIZES.chunks == PREFILLS_PER_EXCHANGE * 2 == 12
+    first, second = next_chunks(scheduler), next_chunks(scheduler)
+    assert [header.slot for header, _ in first] == [0] * 7 + [1] * 4 + [2]  # no room for more of the third
+    assert [header.slot for header, _ in second] == [2] * 4
+    for slot, prompt in enumerate(prompts):
+        chunks = [(header, tokens) for header, tokens in first + second if header.slot == slot]
+        assert [token for _, tokens in chunks for token in tokens] == prompt[:-1].tolist()
+        assert [header.start for header, _ in chunks] == list(range(0, len(prompt) - 1, CHUNK_TOKENS))
+        assert [header.begins_turn for header, _ in chunks] == [0] * (len(chunks) - 1) + [1]
+        assert chunks[-1][0].pending == prompt[-1]
+    assert scheduler.prefilled_tokens == 199 + 99 + 149
 
 
-def test_a_host_takes_as_many_groups_as_it_is_told_and_what_is_left_of_one_comes_first():
-    made = host(np.arange(5))  # one request of three rows
+def test_fill_takes_at_most_the_given_number_of_groups_and_finishes_a_group_first():
+    scheduler = make_scheduler(np.arange(5))  # one request for three slots
     requests = [Request(Question(str(i), "", ()), np.arange(5, dtype=np.int32), i) for i in range(1, 8)]
-    made.groups.extend(
+    scheduler.groups.extend(
         [list(enumerate(requests[:1])), list(enumerate(requests[1:4])), list(enumerate(requests[4:]))]
     )
-    assert made.fill(0) == 0 and [live is None for live in made.rows] == [False, True, True]
-    assert made.fill(1) == 1 and made.rows[1].request.seed == 1 and made.rows[2] is None
-    assert made.fill(1) == 1 and made.rows[2].request.seed == 2 and len(made.groups) == 1
-    made.rows[0] = None
-    assert made.fill(1) == 0 and made.rows[0].request.seed == 3 and len(made.groups) == 1
+    slots = scheduler.slots
+    assert scheduler.fill(0) == 0 and [state is None for state in slots] == [False, True, True]
+    assert scheduler.fill(1) == 1 and slots[1].request.seed == 1 and slots[2] is None
+    assert scheduler.fill(1) == 1 and slots[2].request.seed == 2 and len(scheduler.groups) == 1
+    slots[0] = None
+    assert scheduler.fill(1) == 0 and slots[0].request.seed == 3 and len(scheduler.groups) == 1
 
 
-def copied(made):
-    return [(feed.row, feed.source, feed.copied) for feed, _ in pieces(made)]
+def copies(scheduler):
+    return [(header.slot, header.source, header.copied) for header, _ in next_chunks(scheduler)]
 
 
 def test_samples_of_a_prompt_copy_it_in_the_exchange_that_prefills_it():
     prompt = np.arange(70)
-    made = host(prompt, prompt, prompt, share_prompts=True)
-    assert copied(made) == [(0, 0, 0)] * 3 + [(1, 0, -69), (2, 0, -69)]
-    assert not made.todo and not copied(made)
+    scheduler = make_scheduler(prompt, prompt, prompt, share_prompts=True)
+    assert copies(scheduler) == [(0, 0, 0)] * 3 + [(1, 0, -69), (2, 0, -69)]
+    assert not scheduler.prefills and not copies(scheduler)
 
 
-def test_a_prompt_that_takes_two_exchanges_is_copied_in_the_second_and_one_that_goes_on_after_it():
+def test_a_prompt_of_two_exchanges_is_copied_in_the_second_and_extended_in_the_third():
     prompt, longer = np.arange(390), np.arange(398)
-    made = host(prompt, prompt, longer, share_prompts=True)
-    assert copied(made) == [(0, 0, 0)] * SIZES.pieces
-    assert copied(made) == [(0, 0, 0), (1, 0, -389)]
-    assert copied(made) == [(2, 0, 389)]  # what follows is prefilled, and reads what is copied
+    scheduler = make_scheduler(prompt, prompt, longer, share_prompts=True)
+    assert copies(scheduler) == [(0, 0, 0)] * SIZES.chunks
+    assert copies(scheduler) == [(0, 0, 0), (1, 0, -389)]
+    assert copies(scheduler) == [(2, 0, 389)]  # the chunk after the copy attends to it
 
 
-@pytest.mark.parametrize(("copies", "served"), [(1, [[1], [2]]), (2, [[1, 2], []])])
-def test_no_more_rows_copy_a_prefix_than_the_device_takes(monkeypatch, copies, served):
-    monkeypatch.setattr(ExchangeSizes, "copies", copies)
+@pytest.mark.parametrize(("most", "expected"), [(1, [[1], [2]]), (2, [[1, 2], []])])
+def test_the_number_of_copies_per_exchange_is_limited(monkeypatch, most, expected):
+    monkeypatch.setattr(ExchangeSizes, "copies", most)
     prompt = np.arange(70)
-    made = host(prompt, prompt, prompt, share_prompts=True)
-    for rows in served:
-        assert [row for row, _, slots in copied(made) if slots] == rows
+    scheduler = make_scheduler(prompt, prompt, prompt, share_prompts=True)
+    for slots in expected:
+        assert [slot for slot, _, copied in copies(scheduler) if copied] == slots
 
 
-class Answers(SingleTurn):
-    """Answers a turn with whatever it is told to."""
+class FixedAction(SingleTurn):
+    """Reacts to every turn with `action`, which a test sets."""
 
     def react(self, episode, text, stop):
         return self.action
 
 
-def paused(made, stop=STOP_EOS):
-    """What a host says to rows that have all written a token and paused."""
-    ids = np.zeros((SIZES.rows, 4), np.int32)
-    ones = np.ones(SIZES.rows, np.int64)
-    return made.exchange(DeviceReport(ones * PAUSED, ones * stop, ids, ids, ids, ones), NONE)
+def set_action(scheduler, action, environment=FixedAction):
+    """Give the scheduler an environment that reacts with `action`; return the environment."""
+    scheduler.environment = made = environment(turn_tokens=4)
+    object.__setattr__(made, "action", action)
+    return made
+
+
+def pause_all(scheduler, stop=STOP_EOS):
+    """Return the reply to slots that all wrote one token and paused."""
+    ids = np.zeros((SIZES.slots, 4), np.int32)
+    ones = np.ones(SIZES.slots, np.int64)
+    return scheduler.exchange(DeviceReport(ones * PAUSED, ones * stop, ids, ids, ids, ones), NO_EMBEDDINGS)
+
+
+def encode_characters(scheduler):
+    """Let each character of an observation be one token."""
+    scheduler.encode = lambda text: np.zeros(len(text), np.int32)
 
 
 @pytest.mark.parametrize(
-    ("action", "words"),
+    ("action", "message"),
     [
-        (None, r"environment Answers answers turn 0 of question '0' with None; it must be SearchFor, Append"),
+        (
+            None,
+            r"environment FixedAction returned None in turn 0 of question '0'; it must be SearchFor, Append",
+        ),
         (Restart(np.zeros(0, np.int32)), r"the prompt of a Restart of question '0' is empty"),
         (
             Restart(np.array([1, 500])),
-            r"a Restart of question '0' has token 500; the model's tokens are 0 to 499",
+            r"a Restart of question '0' has token 500; the model's token ids are 0 to 499",
         ),
         (Restart(np.array([1, -7])), r"a Restart of question '0' has token -7"),
         (
             Restart(np.ones(2)),
-            r"a Restart of question '0' must be one row of token ids, found float64 of shape",
+            r"a Restart of question '0' must be a 1-D array of token ids, found float64 of shape",
         ),
         (
             SearchFor(None),
-            r"environment Answers searches for None in turn 0 of question '0'; a query is a text",
+            r"environment FixedAction searches for None in turn 0 of question '0'; a query must be a string",
         ),
         (SearchFor("a", (7,)), r"searches for 7 in turn 0"),
     ],
 )
-def test_what_an_environment_cannot_answer_is_named_and_ends_all_hosts(action, words):
-    made, other = host([1, 2]), host([3, 4], [5, 6])
-    for one in (made, other):
-        pieces(one)
-    other.over = made.over
-    made.environment = environment = Answers(turn_tokens=4)
-    object.__setattr__(environment, "action", action)
-    assert paused(made)[-1] == ABORT
-    assert isinstance(made.error, UserError)
-    with pytest.raises(UserError, match=words):
-        raise made.error
-    assert paused(other)[-1] == ABORT and other.error is None
+def test_an_invalid_action_is_an_error_that_names_it_and_ends_all_schedulers(action, message):
+    scheduler, other = make_scheduler([1, 2]), make_scheduler([3, 4], [5, 6])
+    for one in (scheduler, other):
+        next_chunks(one)
+    other.aborted = scheduler.aborted
+    set_action(scheduler, action)
+    assert pause_all(scheduler)[-1] == ABORT
+    assert isinstance(scheduler.error, UserError)
+    with pytest.raises(UserError, match=message):
+        raise scheduler.error
+    assert pause_all(other)[-1] == ABORT and other.error is None
 
 
 @pytest.mark.parametrize(
     ("action", "ended"),
     [
-        (Append("x" * 397), []),  # what stands in place of it leaves the policy one token
+        (Append("x" * 397), []),  # the message of `overflow` leaves one token for the policy
         (Append("x" * 398), ["context_limit"]),
         (Restart(np.zeros(399, np.int32)), []),
         (Restart(np.zeros(400, np.int32)), ["context_limit"]),
     ],
 )
-def test_what_does_not_fit_even_so_ends_the_episode_at_the_limit_of_its_context(action, ended):
-    class Shortens(Answers):
+def test_an_episode_ends_if_the_message_of_overflow_does_not_fit_either(action, ended):
+    class Shortens(FixedAction):
         def overflow(self, episode, message, room):
             if isinstance(message, Restart):
-                assert room == SIZES.context - 2  # the last of the prompt is left pending, and one is written
+                # The last token of the prompt stays pending, and the policy writes at least one token.
+                assert room == SIZES.context - 2
                 return Restart(message.prompt[1:])
-            assert room == SIZES.context - 2 - 1  # two tokens of the prompt, and one that was written
+            assert room == SIZES.context - 2 - 1  # two tokens of the prompt, one token of the policy
             return dataclasses.replace(message, prefix=message.prefix[1:])
 
-    made, found = host([1, 2]), []
-    made.encode, made.on_finish = lambda text: np.zeros(len(text), np.int32), lambda _, t: found.append(t)
-    made.environment = environment = Shortens(turn_tokens=4)
-    object.__setattr__(environment, "action", action)
-    pieces(made)
-    paused(made)
-    assert made.error is None and [trajectory.ended for trajectory in found] == ended
-    assert all(trajectory.cuts == ((0, "room"),) for trajectory in found)
+    scheduler, trajectories = make_scheduler([1, 2]), []
+    encode_characters(scheduler)
+    scheduler.on_finish = lambda _, trajectory: trajectories.append(trajectory)
+    set_action(scheduler, action, Shortens)
+    next_chunks(scheduler)
+    pause_all(scheduler)
+    assert scheduler.error is None and [trajectory.ended for trajectory in trajectories] == ended
+    assert all(trajectory.cuts == ((0, "room"),) for trajectory in trajectories)
 
 
-def test_limits_that_end_nothing_are_told_too():
-    """A turn that broke off and was answered, with an answer that was cut."""
-    made, found = host([1, 2]), []
-    made.encode, made.on_finish = lambda text: np.zeros(len(text), np.int32), lambda _, t: found.append(t)
-    made.environment = environment = Answers(turn_tokens=4)
+def test_limits_that_do_not_end_the_episode_are_recorded():
+    """A turn that reached its token limit and was answered, and an observation that was cut."""
+    scheduler, trajectories = make_scheduler([1, 2]), []
+    encode_characters(scheduler)
+    scheduler.on_finish = lambda _, trajectory: trajectories.append(trajectory)
+    environment = set_action(scheduler, None)
     object.__setattr__(environment, "observation_tokens", 8)
     for action, stop in (
         (Append("", "x" * 9), STOP_TURN),
@@ -207,14 +224,14 @@ def test_limits_that_end_nothing_are_told_too():
         (Finish("answer"), STOP_EOS),
     ):
         object.__setattr__(environment, "action", action)
-        pieces(made)
-        paused(made, stop)
-    (trajectory,) = found
+        next_chunks(scheduler)
+        pause_all(scheduler, stop)
+    (trajectory,) = trajectories
     assert trajectory.cuts == ((0, "turn_tokens"), (0, "observation_tokens"), (1, "turn_tokens"))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("invalid", "message"),
     [
         ({"temperature": -0.1}, r"request\.temperature=-0\.1 must be at least 0"),
         ({"temperature": float("nan")}, r"request\.temperature=nan must be at least 0"),
@@ -228,64 +245,60 @@ def test_limits_that_end_nothing_are_told_too():
         ({"prompt": np.zeros(0, np.int32)}, r"the prompt of question 'q' is empty: give at least one token"),
         (
             {"prompt": "who?"},
-            r"the prompt of question 'q' must be one row of token ids, found str; .*chat_ids",
+            r"the prompt of question 'q' must be a 1-D array of token ids, found str; .*chat_ids",
         ),
         (
             {"prompt": np.ones((1, 3), np.int32)},
-            r"must be one row of token ids, found int32 of shape \(1, 3\)",
+            r"must be a 1-D array of token ids, found int32 of shape \(1, 3\)",
         ),
-        ({"prompt": np.ones(3)}, r"must be one row of token ids, found float64 of shape \(3,\)"),
-        ({"stops": "e"}, r"request\.stops of question 'q': 'e' must be a tuple of texts"),
-        ({"stops": (CONTEXT,)}, r"'<context>' stands for a pause at no stop string"),
+        ({"prompt": np.ones(3)}, r"must be a 1-D array of token ids, found float64 of shape \(3,\)"),
+        ({"stops": "e"}, r"request\.stops of question 'q': 'e' must be a tuple of strings"),
+        ({"stops": (CONTEXT,)}, r"'<context>' is reserved; choose another stop string"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_by_name(wrong, words):
-    fields = {"prompt": np.zeros(3, np.int32), "seed": 0} | wrong
-    with pytest.raises(UserError, match=words):
+def test_an_invalid_request_is_refused_with_the_name_of_its_field(invalid, message):
+    fields = {"prompt": np.zeros(3, np.int32), "seed": 0} | invalid
+    with pytest.raises(UserError, match=message):
         Request(Question("q", "", ()), **fields)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "leaves", "shortened"),
+    ("tokens", "reserve_tokens", "shortened"),
     [(396, 1, False), (397, 1, True), (397, 0, True), (297, 100, False), (298, 100, True)],
 )
-def test_a_message_leaves_the_policy_one_token_of_the_context_or_as_many_as_it_says(
-    tokens, leaves, shortened
-):
-    class Watches(Answers):
+def test_a_message_must_leave_its_reserve_tokens_and_at_least_one(tokens, reserve_tokens, shortened):
+    class RecordsRoom(FixedAction):
         def overflow(self, episode, message, room):
-            asked.append(room)
+            rooms.append(room)
             return Append()
 
-    made, asked = host([1, 2]), []
-    made.encode = lambda text: np.zeros(len(text), np.int32)
-    made.environment = environment = Watches(turn_tokens=4)
-    object.__setattr__(environment, "action", Append("x" * tokens, reserve_tokens=leaves))
-    pieces(made)
-    paused(made)
-    assert made.error is None and asked == [397] * shortened
+    scheduler, rooms = make_scheduler([1, 2]), []
+    encode_characters(scheduler)
+    set_action(scheduler, Append("x" * tokens, reserve_tokens=reserve_tokens), RecordsRoom)
+    next_chunks(scheduler)
+    pause_all(scheduler)
+    assert scheduler.error is None and rooms == [397] * shortened
 
 
-def test_rows_that_ask_the_same_wait_for_one_search():
-    class Library:
+def test_slots_with_equal_queries_share_one_search():
+    class Broken:
         needs_embeddings = False
 
         def search(self, queries, k, vectors=None):
-            asked.append(queries)
+            searched.append(queries)
             raise LookupError("gone")
 
-    class Observes(Answers):
+    class Observes(FixedAction):
         def observe(self, episode, passages):
             return Append("found" if passages else "nothing")
 
-    asked, made = [], host([1, 2], [3, 4], [5, 6])
-    made.encode = lambda text: np.zeros(len(text), np.int32)
-    made.searches.retriever = Library()
-    made.environment = environment = Observes(turn_tokens=4)
-    object.__setattr__(environment, "action", SearchFor("a"))
-    pieces(made)
-    paused(made)
-    while made.requesters:
-        pieces(made)
-    assert made.error is None and asked == [["a"]] and made.failed == 3
-    assert [live.episode.searches[0].failed for live in made.rows] == [True] * 3
+    searched, scheduler = [], make_scheduler([1, 2], [3, 4], [5, 6])
+    encode_characters(scheduler)
+    scheduler.searches.retriever = Broken()
+    set_action(scheduler, SearchFor("a"), Observes)
+    next_chunks(scheduler)
+    pause_all(scheduler)
+    while scheduler.requesters:
+        next_chunks(scheduler)
+    assert scheduler.error is None and searched == [["a"]] and scheduler.searches_failed == 3
+    assert [state.episode.searches[0].failed for state in scheduler.slots] == [True] * 3

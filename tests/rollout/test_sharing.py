@@ -1,4 +1,4 @@
-"""What rows share and how contexts change leaves every trajectory as it would be alone."""
+"""Shared prefixes, restarts and oversubscribed slots change no trajectory."""
 
 import dataclasses
 import time
@@ -33,7 +33,7 @@ def world():
 
 
 def group(requests, samples=6):
-    """Samples of the first two questions."""
+    """Return `samples` requests for each of the first two questions."""
     return [
         dataclasses.replace(request, seed=10 * number + sample, group=number)
         for number, request in enumerate(requests[:2])
@@ -41,7 +41,7 @@ def group(requests, samples=6):
     ]
 
 
-def same(first, second, tolerance=0.0):
+def assert_same(first, second, tolerance=0.0):
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         for name in ("logps", "sampled_logps"):
@@ -62,34 +62,36 @@ def test_the_prompt_of_a_group_is_prefilled_once(world, grouped):
     while requests[0].prompt[head] == requests[1].prompt[head]:
         head += 1
     first, second = (len(request.prompt) - 1 for request in requests[:2])
-    assert grouped[1] in (first + second, first + second - head)  # the second may begin like the first
+    assert grouped[1] in (first + second, first + second - head)  # both may begin with the same tokens
 
 
-def test_a_sample_of_a_group_has_the_bits_of_one_alone(world, grouped):
+def test_a_sample_of_a_group_is_bitwise_equal_to_one_alone(world, grouped):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
     asked = group(requests)
     for index in (0, 3, 9):
-        same(engine.run(nnx.state(decoder), [asked[index]], ONE_TURN, KEY), [grouped[0][index]])
+        assert_same(engine.run(nnx.state(decoder), [asked[index]], ONE_TURN, KEY), [grouped[0][index]])
 
 
 def test_the_reference_loop_and_a_mesh_share_prompts_too(world, grouped):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
-    same(engine.run(nnx.state(decoder), group(requests), ONE_TURN, KEY, reference=True), grouped[0])
+    assert_same(engine.run(nnx.state(decoder), group(requests), ONE_TURN, KEY, reference=True), grouped[0])
     for sizes in ((2, 2, 2), (1, 2, 4)):
         mesh = make_mesh(*sizes)
         spread = Engine(decoder, tokenizer, CONFIG, mesh=mesh)
-        same(spread.run(shard(nnx.state(decoder), mesh), group(requests), ONE_TURN, KEY), grouped[0], 1e-5)
+        assert_same(
+            spread.run(shard(nnx.state(decoder), mesh), group(requests), ONE_TURN, KEY), grouped[0], 1e-5
+        )
 
 
-def test_long_prompts_that_begin_alike_are_shared_to_the_bit(world):
+def test_sharing_prefixes_of_long_prompts_changes_no_bits(world):
     decoder, tokenizer, _, requests = world
     draw = np.random.default_rng(32)
     heads = [draw.integers(3, 400, 70) for _ in range(2)]
     tails = [draw.integers(3, 400, draw.integers(1, 130)) for _ in range(7)]
     prompts = [np.concatenate([heads[n % 2], tail]) for n, tail in enumerate(tails)]
-    assert max(map(len, prompts)) > 130 > min(map(len, prompts))  # blocks of the cache have 128 slots
+    assert max(map(len, prompts)) > 130 > min(map(len, prompts))  # a block of the cache has 128 positions
     asked = [
         dataclasses.replace(requests[0], prompt=prompt.astype(np.int32), seed=2 * number + sample)
         for number, prompt in enumerate(prompts)
@@ -101,11 +103,11 @@ def test_long_prompts_that_begin_alike_are_shared_to_the_bit(world):
         engine = Engine(decoder, tokenizer, config)
         found.append(engine.run(nnx.state(decoder), asked, ONE_TURN, KEY))
         prefilled.append(engine.stats.prefilled_tokens)
-    same(*found)
+    assert_same(*found)
     assert prefilled[0] < 0.7 * prefilled[1]
 
 
-def test_samples_of_a_prompt_go_to_one_shard_where_there_are_prompts_enough():
+def test_samples_of_a_prompt_go_to_one_shard_if_there_are_enough_prompts():
     prompts = [np.array([n // 4]) for n in range(16)]
     assert assign_to_shards(prompts, 2) == [
         [[*range(4)], [*range(8, 12)]],
@@ -117,21 +119,21 @@ def test_samples_of_a_prompt_go_to_one_shard_where_there_are_prompts_enough():
     ]
 
 
-def test_long_prompts_come_first_and_equal_ones_in_their_order():
+def test_long_prompts_come_first_and_equal_lengths_in_their_order():
     prompts = [np.arange(length) for length in (1, 3, 2, 3)] + [np.arange(3)]
     assert assign_to_shards(prompts, 1) == [[[1, 3, 4], [2], [0]]]
     prompts = [np.full(length, place) for place, length in enumerate((1, 3, 2, 3))]
     assert assign_to_shards(prompts, 2) == [[[1], [2]], [[3], [0]]]
 
 
-def test_the_samples_of_prompts_that_are_left_over_go_round():
+def test_the_samples_of_remaining_prompts_are_spread_over_the_shards():
     shares = assign_to_shards([np.array([n // 8]) for n in range(9 * 8)], 8)
     assert [sum(map(len, share)) for share in shares] == [9] * 8
     assert all(share == [[*range(8 * n, 8 * n + 8)], [64 + n]] for n, share in enumerate(shares))
 
 
 class Reads(Stream):
-    """Answers with a text that begins alike for all; the third turn begins a context of the tokens that stood there before."""
+    """Appends texts with a common beginning; the third turn restarts with a prompt of the tokens so far."""
 
     def __init__(self, encode):
         super().__init__(turn_tokens=6, observation_tokens=100)
@@ -147,8 +149,8 @@ class Reads(Stream):
 
 
 @pytest.fixture(scope="module")
-def parting(world):
-    """Of each question three samples that are alike, and three that part from them sooner or later."""
+def diverging(world):
+    """For each question three equal samples, and three that diverge from them at different points."""
     return [
         dataclasses.replace(
             request, seed=10 * number + sample, temperature=0.0 if sample < 3 else 0.5 * sample
@@ -159,58 +161,60 @@ def parting(world):
 
 
 @pytest.mark.parametrize("rows", [pytest.param(6, marks=pytest.mark.slow), 32])
-def test_who_came_the_same_way_to_the_same_text_shares_it_to_the_bit(world, parting, rows, monkeypatch):
+def test_sharing_observations_between_equal_trajectories_changes_no_bits(world, diverging, rows, monkeypatch):
     decoder, tokenizer = world[:2]
-    find, found, prefilled = PrefixIndex.find, [], []
-    for prompts, answers in ((True, True), (True, False), (False, False)):
-        config = dataclasses.replace(CONFIG, rows=rows, context=400, prefill_tokens=32, share_prompts=prompts)
+    find_source, found, prefilled = PrefixIndex.find_source, [], []
+    for share_prompts, share_observations in ((True, True), (True, False), (False, False)):
+        config = dataclasses.replace(
+            CONFIG, rows=rows, context=400, prefill_tokens=32, share_prompts=share_prompts
+        )
         engine = Engine(decoder, tokenizer, config)
 
-        def without(self, row, tokens, own=0):
-            return (row, own, True) if own else find(self, row, tokens)
+        def prompts_only(self, slot, tokens, own=0):
+            return (slot, own, True) if own else find_source(self, slot, tokens)
 
-        monkeypatch.setattr(PrefixIndex, "find", find if answers else without)
-        found.append(engine.run(nnx.state(decoder), parting, Reads(engine.encode), KEY))
+        monkeypatch.setattr(PrefixIndex, "find_source", find_source if share_observations else prompts_only)
+        found.append(engine.run(nnx.state(decoder), diverging, Reads(engine.encode), KEY))
         prefilled.append(engine.stats.prefilled_tokens)
-    same(found[0], found[1])
-    same(found[0], found[2])
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
     assert all(len(t.contexts) == 2 for t in found[0])
     assert [t.tokens.tolist() for t in found[0][:3]] == [found[0][0].tokens.tolist()] * 3
     assert prefilled[0] < 0.85 * prefilled[1] < 0.7 * prefilled[2]
 
 
 @pytest.mark.slow
-def test_the_reference_loop_and_a_mesh_share_answers_too(world, parting):
+def test_the_reference_loop_and_a_mesh_share_observations_too(world, diverging):
     decoder, tokenizer = world[:2]
     config = dataclasses.replace(CONFIG, rows=12, context=400)
     engine = Engine(decoder, tokenizer, config)
     reads = Reads(engine.encode)
-    found = engine.run(nnx.state(decoder), parting, reads, KEY)
-    same(engine.run(nnx.state(decoder), parting, reads, KEY, reference=True), found)
+    found = engine.run(nnx.state(decoder), diverging, reads, KEY)
+    assert_same(engine.run(nnx.state(decoder), diverging, reads, KEY, reference=True), found)
     mesh = make_mesh(2, 2, 2)
     spread = Engine(decoder, tokenizer, config, mesh=mesh)
-    same(spread.run(shard(nnx.state(decoder), mesh), parting, reads, KEY), found, 1e-5)
+    assert_same(spread.run(shard(nnx.state(decoder), mesh), diverging, reads, KEY), found, 1e-5)
 
 
 @pytest.mark.slow
-def test_rows_that_wait_leave_their_place_to_others(world, parting):
+def test_oversubscribed_slots_keep_the_rows_busy_and_change_no_bits(world, diverging):
     decoder, tokenizer = world[:2]
     config = dataclasses.replace(CONFIG, context=400)
     engine = Engine(decoder, tokenizer, config)
     reads = Reads(engine.encode)
-    found = engine.run(nnx.state(decoder), parting, reads, KEY)
+    found = engine.run(nnx.state(decoder), diverging, reads, KEY)
     busy = engine.stats.busy
     config = dataclasses.replace(config, oversubscribed_slots=8)
     engine = Engine(decoder, tokenizer, config)
     for reference in (False, True):
-        same(engine.run(nnx.state(decoder), parting, reads, KEY, reference=reference), found)
+        assert_same(engine.run(nnx.state(decoder), diverging, reads, KEY, reference=reference), found)
     assert busy < engine.stats.busy <= 1
     mesh = make_mesh(2, 2, 2)
     spread = Engine(decoder, tokenizer, config, mesh=mesh)
-    same(spread.run(shard(nnx.state(decoder), mesh), parting, reads, KEY), found, 1e-5)
+    assert_same(spread.run(shard(nnx.state(decoder), mesh), diverging, reads, KEY), found, 1e-5)
 
 
-def test_spare_rows_are_dealt_to_shards_and_loops(world):
+def test_oversubscribed_slots_are_divided_among_shards_and_workers(world):
     decoder, tokenizer = world[:2]
     spare = dataclasses.replace(CONFIG, oversubscribed_slots=6)
     with pytest.raises(
@@ -220,13 +224,13 @@ def test_spare_rows_are_dealt_to_shards_and_loops(world):
     split = Engine(
         decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=5, workers=2)
     ).programs
-    assert (split.workers, split.decode_rows, split.rows) == (2, 4, 7)
+    assert (split.workers, split.decode_rows, split.slots) == (2, 4, 7)
     with pytest.raises(UserError, match=r"oversubscribed_slots=-1 must be at least 0"):
         dataclasses.replace(CONFIG, oversubscribed_slots=-1)
 
 
 class Steps(Stream):
-    """Every turn begins a new context, after a search where it wrote an e."""
+    """Every turn begins a new context, after a search if the turn ended at an e."""
 
     def react(self, episode, text, stop):
         assert len(episode.policy_texts) == episode.turn + 1 and episode.policy_texts[-1] == text
@@ -255,7 +259,7 @@ def stepped(world):
     return engine.run(nnx.state(decoder), requests[:10], STEPS, KEY)
 
 
-def test_a_restart_opens_a_context_with_a_prompt_of_its_own(world, stepped):
+def test_a_restart_begins_a_context_with_its_own_prompt(world, stepped):
     tokenizer, requests = world[1], world[3]
     for found, request in zip(stepped, requests, strict=False):
         assert len(found.contexts) == 4 and found.ended == "done"
@@ -272,7 +276,7 @@ def test_a_restart_opens_a_context_with_a_prompt_of_its_own(world, stepped):
     assert all(search.titles == tuple(p.title for p in search.passages) for search in searches)
 
 
-def test_each_context_has_the_log_probabilities_of_training(world, stepped):
+def test_log_probabilities_of_each_context_equal_those_of_training(world, stepped):
     contexts = [(found, part) for found in stepped for part in found.contexts]
     packed = pack([t.tokens[c] for t, c in contexts], [t.roles[c] == POLICY for t, c in contexts], 192)
     batch = jax.tree.map(jnp.asarray, packed.batch)
@@ -283,7 +287,7 @@ def test_each_context_has_the_log_probabilities_of_training(world, stepped):
         np.testing.assert_allclose(score, found.logps[context], atol=1e-5)
 
 
-def test_the_same_prompt_again_is_another_draw(world):
+def test_a_repeated_prompt_is_sampled_with_other_random_numbers(world):
     class Again(Steps):
         def again(self, episode, found=""):
             return Restart(episode.question.text)
@@ -295,8 +299,8 @@ def test_the_same_prompt_again_is_another_draw(world):
     assert len({tuple(tokens) for tokens in written}) > len(found)
 
 
-@pytest.mark.parametrize("spare", [0, 8])
-def test_slow_searches_change_nothing_but_the_time(world, stepped, spare):
+@pytest.mark.parametrize("oversubscribed", [0, 8])
+def test_slow_searches_change_no_bits(world, stepped, oversubscribed):
     decoder, tokenizer, retriever, requests = world
 
     class Slow:
@@ -307,12 +311,12 @@ def test_slow_searches_change_nothing_but_the_time(world, stepped, spare):
             return retriever.search(queries, k)
 
     engine = Engine(
-        decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=spare), retriever=Slow()
+        decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=oversubscribed), retriever=Slow()
     )
-    same(engine.run(nnx.state(decoder), requests[:10], STEPS, KEY), stepped)
+    assert_same(engine.run(nnx.state(decoder), requests[:10], STEPS, KEY), stepped)
 
 
-def test_a_request_may_be_shorter_than_the_environment_allows_but_not_longer(world):
+def test_turn_tokens_of_a_request_must_not_exceed_those_of_the_environment(world):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
     short = [dataclasses.replace(request, turn_tokens=5) for request in requests[:3]]

@@ -1,4 +1,4 @@
-"""The watchdog reports a stall as an error, and nothing else."""
+"""The watchdog reports a stall as an error, and long computations as information."""
 
 import time
 
@@ -8,11 +8,11 @@ from rrl.rollout.watchdog import MAX_COMPUTING_REPORTS, Watchdog
 
 
 class Rollout:
-    """What a watchdog sees, and its clock: a tenth of the limit of 300 s passes at each look."""
+    """What a watchdog observes, and its clock: a tenth of the limit of 300 s passes between checks."""
 
     def __init__(self):
         self.exchanges, self.preparing, self.computing, self.now, self.used = 0, "", True, 0.0, 0.0
-        stage = "host 0 waiting for the device"
+        stage = "scheduler 0 waiting for the device"
         self.watchdog = Watchdog(
             300, lambda: self.exchanges, lambda: stage, lambda: self.preparing, lambda: self.computing
         )
@@ -34,13 +34,13 @@ def levels(caplog):
     return [record.levelname for record in caplog.records]
 
 
-def test_a_standstill_is_told_with_its_stage(caplog):
-    with Watchdog(0.05, lambda: 3, lambda: "host 0 waits for searches"):
+def test_a_stall_is_logged_with_its_description(caplog):
+    with Watchdog(0.05, lambda: 3, lambda: "scheduler 0 waits for searches"):
         time.sleep(0.2)
-    assert "has not moved for 0.05 s: host 0 waits for searches" in caplog.text
+    assert "made no progress for 0.05 s: scheduler 0 waits for searches" in caplog.text
 
 
-def test_what_moves_is_left_alone(caplog):
+def test_progress_or_a_limit_of_zero_is_never_reported(caplog):
     with Watchdog(0.2, lambda: time.perf_counter_ns(), lambda: "moving"):
         time.sleep(0.5)
     with Watchdog(0, lambda: 0, lambda: "never asked"):
@@ -48,23 +48,23 @@ def test_what_moves_is_left_alone(caplog):
     assert not caplog.text
 
 
-def test_a_device_that_uses_no_processor_time_has_stalled(rollout, caplog):
+def test_a_device_without_cpu_time_has_stalled(rollout, caplog):
     rollout.wait(270)
     assert not caplog.records
     rollout.wait(330)
-    message = "the rollout has not moved for 300 s: host 0 waiting for the device"
+    message = "the rollout made no progress for 300 s: scheduler 0 waiting for the device"
     assert caplog.messages == [message, message] and levels(caplog) == ["ERROR", "ERROR"]
 
 
-def test_compiling_is_no_stall_however_long_it_takes(rollout, caplog):
-    rollout.preparing = "compiling 1 rollout loops"
+def test_long_compilation_is_no_stall(rollout, caplog):
+    rollout.preparing = "compiling 1 rollout workers"
     rollout.wait(30)
     rollout.wait(3000)
     assert levels(caplog) == ["INFO"] * 10
-    assert caplog.messages[-1] == "the rollout has not begun yet; for 3000 s: compiling 1 rollout loops"
+    assert caplog.messages[-1] == "the rollout has not begun; for 3000 s: compiling 1 rollout workers"
 
 
-def test_the_clock_of_a_stall_begins_when_compiling_has_ended(rollout, caplog):
+def test_the_clock_starts_when_compilation_has_ended(rollout, caplog):
     rollout.preparing = "compiling"
     rollout.wait(300)
     rollout.preparing = ""
@@ -74,18 +74,18 @@ def test_the_clock_of_a_stall_begins_when_compiling_has_ended(rollout, caplog):
     assert levels(caplog) == ["ERROR"]
 
 
-def test_a_step_that_is_still_computed_is_no_stall(rollout, caplog):
+def test_a_long_decode_step_is_no_stall(rollout, caplog):
     rollout.wait(600, cores=0.2)
     assert levels(caplog) == ["INFO", "INFO"]
     assert caplog.messages[0] == (
-        "the device has been computing for 300 s, on 0.2 cores: host 0 waiting for the device"
+        "the device has been computing for 300 s, on 0.2 cores: scheduler 0 waiting for the device"
     )
     rollout.exchanges += 1
     rollout.wait(300, cores=0.2)
     assert levels(caplog) == ["INFO", "INFO"]
 
 
-def test_a_device_that_computes_for_ever_has_stalled(rollout, caplog):
+def test_a_device_that_computes_too_long_has_stalled(rollout, caplog):
     rollout.wait(300 * (MAX_COMPUTING_REPORTS + 1), cores=2.0)
     assert (
         levels(caplog)[: MAX_COMPUTING_REPORTS - 1] == ["INFO"] * (MAX_COMPUTING_REPORTS - 1)
@@ -93,7 +93,7 @@ def test_a_device_that_computes_for_ever_has_stalled(rollout, caplog):
     )
 
 
-def test_processor_time_of_a_host_that_is_stuck_is_no_excuse(rollout, caplog):
+def test_cpu_time_counts_only_while_the_device_computes(rollout, caplog):
     rollout.computing = False
     rollout.wait(330, cores=1.0)
     assert levels(caplog) == ["ERROR"]

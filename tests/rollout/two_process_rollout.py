@@ -1,4 +1,4 @@
-"""The engine over two processes: python two_process_rollout.py PORT PROCESS; prints what the trajectories are."""
+"""The engine over two processes. `python two_process_rollout.py PORT PROCESS` runs one and prints its results as JSON."""
 
 import dataclasses
 import json
@@ -18,12 +18,12 @@ if __name__ == "__main__":
     from rrl.parallel.rules import shard
     from rrl.rollout.engine import Engine
     from rrl.rollout.workflow import Completion, Generate, PromptTooLong
-    from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, Scripted
+    from tests.rollout.test_engine import CONFIG, KEY, SCRIPTED, Scripted
     from tests.rollout.test_workflow import hops
-    from tests.rollout.world import alike, make_world
+    from tests.rollout.world import greedy_groups, make_world
 
     class Faulty(Scripted):
-        """Fails in one of the processes."""
+        """Raises in process 1."""
 
         def react(self, episode, text, stop):
             if PROCESS == 1:
@@ -34,51 +34,51 @@ if __name__ == "__main__":
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     params = shard(jax.tree.map(np.asarray, nnx.state(decoder)), mesh)
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
-    found = engine.run(params, requests, ENVIRONMENT_, KEY)
-    said = {"tokens": [t.tokens.tolist() for t in found], "logps": [t.logps.tolist() for t in found]}
-    said["exchanges"] = [max(host.exchanges for host in engine._schedulers)]
-    said["stages"] = engine._stages()
+    found = engine.run(params, requests, SCRIPTED, KEY)
+    output = {"tokens": [t.tokens.tolist() for t in found], "logps": [t.logps.tolist() for t in found]}
+    output["exchanges"] = [max(scheduler.exchanges for scheduler in engine._schedulers)]
+    output["stages"] = engine._stages()
     guesses = dataclasses.replace(CONFIG, draft_tokens=2)
     guessing = Engine(decoder, tokenizer, guesses, retriever=retriever, mesh=mesh)
-    greedy = guessing.run(params, alike(requests), ENVIRONMENT_, KEY)
-    said["guessed"] = [t.tokens.tolist() for t in greedy]
-    said["tokens per step"] = guessing.stats.tokens_per_step
+    greedy = guessing.run(params, greedy_groups(requests), SCRIPTED, KEY)
+    output["greedy"] = [t.tokens.tolist() for t in greedy]
+    output["tokens per step"] = guessing.stats.tokens_per_step
     try:
         engine.run(params, requests, Faulty(turn_tokens=12, observation_tokens=60), KEY)
     except (LookupError, RuntimeError) as error:
-        said["failed"] = repr(error)
-    said["exchanges"].append(max(host.exchanges for host in engine._schedulers))
+        output["failed"] = repr(error)
+    output["exchanges"].append(max(scheduler.exchanges for scheduler in engine._schedulers))
     try:
-        engine.run(params, requests, ENVIRONMENT_, KEY, reference=True)
+        engine.run(params, requests, SCRIPTED, KEY, reference=True)
     except ValueError as error:
-        said["refused"] = str(error)
+        output["refused"] = str(error)
     small = dataclasses.replace(CONFIG, rows=4, context=160, wake_threshold=1, max_wait_steps=4)
     again = Engine(decoder, tokenizer, small, retriever=retriever, mesh=mesh)
-    said["begun"] = []
+    output["started"] = []
 
-    def told(place, question):
-        said["begun"].append(place)
+    def recorded(place, question):
+        output["started"].append(place)
         return (yield from hops(question))
 
     def faulty(place):
-        class Wordless(LookupError):
+        class WithoutRepr(LookupError):
             def __repr__(self):
-                raise RuntimeError("no words")
+                raise RuntimeError("no repr")
 
-        if place == 2:  # the third is the second process's
-            raise Wordless("no first ask")
+        if place == 2:  # the third workflow belongs to process 1
+            raise WithoutRepr("no first request")
         yield Generate("a")
 
     def long(place):
         yield Generate("a " * 200 if place == 0 else "a")
 
-    said["never begun"] = []
+    output["failed starts"] = []
     for flow in (faulty, long):
         try:
             again.run_workflows(params, [flow(place) for place in range(3)], Completion(turn_tokens=2), KEY)
         except (LookupError, PromptTooLong, RuntimeError) as error:
-            said["never begun"].append(type(error).__name__ + " " + str(error))
-    said["never begun"].append(max(host.exchanges for host in again._schedulers))
+            output["failed starts"].append(type(error).__name__ + " " + str(error))
+    output["failed starts"].append(max(scheduler.exchanges for scheduler in again._schedulers))
 
     def unpicklable(place):
         yield []
@@ -89,9 +89,9 @@ if __name__ == "__main__":
             params, [unpicklable(place) for place in range(3)], Completion(turn_tokens=2), KEY
         )
     except TypeError as error:
-        said["unpicklable"] = str(error)
+        output["unpicklable"] = str(error)
 
-    flows = [told(place, request.question.text) for place, request in enumerate(requests[:3])]
+    flows = [recorded(place, request.question.text) for place, request in enumerate(requests[:3])]
     thoughts = again.run_workflows(params, flows, Completion((("e",), ("e", "o")), 10), KEY)
-    said["thoughts"] = [thought.text for _, thought, *_ in thoughts]
-    print(json.dumps(said))
+    output["thoughts"] = [thought.text for _, thought, *_ in thoughts]
+    print(json.dumps(output))

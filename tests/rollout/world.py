@@ -1,4 +1,4 @@
-"""A small world, a random policy of its size, and questions: what engines are tested on."""
+"""A small built-in world, a random policy and requests, for the tests of the engine."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ from rrl.rollout.episodes import Request
 from rrl.text.chat import chat_ids
 
 
-def alike(requests):
-    """Greedy samples, four of each of the first four questions: what one has written, the next is guessed to write."""
+def greedy_groups(requests):
+    """Return four greedy samples for each of the first four questions: drafts from earlier samples are correct."""
     return [
         dataclasses.replace(request, seed=4 * group + sample, group=group, temperature=0.0)
         for group, request in enumerate(requests[:4])
@@ -23,7 +23,7 @@ def alike(requests):
 
 
 def make_world():
-    """A decoder, its tokenizer, a retriever, and twenty requests."""
+    """Return a decoder, its tokenizer, a retriever, and twenty requests."""
     wiki = generate("train", 0, 100)
     questions = [item.question for item in wiki.questions("one_hop", 20, 0)]
     texts = [p.text for p in wiki.passages] + [q.text for q in questions]

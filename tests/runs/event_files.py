@@ -1,4 +1,4 @@
-"""What TensorBoard would show of a workdir."""
+"""Reads the scalars that TensorBoard would show for a workdir."""
 
 import pathlib
 import struct
@@ -8,7 +8,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 
 def scalars_of(workdir: pathlib.Path) -> list[tuple[str, int, float]]:
-    """(name, step, value) in the order in which they were written, without what the start of a later life took back."""
+    """Return (name, step, value) in the order of writing, without the steps that a later file purges."""
     found: list[tuple[str, int, float]] = []
     files = [list(_events(file)) for file in (workdir / "tensorboard").iterdir()]
     for event in (event for events in sorted(files, key=lambda some: some[0].wall_time) for event in events):
@@ -19,7 +19,7 @@ def scalars_of(workdir: pathlib.Path) -> list[tuple[str, int, float]]:
 
 
 def _events(file: pathlib.Path) -> Iterator[Event]:
-    """The whole records of an event file: a length, its checksum, the event, its checksum."""
+    """Yield the complete records of an event file: length, checksum of the length, event, checksum of the event."""
     data, at = file.read_bytes(), 0
     while at + 12 <= len(data):
         (length,) = struct.unpack_from("Q", data, at)

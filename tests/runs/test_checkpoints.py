@@ -1,4 +1,4 @@
-"""Checkpoints restore exactly; a workdir keeps its config."""
+"""Checkpoints restore exactly, and a workdir refuses another config."""
 
 import os
 import signal
@@ -23,25 +23,25 @@ def make_state(seed):
     return {"params": params, "opt": opt_state, "step": jnp.int32(seed), "none": None}
 
 
-def test_restores_what_was_saved_bit_for_bit(tmp_path):
+def test_a_checkpoint_restores_bit_for_bit(tmp_path):
     state = make_state(7)
     with Checkpoints(tmp_path, CONFIG) as checkpoints:
         checkpoints.save(7, state, {"order": [1, 2]})
     with Checkpoints(tmp_path, CONFIG) as checkpoints:
         assert checkpoints.latest == 7
-        got, metadata = checkpoints.restore(make_state(0))
-    assert metadata == {"order": [1, 2]} and jax.tree.structure(got) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, got, state)
+        restored, metadata = checkpoints.restore(make_state(0))
+    assert metadata == {"order": [1, 2]} and jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
-def test_keeps_the_last_n(tmp_path):
+def test_only_the_latest_checkpoints_are_kept(tmp_path):
     with Checkpoints(tmp_path, CONFIG, keep=2) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, make_state(step))
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
-def test_another_config_is_refused_and_nothing_written(tmp_path):
+def test_another_config_is_refused_and_nothing_is_written(tmp_path):
     with Checkpoints(tmp_path, CONFIG):
         pass
     before = (tmp_path / "config.json").read_bytes()
@@ -51,17 +51,17 @@ def test_another_config_is_refused_and_nothing_written(tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
-def test_checkpoints_without_the_config_of_their_run_are_not_continued(tmp_path):
+def test_checkpoints_without_a_config_are_refused(tmp_path):
     with Checkpoints(tmp_path, CONFIG) as checkpoints:
         checkpoints.save(1, make_state(1))
     (tmp_path / "config.json").unlink()
-    with pytest.raises(UserError, match=r"holds checkpoints, but not the config\.json"):
+    with pytest.raises(UserError, match=r"holds checkpoints, but the config\.json of their run is missing"):
         Checkpoints(tmp_path, CONFIG)
     assert not (tmp_path / "config.json").exists()
 
 
 @pytest.mark.parametrize("below", ["", "run", "deep/run"])
-def test_a_workdir_that_is_a_file_or_below_one_is_refused(tmp_path, below):
+def test_a_workdir_that_is_or_lies_below_a_file_is_refused(tmp_path, below):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"^workdir .*notes\.txt.* is a file"):
         refuse_other_config(tmp_path / "notes.txt" / below, {"lr": 1})
@@ -69,13 +69,13 @@ def test_a_workdir_that_is_a_file_or_below_one_is_refused(tmp_path, below):
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_fields_that_may_differ_may(tmp_path):
+def test_fields_in_may_differ_may_change(tmp_path):
     with Checkpoints(tmp_path, CONFIG):
         pass
     Checkpoints(tmp_path, CONFIG | {"log_every": 5}, may_differ=("log_every",)).close()
 
 
-def test_steps_may_grow_and_not_shrink(tmp_path):
+def test_fields_in_may_grow_may_rise_but_not_fall(tmp_path):
     Checkpoints(tmp_path, CONFIG).close()
     longer = CONFIG | {"steps": 5}
     assert refuse_other_config(tmp_path, longer, (), ("steps",)) == {"steps": (CONFIG["steps"], 5)}
@@ -85,7 +85,7 @@ def test_steps_may_grow_and_not_shrink(tmp_path):
         refuse_other_config(tmp_path, CONFIG, (), ("steps",))
 
 
-def test_content_that_an_older_run_did_not_write_down_is_not_compared(tmp_path):
+def test_fields_that_older_versions_did_not_write_are_not_compared(tmp_path):
     old = {"run": {"data": {"path": "here", "files": {"q.jsonl": 3}}}}
     Checkpoints(tmp_path, old).close()
     new = {"run": {"data": {"path": "there", "files": {"q.jsonl": 3}, "content": {"q.jsonl": "a"}}}}
@@ -96,7 +96,7 @@ def test_content_that_an_older_run_did_not_write_down_is_not_compared(tmp_path):
         refuse_other_config(tmp_path, new, ("run.data.path",))
 
 
-def test_a_state_of_another_shape_is_refused(tmp_path):
+def test_restoring_into_another_shape_is_refused(tmp_path):
     with Checkpoints(tmp_path, CONFIG) as checkpoints:
         checkpoints.save(1, {"w": jnp.zeros((2, 3))})
         with pytest.raises(UserError, match="does not fit"):
@@ -105,7 +105,7 @@ def test_a_state_of_another_shape_is_refused(tmp_path):
             checkpoints.restore({"w": jnp.zeros((2, 3))}, step=9)
 
 
-def test_sigterm_sets_the_flag_and_the_old_handler_returns():
+def test_sigterm_sets_the_flag_and_the_old_handler_is_restored():
     before = signal.getsignal(signal.SIGTERM)
     with stop_requested() as stop:
         assert not stop

@@ -1,4 +1,4 @@
-"""What a run trains on: worlds that share no entity, folders with their splits."""
+"""Datasets of a run: disjoint built-in worlds, splits of folders, retrievers, and identity by content."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ from tests.retrieval.fakes import WordEncoder
 BM25 = RetrieverConfig(kind="bm25")
 
 
-def test_held_out_worlds_share_no_title_with_training_and_every_kind_is_asked():
+def test_held_out_worlds_share_no_title_with_training_and_have_every_kind():
     data = DataConfig(
         train_worlds=2, held_out_worlds=2, world_size=100, train_per_kind=6, held_out_per_kind=4
     )
@@ -40,7 +40,7 @@ def test_held_out_worlds_share_no_title_with_training_and_every_kind_is_asked():
     assert again.questions == train.questions
 
 
-def test_a_folder_holds_out_its_own_split(tmp_path):
+def test_the_held_out_questions_of_a_folder_are_its_dev_split(tmp_path):
     passages = [{"id": str(i), "title": f"T{i}", "text": f"text {i}"} for i in range(4)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, passages)))
     for name, count in (("train", 5), ("dev", 3)):
@@ -54,7 +54,7 @@ def test_a_folder_holds_out_its_own_split(tmp_path):
     assert held_out.retriever is train.retriever
 
 
-def test_one_file_gives_every_fifth_question_away():
+def test_every_fifth_question_of_a_single_file_is_held_out():
     questions = [Question(str(i), "q", ("a",)) for i in range(10)]
     train, held_out = hold_out(questions)
     assert [q.id for q in held_out] == ["0", "5"]
@@ -63,18 +63,18 @@ def test_one_file_gives_every_fifth_question_away():
         hold_out(questions[:1])
 
 
-def test_a_dense_retriever_without_encoder_is_named():
+def test_a_dense_retriever_without_an_encoder_is_refused():
     with pytest.raises(UserError, match=r"retriever\.encoder"):
         load_datasets(DataConfig(), RetrieverConfig(kind="scann"))
 
 
-def test_off_searches_nothing():
+def test_kind_off_gives_no_retriever():
     data = DataConfig(train_worlds=1, held_out_worlds=1, world_size=60, train_per_kind=2, held_out_per_kind=2)
     train, _ = load_datasets(data, RetrieverConfig(kind="off"))
     assert train.retriever is None
 
 
-def test_a_folder_is_searched_through_an_index_or_a_service(tmp_path):
+def test_a_folder_can_be_searched_through_an_index_or_a_service(tmp_path):
     passages = [Passage(str(i), f"T{i}", f"text {i}") for i in range(4)]
     build_index(passages, tmp_path / "index", "bm25")
     lines = [json.dumps({"id": f"q{i}", "question": "q?", "golden_answers": ["a"]}) for i in range(5)]
@@ -99,7 +99,7 @@ def test_a_folder_is_searched_through_an_index_or_a_service(tmp_path):
         load_datasets(DataConfig(), config)
 
 
-def test_runs_from_before_there_were_index_settings_continue(tmp_path):
+def test_an_identity_without_an_index_has_no_index_fields_and_an_index_may_be_moved(tmp_path):
     assert set(BM25.identity()) == {"kind", "encoder", "title_weight", "k1", "b"}
     for name in ("here", "there"):
         build_index([Passage("0", "T", "text")], tmp_path / name, "bm25")
@@ -107,7 +107,7 @@ def test_runs_from_before_there_were_index_settings_continue(tmp_path):
     assert here == there, "an index may be moved"
 
 
-def test_a_service_is_known_by_its_address_and_form_alone():
+def test_the_identity_of_a_service_is_its_address_and_form():
     service = RetrieverConfig(kind="scann", index="http://127.0.0.1:9", form="flashrag", title_weight=3)
     assert service.identity() == {
         "kind": "http",
@@ -117,7 +117,7 @@ def test_a_service_is_known_by_its_address_and_form_alone():
     }
 
 
-def test_an_encoder_that_nothing_would_use_is_refused_by_name(tmp_path):
+def test_an_unused_encoder_is_refused(tmp_path):
     build_index([Passage("0", "T", "text")], tmp_path / "index", "bm25")
     for index in (str(tmp_path / "index"), "http://127.0.0.1:9"):
         with pytest.raises(UserError, match=rf"retriever\.encoder='e5' has no meaning with .*{index}"):
@@ -130,7 +130,7 @@ def test_an_encoder_that_nothing_would_use_is_refused_by_name(tmp_path):
         get_config("encoder=e5")
 
 
-def test_a_run_over_a_large_corpus_opens_its_index_again(tmp_path, monkeypatch):
+def test_a_resumed_run_over_a_large_corpus_reuses_its_index(tmp_path, monkeypatch):
     monkeypatch.setattr("rrl.retrieval.index.SMALL", 4)
     monkeypatch.setattr("rrl.runs.datasets.load_retriever_encoder", lambda config: WordEncoder())
     data, workdir = tmp_path / "data", tmp_path / "run"
@@ -149,7 +149,7 @@ def test_a_run_over_a_large_corpus_opens_its_index_again(tmp_path, monkeypatch):
     assert best() == "3"
 
 
-def test_a_release_folder_whose_test_file_has_no_answers_is_trained_on(tmp_path):
+def test_question_files_without_answers_are_not_used(tmp_path):
     (tmp_path / "corpus.json").write_text(json.dumps([{"title": "T", "text": "x"}]))
     for name, answer in (("train", "a"), ("dev", "b"), ("test", "")):
         asked = [{"_id": f"{name}{i}", "question": "q?", "context": [], "answer": answer} for i in range(3)]
@@ -164,7 +164,7 @@ def test_a_release_folder_whose_test_file_has_no_answers_is_trained_on(tmp_path)
         load_datasets(DataConfig(path=str(tmp_path)), BM25)
 
 
-def test_data_are_known_by_their_content_wherever_they_lie(tmp_path):
+def test_the_fingerprint_of_data_depends_on_content_not_on_location(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     (here / "below").mkdir(parents=True)
     (here / "questions.jsonl").write_text("one\n")
@@ -177,7 +177,7 @@ def test_data_are_known_by_their_content_wherever_they_lie(tmp_path):
 
 
 @pytest.mark.parametrize("train", [rl_config, sft])
-def test_where_data_lie_is_no_part_of_what_a_run_is(tmp_path, train):
+def test_the_path_of_the_data_may_differ_when_a_run_continues(tmp_path, train):
     old = {"run": {"data": {"path": "here", "seed": 0, "files": {"q.jsonl": 1}}}}
     (tmp_path / "config.json").write_text(json.dumps(old))
     new = {
@@ -189,7 +189,7 @@ def test_where_data_lie_is_no_part_of_what_a_run_is(tmp_path, train):
         refuse_other_config(tmp_path, new, train.MAY_DIFFER)
 
 
-def test_the_name_of_a_run_in_which_its_arguments_stand_is_no_part_of_what_it_is(tmp_path):
+def test_the_name_of_a_run_may_differ_when_it_continues(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "tiny-data=here-steps=1"}, "steps": 1}))
     new = {"run": {"name": "tiny-data=there-steps=2"}, "steps": 2}
     assert refuse_other_config(tmp_path, new, rl_config.MAY_DIFFER, rl_config.MAY_GROW) == {"steps": (1, 2)}

@@ -1,4 +1,4 @@
-"""Launchers answer wrong input with one line and exit code 2."""
+"""Launchers report wrong input in one line with exit code 2."""
 
 import os
 import pathlib
@@ -41,7 +41,7 @@ ROOT = pathlib.Path(__file__).parents[2]
         ([], ["config"]),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(tmp_path, flags, words):
+def test_wrong_input_prints_one_line_and_exits_with_code_2(tmp_path, flags, words):
     work = [] if any("workdir" in flag for flag in flags) else [f"--workdir={tmp_path / 'run'}"]
     done = subprocess.run(
         [sys.executable, "launch/sft.py", *work, *flags],
@@ -59,19 +59,19 @@ def test_wrong_input_is_one_line_and_exit_code_2(tmp_path, flags, words):
 @pytest.mark.parametrize(
     ("config", "folder"),
     [
-        ("configs/miniwiki_pretrain.py", "runs/pretrain"),  # where the next stage looks for it
+        ("configs/miniwiki_pretrain.py", "runs/pretrain"),  # the next stage reads it there
         ("configs/miniwiki_pretrain.py:steps=2,out=some/folder", "runs/pretrain-steps=2-out=some-folder"),
         ("elsewhere/mine.py", "runs/mine"),
     ],
 )
-def test_a_run_without_a_workdir_has_one_by_its_config_and_arguments(config, folder):
+def test_the_default_workdir_is_named_after_config_and_arguments(config, folder):
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, "", flag_values=values)
     values["config"].parse(config)
     assert default_workdir(values["config"]) == folder
 
 
-def test_a_long_argument_has_a_workdir_that_a_file_system_takes(tmp_path):
+def test_a_long_argument_gives_a_folder_name_that_the_file_system_accepts(tmp_path):
     arg = f"out={'deep/' * 60}model"
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, "", flag_values=values)
@@ -114,13 +114,13 @@ def test_a_long_argument_has_a_workdir_that_a_file_system_takes(tmp_path):
                 "--config.optim.b1=0.8",
                 "--config.optim.adam_lr=1e-3",
                 "--config.optim.clip_norm=2.5",
-                "--config.rollout.max_wait_steps=0",  # every override before it was taken
+                "--config.rollout.max_wait_steps=0",  # the overrides above it were accepted
             ],
             "rollout.max_wait_steps=0 must be at least 1",
         ),
     ],
 )
-def test_every_field_can_be_overridden_and_its_value_is_checked(tmp_path, launcher, flags, message):
+def test_fields_can_be_overridden_and_their_values_are_checked(tmp_path, launcher, flags, message):
     done = subprocess.run(
         [sys.executable, f"launch/{launcher}.py", f"--workdir={tmp_path / 'run'}", *flags],
         cwd=ROOT,
@@ -140,7 +140,7 @@ def test_every_field_can_be_overridden_and_its_value_is_checked(tmp_path, launch
         ([], "--workdir"),
     ],
 )
-def test_an_export_that_cannot_be_is_one_line_and_writes_nothing(tmp_path, flags, message):
+def test_an_impossible_export_prints_one_line_and_writes_nothing(tmp_path, flags, message):
     done = subprocess.run(
         [sys.executable, "launch/export.py", f"--out={tmp_path / 'deep' / 'out'}", *flags],
         cwd=ROOT,
@@ -154,7 +154,7 @@ def test_an_export_that_cannot_be_is_one_line_and_writes_nothing(tmp_path, flags
 
 
 @pytest.mark.parametrize("flag", ["--help", "--helpshort", "--helpfull", "-?"])
-def test_help_is_no_failure(flag):
+def test_help_exits_with_code_0(flag):
     done = subprocess.run(
         [sys.executable, "launch/score.py", flag],
         cwd=ROOT,
@@ -166,7 +166,7 @@ def test_help_is_no_failure(flag):
     assert "--predictions" in done.stdout
 
 
-def test_a_config_of_another_folder_may_build_on_one_of_ours(tmp_path):
+def test_a_config_in_another_folder_can_import_the_project_configs(tmp_path):
     (tmp_path / "own.py").write_text(
         "from configs import rsearch_grpo\n\n\ndef get_config(arg=''):\n    return rsearch_grpo.get_config('steps=nonsense')\n"
     )

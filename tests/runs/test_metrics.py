@@ -1,4 +1,4 @@
-"""Metrics files survive resumes and kills, and damage to them is named."""
+"""Metrics files stay consistent across resumes and kills, and damaged files are reported."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ from rrl.runs.metrics import MetricsWriter, read_metrics, refuse_damaged_metrics
 from tests.runs.event_files import scalars_of
 
 
-def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_drops_lines_after_its_checkpoint(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in range(1, 6):
             writer.write(step, {"loss": np.float32(step)})
@@ -21,7 +21,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["loss"] == 40.0
 
 
-def test_opening_again_changes_nothing(tmp_path):
+def test_reopening_a_finished_file_changes_nothing(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in (1, 0, 2):
             writer.write(step, {"loss": float(step)})
@@ -31,7 +31,7 @@ def test_opening_again_changes_nothing(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
 
-def test_of_several_processes_the_first_writes_and_all_know_the_past(tmp_path, monkeypatch):
+def test_only_the_first_process_writes_and_all_know_the_past_lines(tmp_path, monkeypatch):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in range(1, 4):
             writer.write(step, {"loss": float(step)})
@@ -45,7 +45,7 @@ def test_of_several_processes_the_first_writes_and_all_know_the_past(tmp_path, m
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
+def test_an_incomplete_last_line_is_dropped(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(1, {"loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -55,7 +55,7 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
     assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0]
 
 
-def test_not_finite_is_null_and_text_stays(tmp_path):
+def test_values_that_are_not_finite_become_null_and_text_is_kept(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(1, {"loss": float("nan"), "why": "collapse", "count": np.int64(3)})
     assert read_metrics(tmp_path / "metrics.jsonl") == [
@@ -63,7 +63,7 @@ def test_not_finite_is_null_and_text_stays(tmp_path):
     ]
 
 
-def test_lines_that_followed_the_checkpoint_are_written_again_in_their_turn(tmp_path):
+def test_evaluations_after_the_checkpoint_can_be_written_again_in_order(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"loss": 1.0})
         saved = writer.lines
@@ -71,7 +71,7 @@ def test_lines_that_followed_the_checkpoint_are_written_again_in_their_turn(tmp_
         writer.write(1, {"eval/em": 0.5})
         writer.write(2, {"loss": 2.0})
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    for _ in range(2):  # the second life after another that wrote nothing
+    for _ in range(2):  # a process that wrote nothing changes nothing for the next
         with MetricsWriter(tmp_path, 1, saved) as writer:
             assert writer.past == [{"step": 1, "loss": 1.0}] and writer.lines == saved == 1
             assert writer.repeated == [{"step": 0, "eval/em": 0.0}, {"step": 1, "eval/em": 0.5}]
@@ -88,7 +88,7 @@ def test_lines_that_followed_the_checkpoint_are_written_again_in_their_turn(tmp_
 
 
 @pytest.mark.parametrize(("left", "lines"), [(0, 3), (1, 3), (0, None)])
-def test_lost_lines_are_named_in_the_log(tmp_path, caplog, left, lines):
+def test_lost_lines_are_reported_in_the_log(tmp_path, caplog, left, lines):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in (1, 2, 3):
             writer.write(step, {"loss": 1.0})
@@ -106,11 +106,11 @@ def test_lost_lines_are_named_in_the_log(tmp_path, caplog, left, lines):
     assert "checkpoint of step 3" in record.getMessage()
     caplog.clear()
     file.unlink()
-    MetricsWriter(tmp_path, tensorboard=False).close()  # a run without a checkpoint has nothing to lose
+    MetricsWriter(tmp_path, tensorboard=False).close()  # without a checkpoint no lines are missing
     assert not caplog.records
 
 
-def test_copied_lines_push_no_others_out(tmp_path):
+def test_duplicate_lines_do_not_displace_others(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in (1, 2, 3):
             writer.write(step, {"loss": 1.0})
@@ -121,11 +121,11 @@ def test_copied_lines_push_no_others_out(tmp_path):
     assert file.read_text() == "".join(lines)
 
 
-def test_lines_without_a_checkpoint_are_named_before_they_are_dropped(tmp_path, caplog):
+def test_lines_without_a_checkpoint_are_reported_before_they_are_dropped(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     with caplog.at_level(logging.WARNING):
         MetricsWriter(tmp_path, 0, 0, tensorboard=False).close()
-    assert "metrics.jsonl holds 2 lines of a run, but there is no checkpoint" in caplog.text
+    assert "metrics.jsonl holds 2 lines of a run without a checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_lines_without_a_checkpoint_are_named_before_they_are_dropped(tmp_path, 
         (b'{"step": 2, "eval/em": "a"}', "eval/em='a' must be a number or null"),
         (b'{"step": 2, "reward/total": [1]}', "must be a number or null"),
         (b'{"step": 2, "why": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
-        (b'{"loss": 1.0}', "there is no step"),
-        (b"5", "5 is no JSON object"),
+        (b'{"loss": 1.0}', "the field step is missing"),
+        (b"5", "5 is not a JSON object"),
         (b'{"step": "2"}', "step='2' must be a number"),
         (b'{"step": null}', "step=None must be a number"),
         (b'{"step": true}', "step=True must be a number"),
@@ -144,7 +144,7 @@ def test_lines_without_a_checkpoint_are_named_before_they_are_dropped(tmp_path, 
         (b"[" * 100_000, "recursion"),
     ],
 )
-def test_a_damaged_line_is_named_and_nothing_written(tmp_path, line, words):
+def test_the_error_for_a_damaged_line_names_it_and_nothing_is_written(tmp_path, line, words):
     file = tmp_path / "metrics.jsonl"
     content = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
     file.write_bytes(content)
@@ -161,12 +161,12 @@ def test_a_damaged_line_is_named_and_nothing_written(tmp_path, line, words):
     assert file.read_bytes() == content and list(tmp_path.iterdir()) == [file]
 
 
-def test_a_last_line_without_its_end_of_line_counts_if_it_is_whole(tmp_path):
+def test_a_complete_last_line_without_a_newline_counts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n\n{"step": 2}')
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_tensorboard_has_each_scalar_as_soon_as_it_is_written(tmp_path):
+def test_each_scalar_is_in_the_tensorboard_file_when_write_returns(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"loss": 1.0, "why": "text", "none": np.float32("nan")})
         assert scalars_of(tmp_path) == [("loss", 1, 1.0)]

@@ -1,4 +1,4 @@
-"""Progress is quiet where nobody watches."""
+"""Progress lines in log files, and the bar on a terminal."""
 
 import io
 
@@ -6,13 +6,13 @@ from rrl.runs.progress import Progress
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream whose `isatty` is true."""
 
     def isatty(self):
         return True
 
 
-def test_a_log_file_gets_the_first_line_and_the_last_when_the_run_is_short():
+def test_the_log_file_of_a_short_run_gets_a_first_and_a_last_line():
     stream = io.StringIO()
     with Progress(3, label="sft", seconds=60, stream=stream) as progress:
         for step in range(1, 4):
@@ -21,7 +21,7 @@ def test_a_log_file_gets_the_first_line_and_the_last_when_the_run_is_short():
     assert first.startswith("sft: 1/3 loss=0.5 tok/s=") and last.startswith("sft: 3/3 loss=0.5 tok/s=")
 
 
-def test_a_log_file_gets_a_line_every_so_often():
+def test_a_log_file_gets_a_line_at_each_interval():
     stream = io.StringIO()
     with Progress(3, seconds=0, stream=stream) as progress:
         for step in range(1, 4):
@@ -29,7 +29,7 @@ def test_a_log_file_gets_a_line_every_so_often():
     assert stream.getvalue().count("\n") == 3
 
 
-def test_the_time_left_leaves_out_the_first_step_which_compiles_and_what_is_paused(monkeypatch):
+def test_the_time_left_excludes_the_first_step_and_pauses(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("rrl.runs.progress.time.monotonic", lambda: clock[0])
     stream = io.StringIO()

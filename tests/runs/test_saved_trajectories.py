@@ -1,4 +1,4 @@
-"""Trajectories for the closing report come back as they were."""
+"""Trajectories for the final report are restored exactly."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from tests.eval.fakes import many
 
 
 def rich():
-    """A trajectory with something in every field that a recipe may set."""
+    """Return a trajectory with a value in every field that a recipe may set."""
     (trajectory, *_) = many(1)
     found = (Passage("7", "Velden", 'A "harbour".\n\u2028\ud800'),)
     return dataclasses.replace(
@@ -27,7 +27,7 @@ def rich():
 
 
 def same(a, b) -> bool:
-    """Equal in all fields, with the types of arrays and tuples."""
+    """Return whether two trajectories are equal in all fields, including dtypes and tuple types."""
     for field in dataclasses.fields(a):
         one, two = getattr(a, field.name), getattr(b, field.name)
         if isinstance(one, np.ndarray):
@@ -38,10 +38,10 @@ def same(a, b) -> bool:
     return True
 
 
-def test_a_trajectory_comes_back_with_every_field(tmp_path):
-    shown, trajectory = SavedTrajectories(tmp_path), rich()
-    shown.save_evaluated(4, [trajectory])
-    (back,) = shown.load_evaluated(4)
+def test_a_trajectory_is_restored_with_every_field(tmp_path):
+    saved, trajectory = SavedTrajectories(tmp_path), rich()
+    saved.save_evaluated(4, [trajectory])
+    (back,) = saved.load_evaluated(4)
     expected = dataclasses.replace(
         trajectory,
         turn_rewards={0: 0.1, 2: float(np.float32(0.3))},
@@ -51,35 +51,35 @@ def test_a_trajectory_comes_back_with_every_field(tmp_path):
     assert same(from_json(as_json(back)), expected)
 
 
-def test_only_what_was_saved_for_the_step_comes_back(tmp_path):
-    shown, trajectories = SavedTrajectories(tmp_path), many(3)
-    assert shown.load_evaluated(2) == [] and shown.load_sampled(2)[0] == []
-    shown.save_evaluated(2, trajectories[:1])
-    shown.save_sampled(3, trajectories[1:], np.array([True, False]))
+def test_only_trajectories_of_the_requested_step_are_restored(tmp_path):
+    saved, trajectories = SavedTrajectories(tmp_path), many(3)
+    assert saved.load_evaluated(2) == [] and saved.load_sampled(2)[0] == []
+    saved.save_evaluated(2, trajectories[:1])
+    saved.save_sampled(3, trajectories[1:], np.array([True, False]))
     assert (
-        shown.load_evaluated(3) == []
-        and shown.load_sampled(2)[0] == []
-        and len(shown.load_sampled(2)[1]) == 0
+        saved.load_evaluated(3) == []
+        and saved.load_sampled(2)[0] == []
+        and len(saved.load_sampled(2)[1]) == 0
     )
-    sampled, left_out = shown.load_sampled(3)
+    sampled, left_out = saved.load_sampled(3)
     assert all(same(a, b) for a, b in zip(sampled, trajectories[1:], strict=True))
     assert left_out.dtype == bool and left_out.tolist() == [True, False]
 
 
-def test_tokens_are_kept_of_those_that_the_page_shows(tmp_path):
-    shown, trajectories = SavedTrajectories(tmp_path), many(MAX_PER_SOURCE + 2)
-    shown.save_evaluated(1, trajectories)
-    shown.save_sampled(1, trajectories, np.zeros(MAX_PER_SOURCE + 2, bool))
-    back, (sampled, left_out) = shown.load_evaluated(1), shown.load_sampled(1)
+def test_only_the_trajectories_on_the_page_keep_their_tokens(tmp_path):
+    saved, trajectories = SavedTrajectories(tmp_path), many(MAX_PER_SOURCE + 2)
+    saved.save_evaluated(1, trajectories)
+    saved.save_sampled(1, trajectories, np.zeros(MAX_PER_SOURCE + 2, bool))
+    back, (sampled, left_out) = saved.load_evaluated(1), saved.load_sampled(1)
     assert len(back) == MAX_PER_SOURCE + 2 and len(sampled) == len(left_out) == MAX_PER_SOURCE
     assert [len(t.tokens) > 0 for t in back] == [True] * MAX_PER_SOURCE + [False] * 2
     assert back[-1].segments == trajectories[-1].segments
 
 
 @pytest.mark.parametrize("damage", [b"\xff\n", b"5\n", b'{"step": 1}\n{"question": 1}\n'])
-def test_a_damaged_file_is_named(tmp_path, damage):
-    shown = SavedTrajectories(tmp_path)
-    shown.save_evaluated(1, [])
+def test_the_error_for_a_damaged_file_names_it(tmp_path, damage):
+    saved = SavedTrajectories(tmp_path)
+    saved.save_evaluated(1, [])
     (tmp_path / "report" / "evaluated.jsonl").write_bytes(damage)
     with pytest.raises(UserError, match=r"evaluated\.jsonl.*; remove that file"):
-        shown.load_evaluated(1)
+        saved.load_evaluated(1)

@@ -1,4 +1,4 @@
-"""A workdir belongs to one config and to one process, and what is wrong with it is said in one line."""
+"""A workdir belongs to one config and one process; errors about it are one line."""
 
 import json
 import os
@@ -22,7 +22,7 @@ with lock_workdir(sys.argv[1]):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the workdir `tmp_path / "run"`."""
+    """Another process that has locked the workdir `tmp_path / "run"`."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
         stdin=subprocess.PIPE,
@@ -35,7 +35,7 @@ def holder(tmp_path):
     process.wait()
 
 
-def test_a_workdir_is_held_by_one_process_until_that_dies(tmp_path, holder):
+def test_a_workdir_stays_locked_until_its_process_ends(tmp_path, holder):
     workdir = tmp_path / "run"
     for hold in (refuse_locked, lambda folder: lock_workdir(folder).__enter__()):
         with pytest.raises(UserError, match=r"run: another process works there\. Wait .*another --workdir"):
@@ -48,18 +48,18 @@ def test_a_workdir_is_held_by_one_process_until_that_dies(tmp_path, holder):
         pass
 
 
-def test_readers_do_not_hold_the_workdir(tmp_path, holder):
+def test_reading_needs_no_lock(tmp_path, holder):
     (tmp_path / "run" / "config.json").write_text('{"run": {}}')
     assert read_identity(tmp_path / "run") == {}
 
 
-def test_a_process_that_is_not_the_first_of_its_run_holds_nothing(tmp_path, holder, monkeypatch):
+def test_only_the_first_process_of_a_run_takes_the_lock(tmp_path, holder, monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
     with lock_workdir(tmp_path / "run"):
         refuse_locked(tmp_path / "run")
 
 
-def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(38, "Function not implemented")
 
@@ -79,7 +79,7 @@ def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
         (b"[" * 200_000, "nested too deeply"),
     ],
 )
-def test_a_broken_config_is_named_with_its_line(tmp_path, content, message):
+def test_the_error_for_a_broken_config_names_file_and_line(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content)
     for read in (read_config, lambda folder: refuse_other_config(folder, {"a": 1}), read_identity):
         with pytest.raises(UserError, match=r"config\.json.*delete that folder") as error:
@@ -87,7 +87,7 @@ def test_a_broken_config_is_named_with_its_line(tmp_path, content, message):
         assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_config_that_is_a_folder_or_says_nothing_of_its_run_is_refused(tmp_path):
+def test_a_config_that_is_a_folder_or_lacks_fields_of_its_run_is_refused(tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(UserError, match=r"config\.json cannot be read \(Is a directory\)"):
         refuse_other_config(tmp_path, {"a": 1})
@@ -101,16 +101,16 @@ def test_a_config_that_is_a_folder_or_says_nothing_of_its_run_is_refused(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "policy", "tensorboard", "metrics.jsonl", "curves.png"])
-def test_a_file_where_a_run_makes_a_folder_is_refused_before_anything_is_loaded(tmp_path, name):
+def test_an_occupied_path_is_refused(tmp_path, name):
     if "." in name:
         (tmp_path / name).mkdir()
     else:
         (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match=rf"{name} is a (file|folder), where the run makes .*; move it away"):
+    with pytest.raises(UserError, match=rf"{name} is a (file|folder), but the run needs .*; move it away"):
         refuse_locked(tmp_path)
 
 
-def test_a_workdir_that_cannot_be_made_is_a_failed_save(tmp_path):
+def test_a_workdir_that_cannot_be_created_raises_a_save_error(tmp_path):
     (tmp_path / "file").write_text("mine")
     with (
         pytest.raises(SaveError, match=r"file/run could not be saved: .*file is a file"),
@@ -119,7 +119,7 @@ def test_a_workdir_that_cannot_be_made_is_a_failed_save(tmp_path):
         pass
 
 
-def test_a_workdir_whose_name_is_too_long_is_refused(tmp_path):
+def test_a_workdir_with_a_too_long_name_is_refused(tmp_path):
     for workdir in (tmp_path / ("é" * 128), tmp_path / ("x" * 256) / "run"):
         with pytest.raises(
             UserError, match=r"a name of 256 bytes is too long .*; choose a shorter --workdir"

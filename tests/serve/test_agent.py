@@ -1,4 +1,4 @@
-"""The agent, with a tiny policy that knows two demonstrations by heart: it searches and answers."""
+"""Tests of the agent, with a tiny policy that has memorised two demonstrations."""
 
 import dataclasses
 import threading
@@ -58,7 +58,7 @@ def memorise(decoder, batch, steps):
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory):
-    """(folder of the policy, folder of the index, the questions it knows)."""
+    """(folder of the policy, folder of the index, the memorised questions)."""
     folder = tmp_path_factory.mktemp("agent")
     wiki = generate("train", 0, 100)
     items = wiki.questions("two_hop", 2, 0)
@@ -96,7 +96,7 @@ def agent(known):
     return rrl.Agent.load(known[0], recipe="rsearch", index=known[1], rows=2)
 
 
-def test_it_searches_and_answers_as_it_was_taught(agent, known):
+def test_the_agent_searches_and_answers_as_in_its_demonstrations(agent, known):
     question = known[2][0]
     trajectory = agent.ask(question)
     assert trajectory.ended == "answer"
@@ -105,7 +105,7 @@ def test_it_searches_and_answers_as_it_was_taught(agent, known):
     assert set(question.gold) <= {title for search in trajectory.searches for title in search.titles}
 
 
-def test_a_plain_text_is_answered_without_scores(agent, known):
+def test_a_question_given_as_text_is_answered_without_scores(agent, known):
     trajectory = agent.ask(known[2][0].text)
     assert trajectory.answer == agent.ask(known[2][0]).answer
     assert trajectory.question.answers == ()
@@ -113,7 +113,7 @@ def test_a_plain_text_is_answered_without_scores(agent, known):
     assert not trajectory.metrics
 
 
-def test_the_stream_tells_the_whole_story_in_order(agent, known):
+def test_the_stream_yields_all_events_in_order(agent, known):
     events = list(agent.stream(known[2][1]))
     kinds = [event.kind for event in events]
     assert [kind for kind in kinds if kind != "reasoning"] == [
@@ -125,14 +125,14 @@ def test_the_stream_tells_the_whole_story_in_order(agent, known):
     assert all(str(event).strip() for event in events)
 
 
-def test_many_at_once_equal_one_by_one(agent, known):
+def test_ask_all_equals_ask_for_each_question(agent, known):
     questions = [known[2][0], known[2][1], known[2][0]]
     together = agent.ask_all(questions)
     for question, trajectory in zip(questions, together, strict=True):
         assert trajectory.segments == agent.ask(question).segments
 
 
-def test_calls_from_several_threads_take_turns(agent, known):
+def test_calls_from_several_threads_run_one_after_another(agent, known):
     found = {}
     threads = [
         threading.Thread(target=lambda n=n: found.update({n: agent.ask(known[2][n % 2])})) for n in range(4)
@@ -144,7 +144,7 @@ def test_calls_from_several_threads_take_turns(agent, known):
     assert [found[n].question for n in range(4)] == [known[2][n % 2] for n in range(4)]
 
 
-def test_a_notebook_gets_a_coloured_page_and_a_shell_gets_text(agent, known, capsys):
+def test_show_displays_html_in_a_notebook_and_text_in_a_shell(agent, known, capsys):
     trajectory = agent.ask(known[2][0])
     page = trajectory._repr_html_()
     assert "piece search sampled" in page
@@ -153,26 +153,26 @@ def test_a_notebook_gets_a_coloured_page_and_a_shell_gets_text(agent, known, cap
     assert known[2][0].text in capsys.readouterr().out
 
 
-def test_the_card_says_how_the_policy_was_trained(known):
+def test_the_recipe_card_states_how_the_policy_was_trained(known):
     card = read_card(known[0])
     assert card.make() == RECIPE
     assert (card.context, card.top_k) == (1024, TOP_K)
     assert card.fields == {"instruction": ""}
 
 
-def test_a_recipe_given_whole_overrides_the_card(known):
+def test_a_recipe_object_overrides_the_card(known):
     recipe = dataclasses.replace(RECIPE, use_evidence=False)
     assert rrl.Agent.load(known[0], recipe=recipe, index=known[1]).recipe is recipe
 
 
 @pytest.mark.parametrize("text", ['{"colour": 3}', '{"recipe": "rsearch", "context": "wide"}'])
-def test_a_card_that_cannot_be_read_is_refused_by_name(tmp_path, text):
+def test_an_invalid_card_is_refused_by_name(tmp_path, text):
     (tmp_path / "rrl_recipe.json").write_text(text)
     with pytest.raises(UserError, match=r"rrl_recipe.json.*(colour|context='wide')"):
         read_card(tmp_path)
 
 
-def test_missing_folders_and_questions_are_named(agent, known, tmp_path):
+def test_missing_folders_and_empty_questions_are_refused_by_name(agent, known, tmp_path):
     with pytest.raises(UserError, match=r"config\.json"):
         rrl.Agent.load(tmp_path)
     with pytest.raises(UserError, match="recipe"):
@@ -183,7 +183,7 @@ def test_missing_folders_and_questions_are_named(agent, known, tmp_path):
         list(agent.stream(Question("1", "", ("a",))))
 
 
-def test_a_closed_agent_gives_its_programs_back_and_refuses_questions(known):
+def test_a_closed_agent_releases_its_programs_and_refuses_questions(known):
     with rrl.Agent.load(known[0], recipe="rsearch", index=known[1], rows=2) as agent:
         agent.ask(known[2][0])
         compiled = memory_maps()

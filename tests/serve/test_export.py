@@ -1,4 +1,5 @@
-"""Any checkpoint of a run becomes a folder, the run's files are only read, and wrong input is named."""
+"""Tests of the export: any checkpoint becomes a folder, the workdir stays unchanged, and wrong input is
+refused by name."""
 
 import errno
 import hashlib
@@ -39,7 +40,7 @@ SHAPE = DecoderConfig(
     pad_token_id=0,
 )
 PLAIN = {"optim": {"frozen": []}, "run": {}}
-"""Of a config.json: all parameters are trained."""
+"""Part of a config.json: all parameters are trained."""
 CARD = make_card(RSearch(instruction="Search."), 1024, 2)
 
 
@@ -58,7 +59,8 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tokenizer):
-    """A workdir of rrl.train.loop that averages: live parameters have seed 10 * step, their mean 10 * step + 1."""
+    """A workdir of rrl.train.loop that averages: the live parameters have seed 10 * step, their mean has
+    seed 10 * step + 1."""
     workdir = tmp_path_factory.mktemp("run")
     with Checkpoints(workdir, PLAIN | {"average_last": 0.5}) as checkpoints:
         write_model_files(workdir, SHAPE, tokenizer, CARD)
@@ -82,7 +84,9 @@ def contents(folder):
     }
 
 
-def test_the_averaged_parameters_of_the_latest_checkpoint_are_written_and_the_run_is_only_read(run, tmp_path):
+def test_the_averaged_parameters_of_the_latest_checkpoint_are_exported_and_the_workdir_is_unchanged(
+    run, tmp_path
+):
     before = contents(run)
     line = export(run, tmp_path / "deep" / "out")
     assert contents(run) == before
@@ -92,8 +96,8 @@ def test_the_averaged_parameters_of_the_latest_checkpoint_are_written_and_the_ru
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
 
 
-def test_step_dtype_and_shard_size_are_those_asked_for(run, tmp_path):
-    (tmp_path / "out").mkdir()  # empty, so it may be there
+def test_step_dtype_and_shard_size_are_as_requested(run, tmp_path):
+    (tmp_path / "out").mkdir()  # an existing empty folder is allowed
     export(run, tmp_path / "out", dtype="bfloat16", step=2, max_shard_size="0.01MB")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
@@ -106,7 +110,7 @@ def test_step_dtype_and_shard_size_are_those_asked_for(run, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "seed"), [({"average_last": 0.0}, 1), ({"patience": 0}, 1), ({"patience": 2}, 2)]
 )
-def test_runs_that_do_not_average_give_their_live_or_their_best_parameters(
+def test_runs_without_averaging_export_their_live_or_their_best_parameters(
     tmp_path, tokenizer, settings, seed
 ):
     live = parameters(1)
@@ -123,7 +127,7 @@ def test_runs_that_do_not_average_give_their_live_or_their_best_parameters(
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 2, "alpha": 4.0, "layers": "layers/q"}])
-def test_what_training_left_as_it_was_comes_from_the_start(tmp_path, tokenizer, lora):
+def test_frozen_parameters_come_from_the_starting_folder(tmp_path, tokenizer, lora):
     start, workdir = tmp_path / "start", tmp_path / "run"
     save_decoder(start, filled(SHAPE, 5))
     learned = filled(SHAPE, 5)
@@ -147,13 +151,13 @@ def test_what_training_left_as_it_was_comes_from_the_start(tmp_path, tokenizer, 
     export(workdir, tmp_path / "again", start=tmp_path / "moved")
 
 
-def test_a_workdir_of_before_is_described_by_the_policy_it_wrote(run, tmp_path):
+def test_a_workdir_of_an_older_version_uses_the_files_of_its_policy_folder(run, tmp_path):
     shutil.copytree(run, tmp_path / "old")
     (tmp_path / "old" / "model_files").rename(tmp_path / "old" / "policy")
     export(tmp_path / "old", tmp_path / "out")
     assert holds(tmp_path / "out", 41)
     shutil.rmtree(tmp_path / "old" / "policy")
-    with pytest.raises(UserError, match=r"says nowhere what its model is \(no model_files/config.json\)"):
+    with pytest.raises(UserError, match=r"does not describe its model \(no model_files/config.json\)"):
         export(tmp_path / "old", tmp_path / "other")
 
 
@@ -162,7 +166,7 @@ def edit(workdir, **fields):
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def test_a_folder_under_a_file_is_refused_before_the_checkpoint_is_read(run, tmp_path):
+def test_an_invalid_output_path_is_refused_before_the_checkpoint_is_read(run, tmp_path):
     (tmp_path / "file").write_text("mine")
     for out, message in (
         (tmp_path / "file" / "out", r"out .*file/out: .*file is a file; choose another --out"),
@@ -172,7 +176,7 @@ def test_a_folder_under_a_file_is_refused_before_the_checkpoint_is_read(run, tmp
             export(run, out)
 
 
-def test_an_export_that_cannot_be_written_is_a_failed_save(run, tmp_path, monkeypatch):
+def test_a_full_disk_is_a_save_error(run, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -184,7 +188,7 @@ def test_an_export_that_cannot_be_written_is_a_failed_save(run, tmp_path, monkey
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (lambda run, out: None, {"step": 3}, r"no checkpoint of step 3; there are 2, 4"),
+        (lambda run, out: None, {"step": 3}, r"no checkpoint of step 3; its steps are 2, 4"),
         (lambda run, out: None, {"max_shard_size": "5"}, r"max_shard_size='5' must be a size such as 500MB"),
         (lambda run, out: shutil.rmtree(run / "checkpoints"), {}, r"has no folder checkpoints"),
         (
@@ -208,11 +212,11 @@ def test_an_export_that_cannot_be_written_is_a_failed_save(run, tmp_path, monkey
                 json.dumps(SHAPE.to_hf() | {"hidden_size": 8})
             ),
             {},
-            r"step 4 in .* has \[2\]\['embedding'\].* of shape \(259, 16\), expected is shape \(259, 8\)",
+            r"step 4 in .* has \[2\]\['embedding'\].* of shape \(259, 16\); expected shape \(259, 8\)",
         ),
     ],
 )
-def test_wrong_input_is_named_and_nothing_is_written(run, tmp_path, change, options, message):
+def test_wrong_input_is_refused_by_name_and_nothing_is_written(run, tmp_path, change, options, message):
     shutil.copytree(run, tmp_path / "run")
     change(tmp_path / "run", tmp_path / "out")
     before = contents(tmp_path)
@@ -221,5 +225,5 @@ def test_wrong_input_is_named_and_nothing_is_written(run, tmp_path, change, opti
     assert contents(tmp_path) == before
 
 
-def test_sizes_are_read_in_the_units_that_transformers_takes():
+def test_shard_sizes_are_parsed_in_the_units_of_transformers():
     assert [parse_size(text) for text in ("5GB", "1.5 gb", "200MB")] == [5 * 10**9, 15 * 10**8, 2 * 10**8]

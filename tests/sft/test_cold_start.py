@@ -1,4 +1,4 @@
-"""The cold-start pipeline, end to end with a scripted strong model: kept, rejected, killed, continued, and trained on."""
+"""Cold start by rejection sampling, end to end with a scripted teacher, and training on its pairs."""
 
 import collections
 import contextlib
@@ -39,9 +39,12 @@ def config(arg="", name="r3rag_cold_start"):
     return made.config(name, arg)
 
 
-class Strong:
-    """A service that answers as the scripted expert does; at temperature 0.4 with a wrong answer, at 0.7 in no format after the
-    first step, at 1.0 for ever with queries; `before` sees each request."""
+class ScriptedService:
+    """A service that answers like the scripted expert, except at some temperatures.
+
+    At temperature 0.4 the final answer is wrong, at 0.7 the second step is malformed, and at 1.0 it searches without end.
+    `before` is called with each request.
+    """
 
     def __init__(self, items):
         self.plans = {item.question.text: item for item in items}
@@ -68,8 +71,8 @@ class Strong:
 
 
 @pytest.fixture
-def strong():
-    found = Strong(mixed_questions(generate("train", 0, 200, 1), 2, KINDS, 0))
+def service():
+    found = ScriptedService(mixed_questions(generate("train", 0, 200, 1), 2, KINDS, 0))
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -101,8 +104,8 @@ def strong():
     server.server_close()
 
 
-def settings(strong, cache, more="", **sampling):
-    made = config(f"model={strong.url},model_name=m,retriever=bm25,prompt=paper{more}")
+def settings(service, cache, more="", **sampling):
+    made = config(f"model={service.url},model_name=m,retriever=bm25,prompt=paper{more}")
     made.data.update({"train_worlds": 1, "train_per_kind": 2})
     made.sampling.update({"block": 4, "questions": 10, **sampling})
     made.endpoint.update({"cache": str(cache), "retries": 0, "time_out": 5.0})
@@ -113,10 +116,12 @@ def lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_the_right_and_well_formed_are_kept_and_the_report_says_why_the_rest_fell(strong, tmp_path, capsys):
-    made = settings(strong, tmp_path / "cache", temperatures=(0.1, 0.1, 0.4, 0.7, 1.0), keep=0)
+def test_correct_and_well_formed_trajectories_are_accepted_and_others_counted_by_reason(
+    service, tmp_path, capsys
+):
+    made = settings(service, tmp_path / "cache", temperatures=(0.1, 0.1, 0.4, 0.7, 1.0), keep=0)
     report = cold_start.run(made, tmp_path / "run")
-    steps = sum(len(item.plan.hops) + 1 for item in strong.plans.values())
+    steps = sum(len(item.plan.hops) + 1 for item in service.plans.values())
     assert report == cold_start.ColdStartReport(
         questions=10,
         trajectories=50,
@@ -141,84 +146,84 @@ def test_the_right_and_well_formed_are_kept_and_the_report_says_why_the_rest_fel
     assert len(records) == 50 and all(record["said"] for record in records)
 
 
-def test_a_step_that_the_service_cuts_is_malformed_and_refusals_and_unread_judgements_are_told(
-    strong, tmp_path, monkeypatch, capsys
+def test_cut_steps_are_malformed_and_refusals_and_unparsed_judgements_are_counted(
+    service, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(strong, "cut", lambda said: "The final answer:" in said)
-    report = cold_start.run(settings(strong, tmp_path / "a", temperatures=(0.1,)), tmp_path / "cut")
+    monkeypatch.setattr(service, "cut", lambda said: "The final answer:" in said)
+    report = cold_start.run(settings(service, tmp_path / "a", temperatures=(0.1,)), tmp_path / "cut")
     assert report.fell == {"malformed": 10} and report.unread == 0
-    assert "could not be read" not in capsys.readouterr().out
+    assert "could not be parsed" not in capsys.readouterr().out
 
-    # What the service will not answer has no form at all.
-    monkeypatch.setattr(strong, "cut", lambda said: False)
-    monkeypatch.setattr(strong, "refused", lambda body: "Previous Steps:" in body["messages"][-1]["content"])
-    report = cold_start.run(settings(strong, tmp_path / "c", temperatures=(0.1,)), tmp_path / "refused")
+    # A refused request ends its trajectory.
+    monkeypatch.setattr(service, "cut", lambda said: False)
+    monkeypatch.setattr(service, "refused", lambda body: "Previous Steps:" in body["messages"][-1]["content"])
+    report = cold_start.run(settings(service, tmp_path / "c", temperatures=(0.1,)), tmp_path / "refused")
     assert report.fell == {"refused": 10}
 
-    monkeypatch.setattr(strong, "refused", lambda body: False)
-    judge = f",judge={strong.url},judge_model=j"
-    made = settings(strong, tmp_path / "b", judge, temperatures=(0.4,), questions=2)
+    monkeypatch.setattr(service, "refused", lambda body: False)
+    judge = f",judge={service.url},judge_model=j"
+    made = settings(service, tmp_path / "b", judge, temperatures=(0.4,), questions=2)
     made.judge_endpoint.update({"cache": str(tmp_path / "b"), "retries": 0, "time_out": 5.0})
     report = cold_start.run(made, tmp_path / "unread")
     assert report.fell == {"incorrect": 2} and report.unread == 2
-    assert "2 answers of the judge could not be read" in capsys.readouterr().out
+    assert "2 answers of the judge could not be parsed" in capsys.readouterr().out
 
 
-def test_a_run_whose_service_breaks_down_goes_on_and_ends_as_one_that_never_stopped(strong, tmp_path):
-    whole = cold_start.run(settings(strong, tmp_path / "a"), tmp_path / "whole")
-    strong.asked.clear()
+def test_a_run_interrupted_by_its_service_continues_to_the_result_of_an_uninterrupted_run(service, tmp_path):
+    whole = cold_start.run(settings(service, tmp_path / "a"), tmp_path / "whole")
+    service.asked.clear()
 
     def break_down(text):
-        if strong.asked.total() > 60:
+        if service.asked.total() > 60:
             raise ConnectionError
 
-    strong.before = break_down
-    made = settings(strong, tmp_path / "b")
+    service.before = break_down
+    made = settings(service, tmp_path / "b")
     with pytest.raises(OSError, match=r"127\.0\.0\.1"):
         cold_start.run(made, tmp_path / "broken")
     done = len(list((tmp_path / "broken" / "blocks").iterdir()))
     assert 0 < done < 3 and not (tmp_path / "broken" / "pairs.jsonl").exists()
-    before, strong.before = strong.asked.copy(), lambda text: None
-    strong.asked.clear()
+    before, service.before = service.asked.copy(), lambda text: None
+    service.asked.clear()
     assert cold_start.run(made, tmp_path / "broken") == whole
     for name in ("pairs.jsonl", "report.json", "blocks/00000008.jsonl"):
         assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     finished = {record["question"] for record in lines(tmp_path / "broken" / "blocks" / "00000000.jsonl")}
-    assert finished and not finished & strong.asked.keys() and finished <= before.keys()
+    assert finished and not finished & service.asked.keys() and finished <= before.keys()
     assert cold_start.run(made, tmp_path / "broken") == whole  # a finished run only reports
 
 
-def test_sigterm_ends_a_run_within_its_block_and_the_same_command_makes_what_none_would(strong, tmp_path):
-    whole = cold_start.run(settings(strong, tmp_path / "other"), tmp_path / "whole")
-    strong.before = lambda text: os.kill(os.getpid(), signal.SIGTERM)
-    made = settings(strong, tmp_path / "cache")
+def test_a_run_stopped_by_sigterm_continues_to_the_result_of_an_uninterrupted_run(service, tmp_path):
+    whole = cold_start.run(settings(service, tmp_path / "other"), tmp_path / "whole")
+    service.before = lambda text: os.kill(os.getpid(), signal.SIGTERM)
+    made = settings(service, tmp_path / "cache")
     assert cold_start.run(made, tmp_path / "run") is None
     assert not list((tmp_path / "run" / "blocks").iterdir())
-    strong.before = lambda text: None
+    service.before = lambda text: None
     assert cold_start.run(made, tmp_path / "run").trajectories == whole.trajectories == 40
     pairs = [(tmp_path / name / "pairs.jsonl").read_bytes() for name in ("run", "whole")]
     assert pairs[0] == pairs[1]
 
 
-def test_a_workdir_of_other_settings_is_refused(strong, tmp_path):
-    cold_start.run(settings(strong, tmp_path / "cache", questions=1), tmp_path / "run")
+def test_a_workdir_of_another_config_is_refused(service, tmp_path):
+    cold_start.run(settings(service, tmp_path / "cache", questions=1), tmp_path / "run")
     with pytest.raises(UserError, match="holds a run of another config"):
-        cold_start.run(settings(strong, tmp_path / "cache", questions=2), tmp_path / "run")
+        cold_start.run(settings(service, tmp_path / "cache", questions=2), tmp_path / "run")
 
 
-def test_a_workdir_that_another_process_holds_is_refused(strong, tmp_path):
+def test_a_locked_workdir_is_refused(service, tmp_path):
     (tmp_path / "run").mkdir()
     with (
         exclusive_lock(tmp_path / "run", ""),
         pytest.raises(UserError, match=r"run: another process works there\. Wait"),
     ):
-        cold_start.run(settings(strong, tmp_path / "cache", questions=1), tmp_path / "run")
-    assert not strong.asked
+        cold_start.run(settings(service, tmp_path / "cache", questions=1), tmp_path / "run")
+    assert not service.asked
 
 
 @pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2]])
-def test_a_block_that_is_not_whole_is_sampled_again(strong, tmp_path, damage, capsys):
-    made, file = settings(strong, tmp_path / "cache"), tmp_path / "run" / "blocks" / "00000004.jsonl"
+def test_an_incomplete_block_is_sampled_again(service, tmp_path, damage, capsys):
+    made, file = settings(service, tmp_path / "cache"), tmp_path / "run" / "blocks" / "00000004.jsonl"
     report = cold_start.run(made, tmp_path / "run")
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
@@ -227,8 +232,8 @@ def test_a_block_that_is_not_whole_is_sampled_again(strong, tmp_path, damage, ca
 
 
 @pytest.mark.parametrize("line", [b'{"number": 0,', b'{"id": "\xff"}', b"7"])
-def test_a_damaged_line_of_a_block_is_named(strong, tmp_path, line):
-    made, file = settings(strong, tmp_path / "cache", questions=1), tmp_path / "run/blocks/00000000.jsonl"
+def test_the_error_for_a_damaged_block_names_its_line(service, tmp_path, line):
+    made, file = settings(service, tmp_path / "cache", questions=1), tmp_path / "run/blocks/00000000.jsonl"
     cold_start.run(made, tmp_path / "run")
     kept = file.read_bytes().split(b"\n")
     file.write_bytes(b"\n".join([kept[0], line, *kept[2:]]))
@@ -236,7 +241,7 @@ def test_a_damaged_line_of_a_block_is_named(strong, tmp_path, line):
         cold_start.run(made, tmp_path / "run")
 
 
-def test_a_workdir_whose_prompts_were_too_long_takes_a_longer_context(tmp_path):
+def test_after_an_error_about_long_prompts_the_same_workdir_accepts_a_longer_context(tmp_path):
     made = config("model=assets/miniwiki-policy,retriever=bm25,questions=1")
     made.data.update({"train_worlds": 1, "train_per_kind": 1, "on_error": "stop"})
     made.rollout.update({"rows": 4, "context": 64, "wake_threshold": 4})
@@ -249,30 +254,28 @@ def test_a_workdir_whose_prompts_were_too_long_takes_a_longer_context(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["blocks", "report.json", "pairs.jsonl"])
-def test_what_stands_in_the_place_of_the_runs_own_is_refused_before_anything_is_sampled(
-    strong, tmp_path, name
-):
+def test_an_occupied_path_is_refused_before_anything_is_sampled(service, tmp_path, name):
     (tmp_path / name).mkdir() if "." in name else (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match=rf"{name} is a (file|folder), where the run makes .*; move it away"):
-        cold_start.run(settings(strong, tmp_path / "cache", questions=1), tmp_path)
-    assert not strong.asked
+    with pytest.raises(UserError, match=rf"{name} is a (file|folder), but the run needs .*; move it away"):
+        cold_start.run(settings(service, tmp_path / "cache", questions=1), tmp_path)
+    assert not service.asked
 
 
-def test_a_workdir_that_is_deleted_while_it_is_sampled_is_a_failed_save(strong, tmp_path):
-    strong.before = lambda text: shutil.rmtree(tmp_path / "run", ignore_errors=True)
+def test_a_workdir_deleted_during_sampling_raises_a_save_error(service, tmp_path):
+    service.before = lambda text: shutil.rmtree(tmp_path / "run", ignore_errors=True)
     with pytest.raises(SaveError, match=r"00000000\.jsonl could not be saved: the folder .* is gone"):
-        cold_start.run(settings(strong, tmp_path / "cache", questions=1), tmp_path / "run")
+        cold_start.run(settings(service, tmp_path / "cache", questions=1), tmp_path / "run")
 
 
-def test_blocks_without_the_config_that_made_them_are_refused(strong, tmp_path):
-    made = settings(strong, tmp_path / "cache", questions=1)
+def test_blocks_without_a_config_are_refused(service, tmp_path):
+    made = settings(service, tmp_path / "cache", questions=1)
     cold_start.run(made, tmp_path / "run")
     (tmp_path / "run" / "config.json").unlink()
-    with pytest.raises(UserError, match=r"holds sampled trajectories \(blocks\), but not the config\.json"):
+    with pytest.raises(UserError, match=r"holds sampled trajectories \(blocks\), but the config\.json"):
         cold_start.run(made, tmp_path / "run")
 
 
-def test_a_temperature_that_stands_twice_is_asked_with_another_seed():
+def test_a_repeated_temperature_uses_another_seed():
     endpoint = EndpointConfig(url="http://127.0.0.1:1", model="m")
     service = EndpointTeacher(endpoint, R3Rag(), None, 2, (0.5, 1.0, 0.5))
     assert [(e.config.temperature, e.config.seed) for e in service.endpoints] == [
@@ -284,41 +287,41 @@ def test_a_temperature_that_stands_twice_is_asked_with_another_seed():
     assert "seed" not in bodies[0] and bodies[2]["seed"] == 1
 
 
-def test_no_two_seeds_ask_a_service_for_the_same_sample():
+def test_different_seeds_never_send_the_same_request():
     endpoint, temperatures = EndpointConfig(url="http://127.0.0.1:1", model="m"), (0.7, 0.7, 1.0)
     made = [EndpointTeacher(endpoint, R3Rag(), None, 2, temperatures, seed).endpoints for seed in range(4)]
     asked = [(e.config.temperature, e.config.seed) for endpoints in made for e in endpoints]
     assert len(set(asked)) == len(asked)
 
 
-def test_how_many_are_kept_may_be_changed_after_sampling(strong, tmp_path):
-    first = cold_start.run(settings(strong, tmp_path / "cache", keep=1), tmp_path / "run")
+def test_the_limit_per_question_may_change_after_sampling(service, tmp_path):
+    first = cold_start.run(settings(service, tmp_path / "cache", keep=1), tmp_path / "run")
     blocks = [file.read_bytes() for file in sorted((tmp_path / "run" / "blocks").iterdir())]
-    again = cold_start.run(settings(strong, tmp_path / "cache", keep=0), tmp_path / "run")
+    again = cold_start.run(settings(service, tmp_path / "cache", keep=0), tmp_path / "run")
     assert first.kept <= again.kept and first.trajectories == again.trajectories
     assert blocks == [file.read_bytes() for file in sorted((tmp_path / "run" / "blocks").iterdir())]
 
 
-def test_a_service_cannot_go_on_within_a_context(strong, tmp_path):
+def test_a_protocol_that_appends_to_a_context_is_refused_for_a_service(service, tmp_path):
     class Growing:
-        """Figure 6's prompt before an environment that appends."""
+        """A recipe with the prompt of Figure 6 and an environment that appends."""
 
         prompt = R3Rag(environment=R3RagEnvironment(opening="paper")).prompt
         environment = SimpleNamespace(react=lambda episode, text, stop: Append("more"))
 
-    (item, *_) = strong.plans.values()
-    endpoint = EndpointConfig(url=strong.url, model="m", cache=str(tmp_path))
-    with pytest.raises(UserError, match="cannot go on after Append"):
+    (item, *_) = service.plans.values()
+    endpoint = EndpointConfig(url=service.url, model="m", cache=str(tmp_path))
+    with pytest.raises(UserError, match="cannot continue after Append"):
         EndpointTeacher(endpoint, Growing(), None, 2, (0.1,)).sample([item.question], 0)
 
 
 def record(number, *outputs, fault="", temperature=0.1):
     pairs = [] if fault else [[f"in {i}", text] for i, text in enumerate(outputs)]
-    told = {"temperature": temperature, "fault": fault, "unread": 0}
-    return {"number": number, "id": f"q{number}", "pairs": pairs, **told}
+    fields = {"temperature": temperature, "fault": fault, "unread": 0}
+    return {"number": number, "id": f"q{number}", "pairs": pairs, **fields}
 
 
-def test_of_a_question_the_first_are_kept_and_none_twice():
+def test_the_first_distinct_trajectories_of_a_question_are_selected():
     records = [
         record(0, "a", "b"),
         record(0, "a ", " b"),
@@ -342,14 +345,14 @@ def test_of_a_question_the_first_are_kept_and_none_twice():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update({"model": ""}), "give one of them as the strong model"),
+        (lambda c: c.update({"model": ""}), "give exactly one of them as the teacher"),
         (
             lambda c: c.endpoint.update({"url": "http://x", "model": "m"}),
-            "give one of them as the strong model",
+            "give exactly one of them as the teacher",
         ),
         (lambda c: c.recipe.update({"judge_answers": True}), "give the section judge"),
         (lambda c: c.sampling.update({"temperatures": ()}), "sampling.temperatures"),
-        (lambda c: c.data.update({"path": "nowhere"}), "data='nowhere' is no folder"),
+        (lambda c: c.data.update({"path": "nowhere"}), "data='nowhere' is not a folder"),
         (lambda c: c.retriever.update({"encoder": "nowhere"}), "retriever.encoder"),
         (lambda c: c.sampling.update({"block": 0}), "sampling.block=0 must be at least 1"),
         (lambda c: c.endpoint.update({"temperature": 0.5}), "set sampling.temperatures"),
@@ -364,7 +367,7 @@ def test_of_a_question_the_first_are_kept_and_none_twice():
         ),
     ],
 )
-def test_wrong_configs_are_refused(change, message):
+def test_a_wrong_config_is_refused(change, message):
     made = config("model=assets/miniwiki-policy")
     change(made)
     with pytest.raises(UserError, match=re.escape(message)):
@@ -372,12 +375,12 @@ def test_wrong_configs_are_refused(change, message):
 
 
 @pytest.mark.parametrize("arg", ["model=FOLDER,model_name=m", "judge=oracle,judge_model=m", "judge_model=m"])
-def test_a_services_name_without_a_service_is_refused(arg):
+def test_a_model_name_without_a_service_is_refused(arg):
     with pytest.raises(UserError, match="='m' names a service's model, but"):
         config(arg)
 
 
-def test_the_paper_prompts_are_for_models_that_are_not_trained():
+def test_the_teacher_gets_the_paper_prompt_and_the_limits_of_the_trained_policy():
     assert config("model=assets/miniwiki-policy").recipe.environment.opening == "paper"
     served = config(
         "model=http://127.0.0.1:1/v1,model_name=m,data=FOLDER,judge=http://127.0.0.1:2/v1,judge_model=j"
@@ -390,7 +393,7 @@ def test_the_paper_prompts_are_for_models_that_are_not_trained():
     trained = config("size=7b,data=FOLDER,policy=FOLDER,encoder=FOLDER", "r3rag_ppo")
     assert (
         environment.turn_tokens == trained.recipe.environment.turn_tokens
-    )  # a longer step is malformed there
+    )  # R3-RAG's training counts a longer step as malformed
 
 
 # -- training on pairs (3.2.2) ------------------------------------------------------------------------------------------
@@ -406,7 +409,7 @@ def write_pairs(path, questions=6):
     return rows
 
 
-def test_the_loss_is_on_outputs_alone_and_no_question_is_on_both_sides(tmp_path):
+def test_the_loss_is_on_outputs_only_and_training_shares_no_question_with_held_out(tmp_path):
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     rows = write_pairs(tmp_path / "pairs.jsonl")
     train, held_out = load_pairs(PairsConfig(path=str(tmp_path / "pairs.jsonl"), held_out=2), tokenizer, 500)
@@ -415,11 +418,11 @@ def test_the_loss_is_on_outputs_alone_and_no_question_is_on_both_sides(tmp_path)
         prompt = chat_ids(tokenizer, row["input"])
         np.testing.assert_array_equal(example.tokens[: len(prompt)], prompt)
         assert not example.loss[: len(prompt)].any() and example.loss[len(prompt) :].all()
-        own = example.tokens[example.loss]
-        assert tokenizer.decode(own[:-1]) == row["output"] and own[-1] == tokenizer.eos_token_id
+        targets = example.tokens[example.loss]
+        assert tokenizer.decode(targets[:-1]) == row["output"] and targets[-1] == tokenizer.eos_token_id
 
 
-def test_pairs_are_tokenised_as_demonstrations_are(tmp_path):
+def test_pairs_are_tokenised_like_demonstrations(tmp_path):
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     wiki = generate("train", 0, 200)
     items = wiki.questions("two_hop", 2, 0)
@@ -432,7 +435,7 @@ def test_pairs_are_tokenised_as_demonstrations_are(tmp_path):
             hit = type("Hit", (), {"passage": wiki.passages[0]})
             return [[hit] for _ in queries]
 
-    shown = demonstration_examples(recipe, tokenizer, items, Retriever(), 1)
+    demonstrated = demonstration_examples(recipe, tokenizer, items, Retriever(), 1)
     rows = []
     for item in items:
         prompts = [recipe.prompt(item.question)]
@@ -443,12 +446,12 @@ def test_pairs_are_tokenised_as_demonstrations_are(tmp_path):
                 prompts.append(segment.prompt)
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train, held_out = load_pairs(PairsConfig(path=str(tmp_path / "p.jsonl"), held_out=1), tokenizer, 1000)
-    for one, other in zip([*train, *held_out], shown, strict=True):
+    for one, other in zip([*train, *held_out], demonstrated, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.loss, other.loss)
 
 
-def test_long_pairs_are_left_out_and_a_file_that_leaves_nothing_is_refused(tmp_path, capsys):
+def test_long_pairs_are_dropped_and_a_file_with_too_few_pairs_is_refused(tmp_path, capsys):
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     path = tmp_path / "pairs.jsonl"
     write_pairs(path)
@@ -461,11 +464,11 @@ def test_long_pairs_are_left_out_and_a_file_that_leaves_nothing_is_refused(tmp_p
     path.write_text('{"input": "a"}\n')
     with pytest.raises(UserError, match="line 1: output: missing"):
         load_pairs(PairsConfig(path=str(path)), tokenizer, 300)
-    with pytest.raises(UserError, match="is no file; give the pairs"):
+    with pytest.raises(UserError, match="is not a file; give the pairs"):
         PairsConfig(path=str(tmp_path / "none"))
 
 
-def test_training_on_pairs_has_the_papers_settings():
+def test_training_on_pairs_uses_the_settings_of_the_paper():
     # SPEC.md 2: lr 1e-5 / 7e-6, batch 8 / 16, at most 4,096 tokens (appendix C: Llama, Qwen)
     qwen, llama = config("size=7b", "r3rag_sft"), config("size=8b", "r3rag_sft")
     assert (qwen.optim.lr, qwen.train.rows, qwen.train.row_length) == (7e-6, 16, 4096)
@@ -473,7 +476,7 @@ def test_training_on_pairs_has_the_papers_settings():
 
 
 @pytest.mark.slow
-def test_from_the_experts_demonstrations_to_pairs_of_a_policys_own_and_a_step_of_ppo(tmp_path, monkeypatch):
+def test_cold_start_pairs_sft_and_ppo_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     save_random_policy(tmp_path / "random")
     cold = config(
@@ -485,16 +488,16 @@ def test_from_the_experts_demonstrations_to_pairs_of_a_policys_own_and_a_step_of
     data.data.update({"train_worlds": 1, "train_per_kind": 1})
     data.rollout.update({"rows": 4, "context": 256, "wake_threshold": 4})
     data.recipe.environment.turn_tokens = 8
-    report = cold_start.run(data, tmp_path / "data")  # it can only babble
+    report = cold_start.run(data, tmp_path / "data")  # an untrained policy writes no well-formed step
     assert report.trajectories == 12 and report.fell == {"malformed": 12}
     assert (tmp_path / "data" / "pairs.jsonl").read_text() == ""
 
     write_pairs(tmp_path / "pairs.jsonl")
-    taught = config(
+    pairs_sft = config(
         f"size=tiny,pairs={tmp_path}/pairs.jsonl,init={tmp_path}/cold/model,steps=2,held_out=2", "r3rag_sft"
     )
-    taught.train.update({"rows": 1, "row_length": 128})
-    assert stages.run(taught, tmp_path / "taught").stopped == "done"
+    pairs_sft.train.update({"rows": 1, "row_length": 128})
+    assert stages.run(pairs_sft, tmp_path / "taught").stopped == "done"
     card = read_card(tmp_path / "taught" / "model")
     assert card.recipe == "r3rag" and card.make().environment.turn_tokens == 128
 
@@ -503,7 +506,7 @@ def test_from_the_experts_demonstrations_to_pairs_of_a_policys_own_and_a_step_of
     run.train.update({"questions": 2, "eval_every": 0})
     run.rollout.update({"rows": 8, "context": 512, "wake_threshold": 4})
     run.objective.row_lengths = (512,)
-    run.critic.layers = 1  # the policy has no more
+    run.critic.layers = 1  # as many as the policy has
     run.recipe.environment.turn_tokens = 8
     outcome = experiment.run(run, tmp_path / "run")
     assert outcome.step == 1 and outcome.final_metrics["eval/em"] == 0

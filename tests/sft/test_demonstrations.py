@@ -1,4 +1,4 @@
-"""Demonstrations are what the engine would have recorded: same pieces, same tokens, the policy's own as targets."""
+"""Examples from demonstrations have the engine's tokens, with the loss on the policy's tokens only."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from rrl.text.chat import chat_ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_targets_are_the_experts_words_and_the_end(kind):
+def test_the_loss_is_on_the_expert_text_and_the_end_token(kind):
     wiki = generate("train", 0, 200)
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     recipe = RSearch(instruction="")
@@ -27,17 +27,17 @@ def test_targets_are_the_experts_words_and_the_end(kind):
         prompt = chat_ids(tokenizer, item.question.text)
         np.testing.assert_array_equal(example.tokens[: len(prompt)], prompt)
         assert not example.loss[: len(prompt)].any()
-        own = tokenizer.decode(example.tokens[example.loss])
-        assert own.count("<search>") == len(item.plan.hops)
-        assert "<observation>" not in own
-        assert f"<answer> {item.question.answers[0]} </answer>" in own
+        targets = tokenizer.decode(example.tokens[example.loss])
+        assert targets.count("<search>") == len(item.plan.hops)
+        assert "<observation>" not in targets
+        assert f"<answer> {item.question.answers[0]} </answer>" in targets
         assert example.tokens[-1] == tokenizer.eos_token_id
         assert example.loss[-1]
         given = tokenizer.decode(example.tokens[~example.loss])
         assert all(hop.sentence in given for hop in item.plan.hops)
 
 
-def test_each_context_of_a_demonstration_is_an_example_that_ends():
+def test_each_context_of_a_demonstration_becomes_an_example_with_an_end_token():
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     wiki = generate("train", 0, 200)
 
@@ -49,15 +49,15 @@ def test_each_context_of_a_demonstration_is_an_example_that_ends():
     retriever = make_retriever(wiki.passages, "bm25")
     examples = demonstration_examples(Expert(instruction=""), tokenizer, items, retriever, 3)
     assert len(examples) == 4
-    own = [tokenizer.decode(e.tokens[e.loss], skip_special_tokens=True) for e in examples]
-    assert own == ["firstmore", "second"] * 2
+    targets = [tokenizer.decode(e.tokens[e.loss], skip_special_tokens=True) for e in examples]
+    assert targets == ["firstmore", "second"] * 2
     assert all(e.tokens[-1] == tokenizer.eos_token_id and e.loss[-1] for e in examples)
     given = chat_ids(tokenizer, "asked again")
     np.testing.assert_array_equal(examples[1].tokens[: len(given)], given)
     assert not examples[1].loss[: len(given)].any()
 
 
-def test_a_demonstration_does_not_open_the_thought_that_the_template_opened():
+def test_a_thought_that_the_chat_template_opens_is_not_opened_again():
     wiki = generate("train", 0, 200)
     items = wiki.questions("one_hop", 2, 0)
     retriever = make_retriever(wiki.passages, "bm25")

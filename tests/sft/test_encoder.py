@@ -1,4 +1,4 @@
-"""The encoder's training: its loss, its batches, determinism, and the shipped encoder's recall."""
+"""Training of the text encoder: loss, batches, determinism; and recall of the shipped encoder."""
 
 import hashlib
 from pathlib import Path
@@ -38,7 +38,7 @@ SMALL = EncoderTrainingConfig(
 )
 
 
-def test_the_loss_is_the_cross_entropy_of_the_right_passage() -> None:
+def test_the_loss_is_the_cross_entropy_of_the_positive_passage() -> None:
     queries, passages = np.float32([[1, 0], [0, 1]]), np.float32([[1, 0], [0, 1], [0.6, 0.8]])
     allowed = np.array([[True, True, True], [True, True, False]])
     loss, accuracy = contrastive_loss(jnp.array(queries), jnp.array(passages), jnp.array(allowed), 0.5)
@@ -48,10 +48,10 @@ def test_the_loss_is_the_cross_entropy_of_the_right_passage() -> None:
     assert float(accuracy) == 1
 
 
-def test_pairs_point_at_the_passages_that_state_the_answer() -> None:
+def test_pairs_point_at_gold_passages_and_hard_negatives_of_the_same_world() -> None:
     pairs = make_pairs(0, 2, 100)
-    for way, table in pairs.by_passage.items():
-        assert any(table), way
+    for kind, table in pairs.by_passage.items():
+        assert any(table), kind
         for at, options in enumerate(table):
             for query in options:
                 assert at in pairs.gold[query]
@@ -63,7 +63,7 @@ def test_pairs_point_at_the_passages_that_state_the_answer() -> None:
     assert sum(bool(others) for others in pairs.hard_negatives) > 100
 
 
-def test_no_other_right_passage_counts_as_a_negative() -> None:
+def test_other_gold_passages_do_not_count_as_negatives() -> None:
     tokenizer = load_tokenizer(ASSETS / "miniwiki-tokenizer")
     config = EncoderTrainingConfig(
         worlds=2, passages_per_world=60, groups=2, queries_per_group=50, questions=1.0, names=0.0
@@ -75,7 +75,9 @@ def test_no_other_right_passage_counts_as_a_negative() -> None:
     assert batch.queries.shape == (100, 32)
     assert batch.passages.shape == (200, 64)
     assert batch.allowed[own, own].all()
-    assert not batch.allowed.all(), "comparisons have two right passages, and some of them meet in a batch"
+    assert not batch.allowed.all(), (
+        "comparison questions have two gold passages, and some batches contain both"
+    )
     again = next(batches(config, pairs, tokenizer, TextSettings(query_tokens=32, passage_tokens=64)))
     np.testing.assert_array_equal(batch.queries, again.queries)
 
@@ -87,7 +89,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     np.testing.assert_array_equal(first, second)
 
 
-def test_wrong_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_wrong_settings_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="queries_per_group=80: a world has only 50"):
         EncoderTrainingConfig(passages_per_world=50, queries_per_group=80)
     for field in ("steps", "worlds", "groups", "layers"):
@@ -108,18 +110,18 @@ def test_wrong_settings_are_refused_before_anything_is_written(tmp_path: Path) -
 def test_the_shipped_encoder_finds_gold_passages_of_unseen_worlds(kind: str) -> None:
     wiki = generate("test", 3, 800, 4)
     encoder = load_text_encoder(ASSETS / "miniwiki-encoder")
-    found = miniwiki_recall(
+    recall = miniwiki_recall(
         make_retriever(wiki.passages, kind, encoder, Bm25Config(title_weight=3)), wiki, questions=50
     )
-    assert min(found.values()) >= 0.97
+    assert min(recall.values()) >= 0.97
 
 
-def test_the_shipped_encoder_reads_with_the_shipped_tokenizer() -> None:
+def test_the_shipped_encoder_uses_the_shipped_tokenizer() -> None:
     own, world = (ASSETS / name / "tokenizer.json" for name in ("miniwiki-encoder", "miniwiki-tokenizer"))
-    assert own.read_bytes() == world.read_bytes(), "the tokenizer has changed: train the encoder again"
+    assert own.read_bytes() == world.read_bytes(), "the tokenizer changed: retrain the encoder"
 
 
-def test_the_shipped_encoder_is_small_and_the_one_that_is_documented() -> None:
+def test_the_shipped_encoder_is_small_and_has_the_documented_hash() -> None:
     folder = ASSETS / "miniwiki-encoder"
     assert sum(file.stat().st_size for file in folder.iterdir()) < 8 * 2**20
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Agreement with the oracle: the oracle's own is whole, and that of a judge who always says the same is the majority's."""
+"""Agreement of judges with the oracle."""
 
 import numpy as np
 import pytest
@@ -15,22 +15,22 @@ from rrl.text.spans import tag_named
 QUESTION = Question("q", "Who?", ("x",), gold=("A",))
 
 
-class Says:
-    """A judge with its answers ready."""
+class FixedJudge:
+    """A judge with fixed scores."""
 
     def __init__(self, scores):
         self.scores = scores
 
-    def grade(self, cases):
-        assert len(cases) == len(self.scores)
+    def grade(self, prompts):
+        assert len(prompts) == len(self.scores)
         return self.scores
 
 
-def test_the_numbers_of_a_table():
+def test_agreement_and_its_table_match_hand_computed_numbers():
     truths = [1.0, 1.0, 1.0, 0.5, 0.0]
-    verdicts = [JudgeExample(Thinking(QUESTION, Transcript(())), truth, "") for truth in truths]
-    verdicts += [JudgeExample(Correctness(QUESTION, "x"), 1.0, "")]
-    found = agreement(Says([1.0, 0.8, None, 0.5, 0.3, 1.0]), verdicts)
+    examples = [JudgeExample(Thinking(QUESTION, Transcript(())), truth, "") for truth in truths]
+    examples += [JudgeExample(Correctness(QUESTION, "x"), 1.0, "")]
+    found = agreement(FixedJudge([1.0, 0.8, None, 0.5, 0.3, 1.0]), examples)
     thinking = found["Thinking"]
     assert (thinking["cases"], thinking["unread"]) == (5, 1)
     assert thinking["exact"] == pytest.approx(2 / 5) and thinking["near"] == pytest.approx(3 / 5)
@@ -42,21 +42,21 @@ def test_the_numbers_of_a_table():
     assert line.split() == ["thinking", "5", "40.0", "60.0", "60.0", "60.0", "44.4", "33.3", "1"]
 
 
-def test_the_oracle_agrees_with_itself_about_every_kind_and_no_constant_does():
-    verdicts = held_out_judge_examples(50, JudgeExamplesConfig(), "dev", 1)
-    found = agreement(Oracle(), verdicts)
+def test_the_oracle_agrees_with_itself_and_a_constant_judge_does_not():
+    examples = held_out_judge_examples(50, JudgeExamplesConfig(), "dev", 1)
+    found = agreement(Oracle(), examples)
     assert list(found) == [kind.__name__ for kind in PROMPT_KINDS]
     for scores in found.values():
         assert scores["cases"] == 50 and scores["exact"] == scores["near"] == scores["balanced"] == 1
         assert scores["majority_exact"] < 0.75 and scores["majority_balanced"] <= 0.5
 
 
-def test_a_number_of_questions_that_the_kinds_cannot_share_is_refused():
+def test_a_number_of_questions_that_is_not_a_multiple_of_the_kinds_is_refused():
     with pytest.raises(UserError, match=r"questions=7 must be a multiple of 5"):
         held_out_judge_examples(7, JudgeExamplesConfig())
 
 
-def test_what_a_policy_did_is_judged_as_the_oracle_sees_it():
+def test_trajectories_give_examples_with_the_scores_of_the_oracle():
     none, question = np.zeros(0), Question("q", "Who?", ("x",), gold=("Silver Harbour",))
     segments = [
         (PROMPT, "Who?"),

@@ -1,4 +1,4 @@
-"""The judge's cases: what it is trained on is what it will be asked, with the oracle's verdict, in worlds of their own."""
+"""Judge examples: the prompts that a judge receives, with the oracle's score and reasons, from separate worlds."""
 
 import os
 import pathlib
@@ -32,70 +32,72 @@ from tests.train.made import ROOT, config, save_random_policy, shrink_run
 
 WIKI = generate("train", 3, 200)
 OPTIONS = JudgeExamplesConfig()
-FOUND = list(make_judge_examples(WIKI, 0, 12, OPTIONS))
+EXAMPLES = list(make_judge_examples(WIKI, 0, 12, OPTIONS))
 
 
-def test_an_answer_reads_as_the_oracles_verdict():
-    scores = Oracle().grade([verdict.prompt for verdict in FOUND])
-    assert [verdict.score for verdict in FOUND] == scores
-    assert [verdict.prompt.parse(verdict.answer) for verdict in FOUND] == scores
+def test_an_answer_parses_to_the_score_of_the_oracle():
+    scores = Oracle().grade([example.prompt for example in EXAMPLES])
+    assert [example.score for example in EXAMPLES] == scores
+    assert [example.prompt.parse(example.answer) for example in EXAMPLES] == scores
 
 
-def test_every_kind_of_case_comes_about_every_question_with_verdicts_that_differ():
+def test_every_question_gives_every_kind_of_prompt_and_scores_vary():
     for kind in PROMPT_KINDS:
-        scores = [verdict.score for verdict in FOUND if type(verdict.prompt) is kind]
+        scores = [example.score for example in EXAMPLES if type(example.prompt) is kind]
         assert len(scores) == 60
         assert len(set(scores)) >= (2 if kind in (Sufficiency, Correctness) else 5)
         _, counts = np.unique(scores, return_counts=True)
         assert counts.max() < 0.75 * len(scores)
 
 
-def test_reasons_are_what_the_verdict_follows_from():
-    for verdict in FOUND:
-        case, answer = verdict.prompt, verdict.answer
-        if isinstance(case, Sufficiency):
-            assert ("unknown" in answer) == (verdict.score == 0)
+def test_the_reasons_of_an_answer_agree_with_its_score():
+    for example in EXAMPLES:
+        prompt, answer = example.prompt, example.answer
+        if isinstance(prompt, Sufficiency):
+            assert ("unknown" in answer) == (example.score == 0)
             stated = re.findall(r"The [\w ]+? of (.+?) is (?!unknown)", answer)
-            assert set(stated) <= set(case.transcript.titles)
-        elif isinstance(case, Relevance):
-            assert ("nothing" in answer) == (verdict.score == 0)
-            shown = {passage.title for passage in case.passages}
+            assert set(stated) <= set(prompt.transcript.titles)
+        elif isinstance(prompt, Relevance):
+            assert ("nothing" in answer) == (example.score == 0)
+            shown = {passage.title for passage in prompt.passages}
             assert all(
                 (title in answer) == (title in shown)
-                for title in case.question.gold
+                for title in prompt.question.gold
                 if title not in answer.partition(" : ")[0]
             )
-        elif isinstance(case, Thinking):
+        elif isinstance(prompt, Thinking):
             assert ("unknown" in answer or "nothing" not in answer) == (
-                verdict.score < 1
-            ) or verdict.score == 1
-        elif isinstance(case, Correctness):
-            assert f"{gold_text(case.question)} : {case.predicted}" in answer
+                example.score < 1
+            ) or example.score == 1
+        elif isinstance(prompt, Correctness):
+            assert f"{gold_text(prompt.question)} : {prompt.predicted}" in answer
 
 
-def test_an_example_is_the_judges_prompt_and_its_answer():
+def test_a_training_example_is_prompt_and_answer_with_the_loss_on_the_answer():
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    for verdict, example in zip(
-        FOUND, tokenize_judge_examples(iter(FOUND), tokenizer, OPTIONS.card), strict=True
+    for judge_example, example in zip(
+        EXAMPLES, tokenize_judge_examples(iter(EXAMPLES), tokenizer, OPTIONS.card), strict=True
     ):
-        prompt = fitting_ids(tokenizer, OPTIONS.card.prompt_for(verdict.prompt), 10_000)  # nothing is cut
+        prompt = fitting_ids(
+            tokenizer, OPTIONS.card.prompt_for(judge_example.prompt), 10_000
+        )  # nothing is cut
         assert len(example) <= OPTIONS.context
         np.testing.assert_array_equal(example.tokens[~example.loss], prompt)
-        said = example.tokens[example.loss]
-        assert len(said) <= OPTIONS.answer_tokens and said[-1] == tokenizer.eos_token_id
-        text = tokenizer.decode(said, skip_special_tokens=True)
-        assert verdict.prompt.parse(text.strip()) == verdict.score
+        answer = example.tokens[example.loss]
+        assert len(answer) <= OPTIONS.answer_tokens and answer[-1] == tokenizer.eos_token_id
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        assert judge_example.prompt.parse(text.strip()) == judge_example.score
 
 
-def test_the_same_arguments_give_the_same_cases_and_others_give_others():
+def test_the_same_arguments_give_the_same_examples_and_another_seed_others():
     again = list(make_judge_examples(WIKI, 0, 12, OPTIONS))
-    assert again == FOUND
-    assert [verdict.answer for verdict in make_judge_examples(WIKI, 1, 12, OPTIONS)] != [
-        v.answer for v in FOUND
+    assert again == EXAMPLES
+    assert [example.answer for example in make_judge_examples(WIKI, 1, 12, OPTIONS)] != [
+        v.answer for v in EXAMPLES
     ]
 
 
-def test_held_out_cases_share_no_name_with_training(monkeypatch):
+def test_held_out_examples_share_no_name_with_training(monkeypatch):
     made = []
 
     def spy(split, seed, passages, worlds=1):
@@ -115,9 +117,9 @@ def test_held_out_cases_share_no_name_with_training(monkeypatch):
     assert split == "train" and seed >= 1000
     held_out = {
         passage.title
-        for verdict in held_out_judge_examples(10, OPTIONS)
-        if isinstance(verdict.prompt, Relevance)
-        for passage in verdict.prompt.passages
+        for example in held_out_judge_examples(10, OPTIONS)
+        if isinstance(example.prompt, Relevance)
+        for passage in example.prompt.passages
     }
     trained = set(re.findall(r"\(Title: ([^)]*)\)", text))
     assert trained and held_out and not trained & held_out
@@ -132,12 +134,12 @@ def test_held_out_cases_share_no_name_with_training(monkeypatch):
         ({"context": 100}, r"data\.options\.context=100 must hold answer_tokens=160"),
     ],
 )
-def test_a_wrong_field_is_named(fields, message):
+def test_the_error_for_a_wrong_field_names_it(fields, message):
     with pytest.raises(UserError, match=message):
         JudgeExamplesConfig(**fields)
 
 
-def test_the_config_holds_every_option():
+def test_the_config_lists_every_option_with_its_default():
     filled = config("miniwiki_judge")
     assert JudgeExamplesConfig(**filled.data.options) == OPTIONS and len(filled.data.options) == 5
     assert OPTIONS.card.cases == ("Relevance", "Sufficiency", "Thinking", "Correctness")
@@ -145,14 +147,17 @@ def test_the_config_holds_every_option():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Two steps of the command itself, from a random model, and what it printed."""
+    """Run two steps of the command from a random model. Returns its folder and its output."""
     path = tmp_path_factory.mktemp("judge")
     save_random_policy(path / "random")
     command = [
         *(sys.executable, "launch/sft.py", f"--workdir={path}/run"),
         f"--config=configs/miniwiki_judge.py:init={path}/random,steps=2",
         *("--config.data.worlds=1", "--config.data.probes=1", "--config.train.rows=2"),
-        *("--config.data.options.answer_tokens=16", "--config.data.options.context=1024"),  # its longest
+        *(
+            "--config.data.options.answer_tokens=16",
+            "--config.data.options.context=1024",
+        ),  # the longest that the random model allows
     ]
     env = {name: value for name, value in os.environ.items() if name != "NPROC"}
     done = subprocess.run(
@@ -163,17 +168,17 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_judge_and_tells_its_agreement(trained):
-    path, said = trained
+def test_the_command_writes_a_judge_and_prints_its_agreement(trained):
+    path, output = trained
     card = JudgeExamplesConfig(context=1024, answer_tokens=16).card
     assert read_judge_card(path / "run" / "model") == card
-    assert read_judge_card(path / "run" / "model_files") == card  # an export has it too
-    rows = [line.split()[:2] for line in said.splitlines() if line.split()[0] in ("relevance", "thinking")]
+    assert read_judge_card(path / "run" / "model_files") == card  # an export includes it
+    rows = [line.split()[:2] for line in output.splitlines() if line.split()[0] in ("relevance", "thinking")]
     assert rows == [["relevance", "200"], ["thinking", "200"]]
 
 
 @pytest.mark.slow
-def test_a_run_takes_it_as_its_judge(trained, tmp_path, monkeypatch):
+def test_a_training_run_can_use_the_trained_judge(trained, tmp_path, monkeypatch):
     path, _ = trained
     monkeypatch.chdir(ROOT)
     options = f"policy={path}/random,judge={path}/run/model,retriever=bm25,steps=1"

@@ -1,4 +1,4 @@
-"""Supervised training: learns, resumes exactly, keeps the best."""
+"""Supervised training: learning, exact resumption, early stopping, divergence, meshes."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ def make_decoder():
 
 
 def make_examples(count, seed=0):
-    """Texts that repeat their first half."""
+    """Return examples that repeat their first half, with the loss on the second."""
     rng = np.random.default_rng(seed)
     halves = [rng.integers(1, 32, n) for n in rng.integers(3, 7, count)]
     tokens = [np.concatenate([h, h]).astype(np.int32) for h in halves]
@@ -50,9 +50,9 @@ def make_examples(count, seed=0):
 
 
 def written(workdir):
-    """The lines of metrics in the order in which they were written, without times."""
-    found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in found]
+    """Return the lines of metrics in the order of writing, without times."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
 def params_of(decoder):
@@ -73,7 +73,7 @@ def test_loss_falls_and_metrics_are_written(tmp_path):
 
 
 @pytest.mark.parametrize("killed_at", [1, 4])
-def test_a_run_cut_in_two_ends_with_the_bits_of_one_that_was_not(tmp_path, killed_at):
+def test_a_killed_and_resumed_run_ends_bitwise_like_an_uninterrupted_one(tmp_path, killed_at):
     def source():
         return StreamSource(lambda block: make_examples(9, seed=block), 2, 32, seed=3, steps_per_block=2)
 
@@ -101,7 +101,7 @@ def test_a_run_cut_in_two_ends_with_the_bits_of_one_that_was_not(tmp_path, kille
     assert written(tmp_path / "whole") == written(tmp_path / "cut")
 
 
-def test_a_finished_run_started_again_changes_nothing(tmp_path):
+def test_starting_a_finished_run_again_changes_nothing(tmp_path):
     first, again = make_decoder(), make_decoder()
     for decoder in (first, again):
         train(CONFIG, FixedSource(make_examples(9), 2, 32, 0), decoder, tmp_path)
@@ -109,7 +109,7 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_finished_run_takes_more_steps_from_where_it_was(tmp_path):
+def test_a_finished_run_continues_bitwise_when_its_steps_are_raised(tmp_path):
     optim = dataclasses.replace(CONFIG.optim, total_steps=CONFIG.steps)
     short = dataclasses.replace(CONFIG, steps=2, optim=dataclasses.replace(optim, total_steps=2))
     source = FixedSource(make_examples(9), 2, 32, 0)
@@ -122,7 +122,7 @@ def test_a_finished_run_takes_more_steps_from_where_it_was(tmp_path):
 
 
 class Stop:
-    """A signal that comes in the given step, counted from 1 in this life."""
+    """A stop flag that becomes true in the given step, counted from 1 in this process."""
 
     def __init__(self, step):
         self.step, self.asked = step, 0
@@ -133,26 +133,28 @@ class Stop:
 
 
 @pytest.mark.slow
-def test_stopped_twice_and_killed_in_its_report_a_run_leaves_each_line_once(tmp_path, monkeypatch):
+def test_a_run_stopped_twice_and_killed_while_it_writes_its_result_has_each_metrics_line_once(
+    tmp_path, monkeypatch
+):
     held_out = {"dev": make_examples(8, seed=99)}
     config = dataclasses.replace(CONFIG, patience=50)
 
-    def life(name):
+    def process(name):
         decoder, source = make_decoder(), FixedSource(make_examples(9), 2, 32, 0)
         result = train(config, source, decoder, tmp_path / name, held_out=held_out)
         return result, params_of(decoder), written(tmp_path / name)
 
-    expected = life("whole")
+    expected = process("whole")
     for step in (1, 2):
         with monkeypatch.context() as patch:
             patch.setattr(sft, "stop_requested", lambda step=step: contextlib.nullcontext(Stop(step)))
-            assert life("cut")[0].stopped == "signal"
+            assert process("cut")[0].stopped == "signal"
     with monkeypatch.context() as patch:
         patch.setattr(sft.json, "dumps", lambda *_, **__: 1 / 0)  # of result.json
         with pytest.raises(ZeroDivisionError):
-            life("cut")
-    for _ in range(2):  # and once more, as a finished run
-        result, params, lines = life("cut")
+            process("cut")
+    for _ in range(2):  # the second time the run is already finished
+        result, params, lines = process("cut")
         assert (result, lines) == (expected[0], expected[2])
         for a, b in zip(params, expected[1], strict=True):
             np.testing.assert_array_equal(a, b)
@@ -162,7 +164,7 @@ def test_stopped_twice_and_killed_in_its_report_a_run_leaves_each_line_once(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patience", [0, 1])
-def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_over(tmp_path, monkeypatch, patience):
+def test_a_signal_in_the_last_step_does_not_change_the_result(tmp_path, monkeypatch, patience):
     config = (
         CONFIG
         if not patience
@@ -171,18 +173,20 @@ def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_over(tmp_path, mo
         )
     )
 
-    def life(name):
+    def process(name):
         source, held_out = FixedSource(make_examples(6), 2, 32, 0), {"dev": make_examples(6, seed=5)}
         return train(config, source, make_decoder(), tmp_path / name, held_out=held_out)
 
-    whole = life("whole")
+    whole = process("whole")
     monkeypatch.setattr(sft, "stop_requested", lambda: contextlib.nullcontext(Stop(whole.step)))
-    assert life("stopped") == whole and whole.stopped == ("patience" if patience else "done")
+    assert process("stopped") == whole and whole.stopped == ("patience" if patience else "done")
     assert written(tmp_path / "stopped") == written(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(("log_every", "checkpoint_every"), [(1, 1), (50, 1), (50, 0)])
-def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, log_every, checkpoint_every):
+def test_a_loss_that_is_not_finite_raises_an_error_before_a_checkpoint_is_saved(
+    tmp_path, log_every, checkpoint_every
+):
     config = dataclasses.replace(
         CONFIG,
         steps=50,
@@ -194,7 +198,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, log
         train(config, FixedSource(make_examples(6), 2, 32, 0), make_decoder(), tmp_path)
 
 
-def test_a_run_that_its_minutes_end_saves_no_loss_that_is_not_finite(tmp_path, monkeypatch):
+def test_a_run_ended_by_its_time_limit_checks_the_loss_before_saving(tmp_path, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr("rrl.sft.loop.time", types.SimpleNamespace(monotonic=lambda: float(next(clock))))
     optim = OptimConfig(name="adamw", lr=1e30, total_steps=1000)
@@ -203,7 +207,7 @@ def test_a_run_that_its_minutes_end_saves_no_loss_that_is_not_finite(tmp_path, m
         train(config, FixedSource(make_examples(6), 2, 32, 0), make_decoder(), tmp_path)
 
 
-def test_minutes_end_a_run_at_the_next_step_and_are_shown(tmp_path, monkeypatch, capsys):
+def test_the_time_limit_ends_a_run_at_the_next_step_and_is_shown(tmp_path, monkeypatch, capsys):
     now = 0.0
 
     def clock():
@@ -229,7 +233,7 @@ def test_minutes_end_a_run_at_the_next_step_and_are_shown(tmp_path, monkeypatch,
     assert f"finished already, after step {result.step} of 100000" in capsys.readouterr().err
 
 
-def test_patience_stops_and_keeps_the_best(tmp_path):
+def test_early_stopping_keeps_the_best_parameters(tmp_path):
     config = dataclasses.replace(
         CONFIG, steps=200, eval_every=1, patience=2, optim=OptimConfig(name="adamw", lr=0.5, total_steps=200)
     )
@@ -242,7 +246,7 @@ def test_patience_stops_and_keeps_the_best(tmp_path):
     assert result.evaluation["loss"] == pytest.approx(min(line["eval/loss"] for line in lines), rel=1e-5)
 
 
-def test_fixed_source_shows_every_example_once_an_epoch_and_is_a_function_of_the_step():
+def test_a_fixed_source_has_every_example_once_per_epoch_and_depends_only_on_the_step():
     examples = make_examples(23)
     source, other = FixedSource(examples, 2, 32, 7), FixedSource(examples, 2, 32, 7)
     targets = sum(int(e.loss.sum()) for e in examples)
@@ -255,7 +259,7 @@ def test_fixed_source_shows_every_example_once_an_epoch_and_is_a_function_of_the
     assert not np.array_equal(source.batch(0).tokens, source.batch(source.steps_per_epoch).tokens)
 
 
-def test_what_is_frozen_is_held_in_the_dtype_of_the_computation_and_what_is_trained_is_not(tmp_path):
+def test_frozen_parameters_have_the_compute_dtype_and_trained_ones_keep_theirs(tmp_path):
     decoder = Decoder(make_decoder().config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
     add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(1))
     config = dataclasses.replace(CONFIG, steps=1, optim=OptimConfig(name="sgd", total_steps=1))
@@ -267,7 +271,7 @@ def test_what_is_frozen_is_held_in_the_dtype_of_the_computation_and_what_is_trai
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 2])
-def test_training_on_a_mesh_gives_the_losses_of_one_device(tmp_path, lora):
+def test_training_on_a_mesh_gives_the_same_losses_as_on_one_device(tmp_path, lora):
     losses = []
     for mesh in (None, make_mesh(1, 2, 2, devices=jax.devices()[:4])):
         decoder = make_decoder()
@@ -285,9 +289,9 @@ def test_training_on_a_mesh_gives_the_losses_of_one_device(tmp_path, lora):
     assert not decoder.layers.down[...].is_fully_replicated
 
 
-def test_rows_that_do_not_divide_among_the_devices_are_refused(tmp_path):
+def test_rows_that_do_not_divide_evenly_among_the_devices_are_refused(tmp_path):
     mesh = make_mesh(4, 1, 1, devices=jax.devices()[:4])
     decoder = make_decoder()
     nnx.update(decoder, shard(nnx.state(decoder), mesh))
-    with pytest.raises(UserError, match=r"2 rows does not divide among data x fsdp = 4"):
+    with pytest.raises(UserError, match=r"2 rows cannot be split over data x fsdp = 4"):
         train(CONFIG, FixedSource(make_examples(9), 2, 32, 0), decoder, tmp_path, mesh=mesh)

@@ -1,4 +1,4 @@
-"""Each stage of the cold start runs from its config and leaves a folder that loads."""
+"""The stages of supervised training run from their configs and write loadable folders."""
 
 import dataclasses
 import importlib.util
@@ -38,7 +38,7 @@ def config_of(name, arg):
 
 
 def small(config):
-    """The same config for a model and world that a test has time for."""
+    """Reduce a config to a small model and world, in place."""
     if config.model:
         config.model.update({"hidden": 16, "layers": 2, "heads": 4, "head_dim": 4, "mlp": 16, "kv_heads": 1})
         config.data.update({"worlds": 2, "probes": 2})
@@ -51,7 +51,7 @@ def small(config):
 
 
 @pytest.mark.slow
-def test_the_three_stages_run_one_after_the_other(tmp_path):
+def test_pretraining_reader_and_cold_start_run_one_after_the_other(tmp_path):
     tokenizer = f"tokenizer={ROOT}/assets/miniwiki-tokenizer"
     first = run(small(config_of("miniwiki_pretrain", f"steps=2,{tokenizer}")), tmp_path / "pretrain")
     assert "match/value" in first.evaluation and first.stopped == "done"
@@ -67,7 +67,7 @@ def test_the_three_stages_run_one_after_the_other(tmp_path):
     assert load_decoder(tmp_path / "reader" / "model").config.model_type == "llama"
 
 
-def test_an_unknown_stage_or_field_is_refused_and_nothing_written(tmp_path):
+def test_an_unknown_stage_or_field_is_refused_and_nothing_is_written(tmp_path):
     config = config_of("miniwiki_pretrain", "")
     config.stage = "writing"
     with pytest.raises(UserError, match=r"stage='writing'.*reading"):
@@ -90,7 +90,9 @@ def test_an_unknown_stage_or_field_is_refused_and_nothing_written(tmp_path):
         ("cold_start", "data.demonstrations", "top_k", 0),
     ],
 )
-def test_a_size_out_of_range_is_named_and_nothing_written(tmp_path, name, section, field, value):
+def test_the_error_for_a_size_out_of_range_names_it_and_nothing_is_written(
+    tmp_path, name, section, field, value
+):
     tokenizer, policy = f"{ROOT}/assets/miniwiki-tokenizer", f"{ROOT}/assets/miniwiki-policy"
     config = config_of(
         f"miniwiki_{name}", f"tokenizer={tokenizer}" if name == "pretrain" else f"init={policy}"
@@ -104,20 +106,20 @@ def test_a_size_out_of_range_is_named_and_nothing_written(tmp_path, name, sectio
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_is_not_written_over_a_file(tmp_path):
+def test_an_out_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "model").write_text("mine")
     with pytest.raises(UserError, match=r"^out='.*model' is a file"):
         run(config_of("miniwiki_pretrain", f"out={tmp_path}/model"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_model_to_start_from_is_named_with_what_makes_it(tmp_path):
+def test_the_error_for_a_missing_initial_model_names_the_config_that_trains_it(tmp_path):
     with pytest.raises(UserError, match=rf"init='{tmp_path}/none' holds no model.*miniwiki_pretrain\.py"):
         run(config_of("miniwiki_cold_start", f"init={tmp_path}/none"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_start_with_the_tokenizer_of_another_model_is_refused(tmp_path):
+def test_an_initial_model_with_another_tokenizer_is_refused(tmp_path):
     shape = DecoderConfig(
         vocab_size=1664, hidden=8, layers=1, heads=2, kv_heads=1, head_dim=4, mlp=8, eos_token_id=0
     )
@@ -129,7 +131,7 @@ def test_a_start_with_the_tokenizer_of_another_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pretrain", "cold_start", "reader"])
-def test_a_config_holds_every_field_and_all_are_taken(name, tmp_path):
+def test_a_config_lists_every_field_and_unknown_fields_are_refused(name, tmp_path):
     config = config_of(f"miniwiki_{name}", "")
     kinds = [(config.train, SFTConfig), (config.optim, OptimConfig)]
     kinds += [(config[section], kind) for section, kind in HARDWARE.items()]
@@ -145,7 +147,7 @@ def test_a_config_holds_every_field_and_all_are_taken(name, tmp_path):
         run(config, tmp_path / "run")
 
 
-def test_sources_take_turns():
+def test_an_alternating_source_cycles_through_its_sources():
     class Constant(StreamSource):
         def __init__(self, value):
             self.value = value
@@ -157,19 +159,19 @@ def test_sources_take_turns():
     assert np.all([turns.batch(s) == ("long" if s % 6 >= 4 else "short") for s in range(12)])
 
 
-def test_curriculum_bounds_passages_by_step_and_then_ends():
+def test_a_curriculum_limits_passages_by_step_and_then_ends():
     config = StreamConfig(curriculum="1:200;2:300")
     assert [config.most_passages(s) for s in (0, 199, 200, 499, 500)] == [1, 1, 2, 2, None]
     assert StreamConfig().most_passages(0) is None
 
 
 @pytest.mark.parametrize("text", ["1", "1:200,2:300", "a:2", "0:5", "1:2:3"])
-def test_a_malformed_curriculum_is_refused_with_its_form(text):
+def test_the_error_for_a_malformed_curriculum_gives_its_form(text):
     with pytest.raises(UserError, match="PASSAGES:STEPS"):
         parse_curriculum(text)
 
 
-def test_scales_multiply_the_initial_parameters_of_their_group():
+def test_scales_multiply_the_initial_parameters_of_their_group_only():
     shape = DecoderConfig(vocab_size=8, hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, mlp=8)
     plain, scaled = Decoder(shape, rngs=nnx.Rngs(0)), Decoder(shape, rngs=nnx.Rngs(0))
     scale_parameters(scaled, {"embedding": 5.0, "residual": 0.0})

@@ -1,4 +1,4 @@
-"""The analyses: which runs they are made of, the table and the plot of what those have measured."""
+"""Tests of the analyses: the runs that they need, the table and the plot."""
 
 import csv
 import dataclasses
@@ -33,17 +33,17 @@ def here(monkeypatch):
 
 
 def put(out: Path, run: PlannedRun, right: str, **card) -> None:
-    """A finished run that answered these questions."""
+    """Write the files of a finished run that answered these questions correctly."""
     finished(out / run.name, {name: RIGHT[name] for name in right}, **card)
     queue.RunManifest(run.command("{out}"), queue.resolved_settings(run), "abc", 60.0, True).save(
         out / f"{run.name}.json"
     )
 
 
-# -- which runs ----------------------------------------------------------------------------------------------------------
+# -- runs ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_papers_analyses_are_there_and_say_which_figure_or_table_each_is():
+def test_every_analysis_names_the_papers_figure_or_table():
     wanted = {
         "max_steps": "R3-RAG, Figure 3",
         "top_k": "R3-RAG, Figure 4",
@@ -62,7 +62,7 @@ def test_the_papers_analyses_are_there_and_say_which_figure_or_table_each_is():
 
 
 @pytest.mark.parametrize("what", [what for what in ANALYSES if not ANALYSES[what].arms])
-def test_what_is_evaluated_has_a_config_with_its_fields(what):
+def test_arguments_and_fields_reach_the_config_of_each_evaluation(what):
     points, known = evaluation_points(
         analysis_named(what), arguments=["questions=7"], fields={"rollout.rows": "8"}
     )
@@ -72,7 +72,7 @@ def test_what_is_evaluated_has_a_config_with_its_fields(what):
         assert config.data.questions == 7 and config.rollout.rows == 8
 
 
-def test_the_value_reaches_the_config():
+def test_the_varied_value_reaches_the_config():
     steps = {
         "rsearch": lambda c: c.recipe.environment.max_searches,
         "r3rag": lambda c: c.recipe.environment.max_steps,
@@ -98,7 +98,7 @@ def test_the_value_reaches_the_config():
     assert (config.retriever.kind, config.retriever.encoder) == ("exact", "models/e5")
 
 
-def test_a_recipe_that_only_finds_has_a_reader_and_others_have_none():
+def test_a_retrieval_only_recipe_gets_a_reader_and_others_get_none():
     two = ["r2ag@assets/miniwiki-policy", POLICY]
     for arguments, reader in (
         ([], "assets/miniwiki-reader"),
@@ -109,7 +109,7 @@ def test_a_recipe_that_only_finds_has_a_reader_and_others_have_none():
         assert [load_config(run.config, []).reader for run in known.values()] == [reader, ""]
 
 
-def test_a_policy_s_card_says_its_method_and_two_of_one_method_are_told_apart():
+def test_the_recipe_card_names_the_method_and_policies_of_one_method_get_distinct_labels():
     points, _ = evaluation_points(analysis_named("tokens"), ["assets/miniwiki-policy"])
     assert [point.system for point in points] == ["rsearch"]
     points, _ = evaluation_points(
@@ -122,13 +122,13 @@ def test_a_policy_s_card_says_its_method_and_two_of_one_method_are_told_apart():
 
 
 @pytest.mark.parametrize("what", [what for what in ANALYSES if ANALYSES[what].arms])
-def test_what_is_trained_is_a_run_of_the_plan_for_each_seed(what):
+def test_each_trained_arm_has_one_planned_run_per_seed(what):
     points, known = training_points(analysis_named(what), (0, 1))
     assert all(name in known for point in points for name in point.runs)
     assert len(points[0].runs) == 2
 
 
-def test_arms_that_only_analyses_have_take_the_sizes_of_the_reproduction():
+def test_arms_of_analyses_have_the_sizes_of_the_reproduction():
     assert {name: TRAINING_ARMS[name] for name in ARMS} == dict(ARMS)
     for name, arm in TRAINING_ARMS.items():
         if name not in ARMS:
@@ -149,7 +149,7 @@ def test_arms_that_only_analyses_have_take_the_sizes_of_the_reproduction():
 # -- table and plot ------------------------------------------------------------------------------------------------------
 
 
-def test_values_of_two_policies_end_in_a_table_a_csv_and_a_plot(tmp_path, capsys):
+def test_an_analysis_of_two_policies_writes_a_table_a_csv_and_a_plot(tmp_path, capsys):
     policies = [POLICY, "naive_rag@assets/miniwiki-reader"]
     _, known = evaluation_points(analysis_named("top_k"), policies, ["1", "2", "3"])
     put(tmp_path, known["rsearch-1"], "a", top_k=1)
@@ -159,7 +159,7 @@ def test_values_of_two_policies_end_in_a_table_a_csv_and_a_plot(tmp_path, capsys
     text = (tmp_path / "table.md").read_text()
     assert text in capsys.readouterr().out
     assert text.startswith(
-        "# Passages of a search: R3-RAG, Figure 4; TIRESRAG-R1, Figure 3; R2AG, Table A.6\n"
+        "# Passages per search: R3-RAG, Figure 4; TIRESRAG-R1, Figure 3; R2AG, Table A.6\n"
     )
     assert "Made by `python x`." in text and "- retriever: kind bm25" in text
     assert "- limits of all rows: max searches 4\n" in text
@@ -177,14 +177,14 @@ def test_values_of_two_policies_end_in_a_table_a_csv_and_a_plot(tmp_path, capsys
         ("naive_rag", "1", 0.0),
     ]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "rsearch-1.json").unlink()  # what the others are held against
+    (tmp_path / "rsearch-1.json").unlink()  # the run that the others are compared with
     analyze("top_k", tmp_path, policies=policies, values=["1", "2", "3"], run=False, command="python x")
     again = (tmp_path / "table.md").read_text()
     assert "| naive_rag | 1 |" in again and "| rsearch | 2 |" in again
     assert "| +" not in again and "| -" not in again.replace("| ---", "")
 
 
-def test_arms_have_means_over_seeds_their_values_and_the_curves_of_training(tmp_path, capsys):
+def test_an_analysis_of_arms_shows_means_values_by_seed_and_training_curves(tmp_path, capsys):
     _, known = training_points(analysis_named("grpo_ppo"), (0, 1))
     for name, right in (
         ("rsearch-0", "ab"),
@@ -204,13 +204,13 @@ def test_arms_have_means_over_seeds_their_values_and_the_curves_of_training(tmp_
     assert "| -50.0 [" in ppo and len(list(csv.DictReader((out / "table.csv").open()))) == 4
     assert (out / "plot.png").stat().st_size > 20_000
     assert (
-        "not drawn over the updates, for what is kept of these runs does not have it: answer reward\n"
+        "not plotted, because the stored measurements of these runs lack them: answer reward\n"
         in capsys.readouterr().out
     )
 
 
 @pytest.mark.slow
-def test_what_the_published_page_was_made_of_ends_in_table_and_plot_without_a_run(tmp_path):
+def test_the_published_measurements_yield_tables_and_plots_without_a_run(tmp_path):
     for what, rows in (("grpo_ppo", 2), ("evidence", 2), ("rewards_r3rag", 3)):
         analyze(what, tmp_path / what, shared=tmp_path / "runs", keep=ROOT / "docs/reproduction")
         text = (tmp_path / what / "table.md").read_text()
@@ -236,7 +236,7 @@ def test_what_the_published_page_was_made_of_ends_in_table_and_plot_without_a_ru
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_interval_is_the_wider_of_questions_and_seeds():
+def test_the_interval_is_the_wider_of_questions_and_seeds():
     alike = [np.tile([0.0, 1.0], 200)] * 3  # seeds agree: the bootstrap over 400 questions
     assert 0.04 < interval(alike).high - 0.5 < 0.06
     apart = [
@@ -251,8 +251,8 @@ def test_an_interval_is_the_wider_of_questions_and_seeds():
 @pytest.mark.parametrize(
     ("what", "given", "words"),
     [
-        ("magic", {}, "what='magic' is unknown; there are max_steps, top_k"),
-        ("top_k", {"policies": [POLICY] * 2}, "one comes twice"),
+        ("magic", {}, "what='magic' is unknown; choose max_steps, top_k"),
+        ("top_k", {"policies": [POLICY] * 2}, "one is listed twice"),
         (
             "top_k",
             {"policies": ["/none"]},
@@ -260,17 +260,17 @@ def test_an_interval_is_the_wider_of_questions_and_seeds():
         ),
         ("top_k", {"policies": ["rsearch@/none"]}, "policy='/none' is no Hugging Face folder"),
         ("top_k", {"values": ["x"]}, "top_k='x' is not allowed"),
-        ("top_k", {"arguments": ["top_k=2"]}, "top_k=2: the analysis sets that"),
+        ("top_k", {"arguments": ["top_k=2"]}, "top_k=2: the analysis sets this itself"),
         ("top_k", {"fields": {"rollout.top": "2"}}, "config.rollout has no field 'top'"),
-        ("max_steps", {"policies": ["direct@assets/miniwiki-reader"]}, "'direct' has no steps"),
+        ("max_steps", {"policies": ["direct@assets/miniwiki-reader"]}, "'direct' has no step limit"),
         ("max_steps", {"policies": ["magic@assets/miniwiki-reader"]}, "method='magic' is unknown"),
-        ("tokens", {"values": ["1"]}, "nothing is varied in 'Tokens of a right answer'"),
+        ("tokens", {"values": ["1"]}, "nothing is varied in 'Tokens per right answer'"),
         ("schedules", {"policies": [POLICY]}, "what='schedules' trains its own policies"),
         ("tokens", {"keep": Path("docs/reproduction")}, "leave out --keep"),
         ("schedules", {"run": False}, "no run of this analysis is finished"),
     ],
 )
-def test_wrong_input_is_named_before_anything_is_written(tmp_path, what, given, words):
+def test_wrong_input_is_refused_by_name_before_anything_is_written(tmp_path, what, given, words):
     with pytest.raises(UserError, match=words):
         analyze(what, tmp_path / "out", shared=tmp_path / "runs", **given)
     assert not list(tmp_path.iterdir())

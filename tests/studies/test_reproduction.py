@@ -1,4 +1,4 @@
-"""The reproduction in the small: from made-up results to verdicts."""
+"""Tests of the reproduction's claims: from made-up results to verdicts."""
 
 import dataclasses
 import re
@@ -19,7 +19,7 @@ SEEDS = (0, 1, 2)
 # -- verdicts ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_interval_over_seeds_is_that_of_a_t_table():
+def test_the_interval_over_seeds_equals_a_t_table():
     interval = student([1.0, 2.0, 3.0])  # t(0.975, 2) = 4.303; 4.303 / sqrt(3) = 2.484
     assert (round(interval.low, 3), interval.mean, round(interval.high, 3)) == (-0.484, 2.0, 4.484)
     with pytest.raises(UserError, match="two or more"):
@@ -36,21 +36,19 @@ def seeds_that_differ_by(*means, questions=1, trained=True):
         (seeds_that_differ_by(2.9, 3.0, 3.1), HOLDS),
         (seeds_that_differ_by(1.0, 2.0, 3.0), UNTESTED),  # [-0.5, 4.5]
         (seeds_that_differ_by(-3.0, -2.0, -1.0), FAILS),
-        (seeds_that_differ_by(-9.0, 4.0, 4.0), FAILS),  # the mean alone says so
+        (seeds_that_differ_by(-9.0, 4.0, 4.0), FAILS),  # the mean is not above 0
         (seeds_that_differ_by(0.0, 0.0, 0.0), FAILS),
         (seeds_that_differ_by(3.0), UNTESTED),  # one seed
-        (seeds_that_differ_by(3.0, questions=5), UNTESTED),  # questions tell nothing of seeds
+        (seeds_that_differ_by(3.0, questions=5), UNTESTED),  # questions do not replace seeds
         (seeds_that_differ_by(3.0, questions=5, trained=False), HOLDS),  # nothing was trained
         (seeds_that_differ_by(np.inf, 1.0, 1.0), UNTESTED),
     ],
 )
-def test_a_claim_holds_where_the_whole_interval_is_on_its_side_and_fails_where_the_mean_is_not(
-    evidence, word
-):
+def test_a_claim_holds_if_the_interval_is_above_0_and_fails_if_the_mean_is_not(evidence, word):
     assert judge_claim(evidence).word == word
 
 
-def test_an_interval_reaches_as_far_as_seeds_or_questions_say():
+def test_the_interval_is_the_wider_of_seeds_and_questions():
     answers = np.array([1.0, 1.0, 1.0, -1.0])  # seeds agree, questions do not
     alike = ClaimEvidence([0.5], [0.0], [answers, answers, answers])
     found = judge_claim(alike)
@@ -58,12 +56,12 @@ def test_an_interval_reaches_as_far_as_seeds_or_questions_say():
     both = judge_claim(
         ClaimEvidence([0.5], [0.0], [answers, np.array([1.0, -1.0, 1.0, 1.0]), np.ones(4) / 2])
     )
-    assert both.low > -0.5  # of the mean over seeds, whose questions differ less than those of one seed
+    assert both.low > -0.5  # the mean over seeds varies less over questions than one seed
     apart = judge_claim(ClaimEvidence([0.5], [0.0], [np.full(4, mean) for mean in (0.0, 0.5, 1.0)]))
     assert round(apart.low, 3) == round(0.5 - 4.303 * 0.5 / 3**0.5, 3)
 
 
-def test_what_is_no_test_of_the_claim_is_said_whatever_was_measured():
+def test_an_untestable_claim_stays_untested_whatever_was_measured():
     found = judge_claim(seeds_that_differ_by(3.0, 3.0, 3.0), "too small")
     assert (found.word, found.reason) == (UNTESTED, "too small")
 
@@ -91,7 +89,7 @@ def measured(key, evaluations=None, trainings=None):
     return claim.measure(ReproductionResults(SEEDS, of, lambda name: (trainings or {})[name]), claim.runs)
 
 
-def test_seeds_stand_beside_seeds_or_beside_what_has_none():
+def test_seeds_are_paired_with_seeds_or_with_a_single_run():
     found = measured(
         "rl",
         {
@@ -106,7 +104,7 @@ def test_seeds_stand_beside_seeds_or_beside_what_has_none():
     assert [list(values) for values in naive.differences] == [[1, 0]] and not naive.trained
 
 
-def test_fewer_is_better_of_tokens_and_searches():
+def test_fewer_tokens_and_searches_favour_the_claim():
     ours, theirs = evaluation(tokens=(10, 20), searches=(1, 1)), evaluation(tokens=(30, 20), searches=(1, 3))
     made = {r"tiresrag-\d-eval": ours, r"tiresrag_naive-\d-eval": theirs}
     assert [v.mean() for v in measured("tokens", made).differences] == [10, 10, 10]
@@ -115,14 +113,14 @@ def test_fewer_is_better_of_tokens_and_searches():
         r"r3rag-\d-eval": evaluation((1, 1), tokens=(30, 30)),
         r"r3rag_no.*": evaluation((1, 0), tokens=(40, 20)),
     }
-    found = measured("tokens-r3rag", made)  # of those answered right: 30 and 30 against 40
+    found = measured("tokens-r3rag", made)  # correctly answered: 30 and 30 against 40
     assert (found.left[0], found.right[0], found.questions) == (30, 40, 0)
     assert [v.mean() for v in found.differences] == [10, 10, 10]
     made[r"r3rag_no.*"] = evaluation((0, 0))
-    assert judge_claim(measured("tokens-r3rag", made)).reason == "a run has no right answer"
+    assert judge_claim(measured("tokens-r3rag", made)).reason == "a run has no correct answer"
 
 
-def test_the_better_of_two_prompted_methods_is_what_counts():
+def test_the_better_of_two_prompted_methods_is_compared():
     made = {
         "ircot": evaluation((0, 0)),
         "iter_retgen": evaluation((1, 0)),
@@ -135,7 +133,7 @@ def test_the_better_of_two_prompted_methods_is_what_counts():
     )
 
 
-def test_transfer_is_the_spread_over_retrievers_and_the_smallest_lead():
+def test_retriever_claims_use_the_spread_and_the_smallest_lead():
     made = {
         r"r3rag-\d-eval": evaluation((1, 1)),
         r"r3rag-\d-exact": evaluation((1, 1)),
@@ -155,21 +153,21 @@ def test_transfer_is_the_spread_over_retrievers_and_the_smallest_lead():
     assert (list(lead.left), list(lead.right)) == ([1, 1, 0.5], [0.5])
 
 
-def test_a_tree_is_held_against_as_many_passages_of_a_single_search():
+def test_a_tree_is_compared_with_as_many_passages_of_a_single_search():
     made = {
         r"r2ag-\d-eval": evaluation(titles=(("A", "A", "B"), ("B",))),  # two passages, then one
         "naive_rag_top16": evaluation(titles=(("A", "C", "B"), ("B", "A"))),
     }
     found = measured("tree", made)
-    assert (found.left[0], found.right[0]) == (1.0, 0.5)  # B is the third for the first question
+    assert (found.left[0], found.right[0]) == (1.0, 0.5)  # B is only the third passage of the first question
     assert [list(values) for values in found.differences] == [[1, 0]] * 3
     made[r"r2ag-\d-eval"] = evaluation(titles=(("C", "D", "E", "A", "B"), ("B",)))
     assert (
         measured("tree", made).left[0] == 0.5
-    )  # the single search found three, so that the tree's first three count
+    )  # the single search found three passages, so the tree's first three count
 
 
-def test_collapse_is_what_the_last_quarter_lost_of_the_best():
+def test_collapse_is_the_best_quarter_less_the_last_quarter():
     steady = [{"reward/answer": value} for value in (0.2, 0.4, 0.5, 0.5)]
     fallen = [{"reward/answer": value} for value in (0.2, 0.6, 0.5, 0.1)] + [{"eval/em": 0.5}]
     trainings = {f"tiresrag-{s}": steady for s in SEEDS} | {f"tiresrag_naive-{s}": fallen for s in SEEDS}
@@ -178,17 +176,17 @@ def test_collapse_is_what_the_last_quarter_lost_of_the_best():
     assert judge_claim(found).word == HOLDS
 
 
-def test_runs_that_were_asked_other_questions_are_not_held_against_each_other():
+def test_runs_with_different_questions_are_not_compared():
     other = dataclasses.replace(evaluation(), ids=["a", "c"])
-    with pytest.raises(UserError, match="naive_rag and direct were asked different questions"):
+    with pytest.raises(UserError, match="naive_rag and direct answered different questions"):
         measured("naive-rag", {"naive_rag": evaluation(), "direct": other})
-    with pytest.raises(UserError, match="and naive_rag_top16 were asked different questions"):
+    with pytest.raises(UserError, match="and naive_rag_top16 answered different questions"):
         measured("tree", {r"r2ag-\d-eval": evaluation(), "naive_rag_top16": other})
 
 
-def test_runs_over_another_corpus_are_not_held_against_each_other():
+def test_runs_over_different_corpora_are_not_compared():
     one, two = (dataclasses.replace(evaluation(), corpus_sha256=sha) for sha in "xy")
-    closed = evaluation()  # searched nothing
+    closed = evaluation()  # without a search
     assert measured("naive-rag", {"naive_rag": one, "direct": closed}).left == [0.5]
     with pytest.raises(UserError, match="ircot and naive_rag searched different corpora; delete those"):
         measured("iterative", {"ircot": one, "iter_retgen": one, "naive_rag": two})
@@ -198,7 +196,7 @@ def test_runs_over_another_corpus_are_not_held_against_each_other():
         measured("rl", {"rsearch-1-eval": two, ".*": one})
 
 
-def test_a_lead_is_as_good_as_where_it_is_least_certain():
+def test_the_evidence_of_a_lead_is_that_of_the_least_certain_retriever():
     made = {
         r"r3rag-\d-eval": evaluation((1, 1)),
         r"r3rag-\d-exact": evaluation((1, 0)),
@@ -210,7 +208,7 @@ def test_a_lead_is_as_good_as_where_it_is_least_certain():
     assert measured("retrievers-lead", made).left == [1, 1, 0]
 
 
-def test_an_unknown_claim_is_named():
+def test_unknown_claims_and_invalid_seeds_are_refused():
     with pytest.raises(UserError, match="only=magic is unknown; the claims are rl,"):
         claims_named(["rl", "magic"])
     for given in ([], ["0", "0"], ["a"]):

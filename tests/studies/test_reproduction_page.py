@@ -1,4 +1,4 @@
-"""The reproduction in the small: what is kept of runs, and the page that is made of it."""
+"""Tests of the measurement store and of the page that is made from it."""
 
 import dataclasses
 import gzip
@@ -30,7 +30,7 @@ ANSWERS = {"a": "Norway", "b": "Ada Berg", "c": "1947", "d": "yes"}
 
 
 def measured_in(out, name, answers):
-    """As if the run had been done."""
+    """Write the files of a finished evaluation."""
     finished(out / name, answers)
     recorded(planned_runs(SEEDS)[name], out)
 
@@ -47,7 +47,7 @@ def row_of(file, key):
     return row
 
 
-def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monkeypatch):
+def test_the_page_shows_measured_claims_and_lists_missing_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     known = planned_runs(SEEDS)
     measured_in(tmp_path, "naive_rag", ANSWERS)
@@ -59,11 +59,11 @@ def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monke
     assert row_of(file, "process").endswith(f"| – | – | – | {MISSING} |")
     assert "- process: `python launch/reproduce.py --only=process` (6 runs)" in text
     assert f"\nholds: 1; {MISSING}: {len(CLAIMS) - 1}." in text
-    assert f"2 of {len(known)} runs, 3 minutes in all" in text and "Commit abc." in text
-    assert "- passages of a search: 2\n" in text and "python 3" in text  # of the result cards
-    kept = MeasurementStore(tmp_path / "kept", known)
+    assert f"2 of {len(known)} runs, 3 core minutes in total" in text and "Commit abc." in text
+    assert "- passages of a search: 2\n" in text and "python 3" in text  # from the result cards
+    store = MeasurementStore(tmp_path / "kept", known)
     assert "smoke" not in text
-    assert "smoke run" in reproduction_page(known, tmp_path, kept, SEEDS, "python x", smoke=True)
+    assert "smoke run" in reproduction_page(known, tmp_path, store, SEEDS, "python x", smoke=True)
     other = tmp_path / "other"
     measured_in(other, "naive_rag", {"d": "yes"})
     measured_in(other, "direct", ANSWERS)
@@ -73,7 +73,7 @@ def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monke
     )
 
 
-def test_what_is_kept_makes_the_page_without_its_runs_and_is_not_run_again(tmp_path, monkeypatch, capsys):
+def test_the_store_makes_the_page_without_the_runs_and_they_are_not_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     out, keep, file = tmp_path / "out", tmp_path / "kept", tmp_path / "page.md"
     measured_in(out, "naive_rag", ANSWERS)
@@ -86,19 +86,22 @@ def test_what_is_kept_makes_the_page_without_its_runs_and_is_not_run_again(tmp_p
     assert {each.name: each.read_bytes() for each in keep.iterdir()} == files
 
     shutil.rmtree(out)
-    assert not reproduce(out, file, keep=keep, only=["naive-rag"], command="x").failed  # runs nothing
+    assert not reproduce(out, file, keep=keep, only=["naive-rag"], command="x").failed  # nothing is executed
     assert file.read_text() == first and not out.exists()
     capsys.readouterr()
     reproduce(out, file, keep=keep, only=["naive-rag", "iterative"], listed=True)
     assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[:-1]] == ["iter_retgen", "ircot"]
 
-    measured_in(out, "direct", ANSWERS)  # done once more: the newer one counts
+    measured_in(out, "direct", ANSWERS)  # repeated: the newer one counts
     (out / "direct.json").write_text((out / "direct.json").read_text().replace("90.0", "30.0"))
     reproduce(out, file, keep=keep, run=False, command="x")
-    assert "| 100.0 against 100.0 |" in row_of(file, "naive-rag") and "2 minutes in all" in file.read_text()
+    assert (
+        "| 100.0 against 100.0 |" in row_of(file, "naive-rag")
+        and "2 core minutes in total" in file.read_text()
+    )
 
 
-def test_training_is_kept_as_far_as_the_claims_read_it(tmp_path, monkeypatch):
+def test_the_store_holds_only_the_training_columns_that_claims_read(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     plan = {"a": PlannedRun("a", "train", "configs/rsearch_grpo.py", 1)}
     recorded(plan["a"], tmp_path)
@@ -111,17 +114,17 @@ def test_training_is_kept_as_far_as_the_claims_read_it(tmp_path, monkeypatch):
 
 
 def trained_and_evaluated(out, seconds=90.0):
-    """A cold start and two evaluations of it, as if they had been done."""
+    """Write the files of a finished cold start and two evaluations of it."""
     cold = PlannedRun("cold", "sft", "configs/miniwiki_cold_start.py", 1)
-    looks = [PlannedRun(name, "eval", "configs/eval.py", 1, needs=("cold",)) for name in ("one", "two")]
+    evaluations = [PlannedRun(name, "eval", "configs/eval.py", 1, needs=("cold",)) for name in ("one", "two")]
     recorded(cold, out, seconds)
-    for look in looks:
-        finished(out / look.name, ANSWERS, model=f"{out}/cold/model", command=f"python x --out={out}")
-        recorded(look, out)
-    return {run.name: run for run in (cold, *looks)}
+    for evaluation in evaluations:
+        finished(out / evaluation.name, ANSWERS, model=f"{out}/cold/model", command=f"python x --out={out}")
+        recorded(evaluation, out)
+    return {run.name: run for run in (cold, *evaluations)}
 
 
-def test_so_does_what_was_measured_of_a_model_that_started_from_it(tmp_path, monkeypatch):
+def test_measurements_are_outdated_if_an_indirect_starting_model_was_repeated(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     cold = PlannedRun("cold", "sft", "configs/miniwiki_cold_start.py", 1)
     middle = PlannedRun("middle", "sft", "configs/miniwiki_cold_start.py", 1, needs=("cold",))
@@ -134,12 +137,12 @@ def test_so_does_what_was_measured_of_a_model_that_started_from_it(tmp_path, mon
     MeasurementStore(tmp_path / "kept", plan).add_finished(out)
     assert set(MeasurementStore(tmp_path / "kept", plan).entries) == {"cold", "middle", "look"}
     recorded(cold, again, 91.0)
-    kept = MeasurementStore(tmp_path / "kept", plan)
-    kept.add_finished(again)
-    assert set(kept.entries) == {"cold"} and set(kept.outdated) == {"middle", "look"}
+    store = MeasurementStore(tmp_path / "kept", plan)
+    store.add_finished(again)
+    assert set(store.entries) == {"cold"} and set(store.outdated) == {"middle", "look"}
 
 
-def test_what_started_from_a_model_that_was_made_anew_counts_no_longer(tmp_path, monkeypatch):
+def test_measurements_are_outdated_if_their_starting_model_was_repeated(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     out, folder = tmp_path / "out", tmp_path / "kept"
     plan = trained_and_evaluated(out)
@@ -148,21 +151,24 @@ def test_what_started_from_a_model_that_was_made_anew_counts_no_longer(tmp_path,
     card = MeasurementStore(folder, plan).entries["one"].card
     assert (card.model, card.command) == ("{out}/cold/model", "python x --out={out}")
     (folder / "two.json.gz").unlink()
-    lacking = MeasurementStore(folder, plan).missing_runs
-    assert [run.name for run in lacking(["one", "two"], out)] == ["cold", "two"]  # its model is still there
-    assert [run.name for run in lacking(["one", "two"], tmp_path / "nothing")] == ["cold", "one", "two"]
+    missing_runs = MeasurementStore(folder, plan).missing_runs
+    assert [run.name for run in missing_runs(["one", "two"], out)] == [
+        "cold",
+        "two",
+    ]  # its model still exists
+    assert [run.name for run in missing_runs(["one", "two"], tmp_path / "nothing")] == ["cold", "one", "two"]
 
     again = tmp_path / "again"
     trained_and_evaluated(again, seconds=91.0)
     (again / "one.json").unlink()
-    kept = MeasurementStore(folder, plan)
-    kept.add_finished(again)
-    for each in (kept, MeasurementStore(folder, plan)):
+    store = MeasurementStore(folder, plan)
+    store.add_finished(again)
+    for each in (store, MeasurementStore(folder, plan)):
         assert set(each.entries) == {"cold", "two"}
-        assert each.outdated == {"one": "started from cold, which was done anew since"}
+        assert each.outdated == {"one": "started from cold, which was repeated since"}
 
 
-def test_what_other_settings_made_is_not_used(tmp_path, monkeypatch, capsys):
+def test_measurements_made_with_other_settings_are_ignored(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     out, keep, file = tmp_path / "out", tmp_path / "kept", tmp_path / "page.md"
     measured_in(out, "naive_rag", ANSWERS)
@@ -180,48 +186,50 @@ def test_what_other_settings_made_is_not_used(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "rrl.studies.reproduction.reproduce.planned_runs", lambda *_: planned_runs(SEEDS) | changed
     )
-    reproduce(out, file, keep=keep, run=False)  # neither what is kept nor what lies in the folder
+    reproduce(out, file, keep=keep, run=False)  # neither from the store nor from the folder
     assert "naive_rag was made by launch/eval.py" in capsys.readouterr().err
     assert MISSING in row_of(file, "naive-rag")
 
 
-def test_the_published_page_is_that_of_the_published_results(monkeypatch):
-    """Settings that changed since make it differ: launch/reproduce.py --norun --keep=docs/reproduction
-    --page=docs/reproduction.md writes it anew, and what is measured no longer says so."""
+def test_the_published_page_matches_the_published_measurements(monkeypatch):
+    """If settings or texts changed on purpose, write the page again:
+    `python launch/reproduce.py --norun --keep=docs/reproduction --page=docs/reproduction.md`."""
     monkeypatch.chdir(ROOT)
     known = planned_runs(SEEDS)
-    kept = MeasurementStore(ROOT / "docs" / "reproduction", known)
+    store = MeasurementStore(ROOT / "docs" / "reproduction", known)
     command = "python launch/reproduce.py --keep=docs/reproduction"
-    made = reproduction_page(known, pathlib.Path("runs/reproduce"), kept, SEEDS, command)
+    made = reproduction_page(known, pathlib.Path("runs/reproduce"), store, SEEDS, command)
     assert made == (ROOT / "docs" / "reproduction.md").read_text()
 
 
-def test_where_nothing_is_finished_no_page_is_touched(tmp_path, monkeypatch):
+def test_no_page_is_written_if_nothing_is_finished(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     file = tmp_path / "page.md"
     file.write_text("published")
-    with pytest.raises(UserError, match=r"nothing is finished in .*out, and nothing kept in .*none"):
+    with pytest.raises(
+        UserError, match=r"no run is finished in .*out, and no measurement is stored in .*none"
+    ):
         reproduce(tmp_path / "out", file, keep=tmp_path / "none", run=False)
     assert file.read_text() == "published"
     with pytest.raises(UserError, match="is a file; give a folder"):
         reproduce(tmp_path / "out", file, keep=file, run=False)
 
 
-def test_whatever_is_damaged_is_named(tmp_path, monkeypatch):
+def test_a_damaged_file_of_the_store_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     measured_in(tmp_path, "direct", ANSWERS)
     known = {"direct": planned_runs(SEEDS)["direct"]}
     MeasurementStore(tmp_path / "kept", known).add_finished(tmp_path)
     file = tmp_path / "kept" / "direct.json.gz"
     whole = file.read_bytes()
-    told = json.loads(gzip.decompress(whole))
+    values = json.loads(gzip.decompress(whole))
     flipped = whole[:40] + bytes(byte ^ 255 for byte in whole[40:60]) + whole[60:]
     others = [
         {},
         [],
-        told | {"record": {"made": 1}},
-        told | {"evaluation": {}},
-        told | {"card": {"method": ""}},
+        values | {"record": {"made": 1}},
+        values | {"evaluation": {}},
+        values | {"card": {"method": ""}},
     ]
     for content in (
         b"x",
@@ -244,14 +252,14 @@ def start(*flags):
     )
 
 
-def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path):
+def test_wrong_input_ends_with_one_error_line_and_writes_nothing(tmp_path):
     done = start(f"--out={tmp_path / 'out'}", f"--page={tmp_path / 'page.md'}", "--only=magic")
     assert done.returncode == 2 and "error: only=magic is unknown" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_two_claims_go_from_commands_to_the_page_and_are_not_run_again(tmp_path):
+def test_two_claims_run_end_to_end_and_are_not_repeated(tmp_path):
     flags = ("--smoke", "--only=naive-rag,rl", "--seeds=0", f"--out={tmp_path / 'out'}")
     done = start(*flags)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The reproduction in the small: from the list of runs to what is run."""
+"""Tests of the planned runs and of the queue that executes them."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
 
 
-def test_every_claim_has_its_runs_each_after_what_it_needs_and_all_fit_into_three_hours_on_two_cores():
+def test_the_plan_has_all_runs_of_all_claims_in_order_and_fits_three_hours_on_two_cores():
     known = planned_runs(SEEDS)
     names = list(known)
     assert all(name in known for claim in CLAIMS for name in claim.needs(SEEDS))
@@ -38,7 +38,7 @@ def test_every_claim_has_its_runs_each_after_what_it_needs_and_all_fit_into_thre
     wanted = {
         run.name for run in with_dependencies([n for claim in CLAIMS for n in claim.needs(SEEDS)], known)
     }
-    assert wanted == set(known)  # nothing is run that no claim reads
+    assert wanted == set(known)  # no run is planned that no claim reads
     assert [run.name for run in with_dependencies(["r2ag_cold-eval"], known)] == [
         "r2ag_cold",
         "r2ag_cold-eval",
@@ -46,7 +46,7 @@ def test_every_claim_has_its_runs_each_after_what_it_needs_and_all_fit_into_thre
 
 
 @pytest.mark.parametrize("smoke", [False, True])
-def test_every_command_is_one_that_its_launcher_takes(smoke, tmp_path):
+def test_every_planned_command_is_accepted_by_its_launcher(smoke, tmp_path):
     for run in planned_runs([0], smoke).values():
         _, config, _, *fields = run.command(tmp_path)
         made = load_config(config.removeprefix("--config="), [f.removeprefix("--config.") for f in fields])
@@ -57,25 +57,30 @@ def test_every_command_is_one_that_its_launcher_takes(smoke, tmp_path):
         }[run.launcher]
 
 
-class Told(PlannedRun):
+class PythonRun(PlannedRun):
     """A run whose command is a line of Python."""
 
     def command(self, out):
         return ["-c", self.launcher.replace("{out}", str(out))]
 
 
-def told(name, line, needs=()):
-    return Told(name, line, "configs/eval.py", 1, needs=needs)
+def python_run(name, line, needs=()):
+    return PythonRun(name, line, "configs/eval.py", 1, needs=needs)
 
 
 def write(name):
     return f"open('{{out}}/{name}', 'a').write('x')"
 
 
-def test_what_is_finished_is_not_run_again_and_what_failed_or_was_broken_off_is(tmp_path, monkeypatch):
+def test_finished_runs_are_skipped_and_failed_ones_are_repeated(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    second = told("b", f"{write('b.txt')}; 1 / 0", ("a",))
-    plan = [told("a", write("a.txt")), second, told("c", write("c.txt"), ("b",)), told("d", write("d.txt"))]
+    second = python_run("b", f"{write('b.txt')}; 1 / 0", ("a",))
+    plan = [
+        python_run("a", write("a.txt")),
+        second,
+        python_run("c", write("c.txt"), ("b",)),
+        python_run("d", write("d.txt")),
+    ]
     found = run_queue(plan, tmp_path, 1, lambda text: None)
     assert set(found.failed) == {"b", "c"} and "exit code 1" in found.failed["b"]
     assert "ZeroDivisionError" in (tmp_path / "b.log").read_text()
@@ -83,27 +88,29 @@ def test_what_is_finished_is_not_run_again_and_what_failed_or_was_broken_off_is(
     run_queue(plan, tmp_path, 1, lambda text: None)
     assert [(tmp_path / f"{name}.txt").exists() for name in "abcd"] == [True, True, False, True]
     assert [(tmp_path / f"{name}.txt").read_text() for name in "abd"] == ["x", "xx", "x"]
-    assert load_manifest(plan[1], tmp_path).seconds > seconds > 0  # of both lives
+    assert load_manifest(plan[1], tmp_path).seconds > seconds > 0  # summed over both attempts
 
 
-def test_a_run_that_another_command_made_is_refused_before_anything_runs(tmp_path, monkeypatch):
+def test_a_run_of_another_command_is_refused_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    run_queue([told("a", write("a.txt"))], tmp_path, 1, lambda text: None)
+    run_queue([python_run("a", write("a.txt"))], tmp_path, 1, lambda text: None)
     with pytest.raises(UserError, match=r"a was made by .*delete that folder"):
-        run_queue([told("b", write("b.txt")), told("a", write("z.txt"))], tmp_path, 1, lambda text: None)
+        run_queue(
+            [python_run("b", write("b.txt")), python_run("a", write("z.txt"))], tmp_path, 1, lambda text: None
+        )
     assert not (tmp_path / "b.txt").exists()
 
 
-def test_a_run_is_of_its_settings_not_of_the_words_about_them(tmp_path):
+def test_a_manifest_matches_by_settings_not_by_comments(tmp_path):
     file = tmp_path / "config.py"
     text = "from ml_collections import ConfigDict\n\n\ndef get_config(arg=''):\n    return ConfigDict({'lr': 0.1, 'b': 2})\n"
-    run = Told("a", write("a.txt"), f"{file}:seed=1", 1, {"b": 3})
+    run = PythonRun("a", write("a.txt"), f"{file}:seed=1", 1, {"b": 3})
     file.write_text(text)
     run_queue([run], tmp_path, 1, lambda text: None)
     file.write_text('"""What it is for."""\n\n' + text)
     assert load_manifest(run, tmp_path).finished
     file.write_text(text.replace("'b': 2", "'b': 2, 'c': {'later': 1}"))
-    assert load_manifest(run, tmp_path).finished  # a setting that came later
+    assert load_manifest(run, tmp_path).finished  # a field added since
     file.write_text(text.replace("'lr': 0.1, ", ""))
     with pytest.raises(UserError, match=r"a was made with lr=0\.1, which is None today"):
         load_manifest(run, tmp_path)
@@ -114,8 +121,8 @@ def test_a_run_is_of_its_settings_not_of_the_words_about_them(tmp_path):
         load_manifest(dataclasses.replace(run, fields={"b": 4}), tmp_path)
 
 
-def test_arguments_may_be_others_that_come_to_the_same_settings(tmp_path, monkeypatch):
-    """As where a default has moved since, and the plan names what it was."""
+def test_a_manifest_matches_another_command_that_resolves_to_the_same_settings(tmp_path, monkeypatch):
+    """For example if a default has changed since, and the plan now states the old value."""
     monkeypatch.chdir(ROOT)
     cold = PlannedRun("a", "sft", "configs/miniwiki_cold_start.py:recipe=r3rag", 1)
     named = dataclasses.replace(cold, config=f"{cold.config},demonstrations=100")
@@ -126,7 +133,9 @@ def test_arguments_may_be_others_that_come_to_the_same_settings(tmp_path, monkey
     )
     fewer = {name: value for name, value in manifest.settings["train"].items() if name != "minutes"}
     earlier = dataclasses.replace(manifest, settings={**manifest.settings, "train": fewer})
-    assert manifest_mismatch(earlier, cold) == manifest_mismatch(earlier, named) == ""  # minutes came later
+    assert (
+        manifest_mismatch(earlier, cold) == manifest_mismatch(earlier, named) == ""
+    )  # the field minutes was added since
     # The default was 99 when it ran.
     few = {**manifest.settings["data"]["demonstrations"], "number": 99}
     moved = {**manifest.settings, "data": {**manifest.settings["data"], "demonstrations": few}}
@@ -136,7 +145,7 @@ def test_arguments_may_be_others_that_come_to_the_same_settings(tmp_path, monkey
     )
     assert "was made with data.demonstrations.number=99, which is 100" in manifest_mismatch(moved, cold)
     timed = dataclasses.replace(named, fields={"train.minutes": 0.0})
-    assert manifest_mismatch(earlier, timed) == ""  # as it is without
+    assert manifest_mismatch(earlier, timed) == ""  # the same as the default
     assert "was made by" in manifest_mismatch(
         earlier, dataclasses.replace(timed, fields={"train.minutes": 2.0})
     )
@@ -145,7 +154,7 @@ def test_arguments_may_be_others_that_come_to_the_same_settings(tmp_path, monkey
     assert "was made by" in manifest_mismatch(manifest, dataclasses.replace(named, name="b"))
 
 
-def test_to_another_command_a_field_that_came_later_was_at_its_default(monkeypatch):
+def test_with_another_command_a_field_added_since_counts_as_its_default(monkeypatch):
     monkeypatch.chdir(ROOT)
     plain = PlannedRun("a", "train", "configs/r3rag_ppo.py:steps=22", 1)
     whole, half = (dataclasses.replace(plain, fields={"critic.layers": layers}) for layers in (0, 2))
@@ -160,27 +169,27 @@ def test_to_another_command_a_field_that_came_later_was_at_its_default(monkeypat
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="two runs side by side need two cores")
-def test_two_runs_go_side_by_side_each_on_its_share_of_the_cores(tmp_path, monkeypatch):
+def test_two_runs_execute_at_the_same_time_on_separate_cores(tmp_path, monkeypatch):
     assert sorted(core for share in core_shares(2) for core in share) == sorted(os.sched_getaffinity(0))
     with pytest.raises(UserError, match="jobs=0 must be 1 to"):
         core_shares(0)
     monkeypatch.chdir(ROOT)
-    # Each waits for the other, and gives up after five minutes.
+    # Each waits until the other has started, for at most five minutes.
     wait = (
         "import pathlib, time; {mine}; end = time.monotonic() + 300\n"
         "while not pathlib.Path('{{out}}/{other}').exists():\n    time.sleep(0.01); assert time.monotonic() < end"
     )
     plan = [
-        told(mine, wait.format(mine=write(mine + ".txt"), other=other + ".txt"))
+        python_run(mine, wait.format(mine=write(mine + ".txt"), other=other + ".txt"))
         for mine, other in (("a", "b"), ("b", "a"))
     ]
     assert not run_queue(plan, tmp_path, 2, lambda text: None).failed
 
 
-def test_a_signal_ends_the_runs_and_the_same_call_goes_on(tmp_path, monkeypatch):
+def test_a_signal_ends_the_runs_and_the_same_call_continues(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     line = "import pathlib, time; f = pathlib.Path('{out}/there'); new = not f.exists(); f.touch()\ntime.sleep(300 * new)"
-    plan = [told("a", line)]
+    plan = [python_run("a", line)]
 
     def stop(_):
         while not (tmp_path / "there").exists():
@@ -195,16 +204,16 @@ def test_a_signal_ends_the_runs_and_the_same_call_goes_on(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_run_that_outlives_its_killed_parent_keeps_a_second_one_out(tmp_path, monkeypatch):
+def test_a_run_that_survives_its_killed_parent_still_holds_the_lock(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     there = tmp_path / "pid"
     line = "import os, pathlib, time; file = pathlib.Path('{out}/pid'); new = not file.exists()\n"
     line += "file.write_text(str(os.getpid())); time.sleep(300 * new)"
-    plan = [told("a", line)]
+    plan = [python_run("a", line)]
     script = (
         "import pathlib\nfrom rrl.studies.reproduction import plan, queue\n"
-        f"class Told(plan.PlannedRun):\n    def command(self, out): return ['-c', {line!r}.replace('{{out}}', str(out))]\n"
-        f"queue.run_queue([Told('a', 'train', {plan[0].config!r}, 1)], pathlib.Path({str(tmp_path)!r}), 1)"
+        f"class PythonRun(plan.PlannedRun):\n    def command(self, out): return ['-c', {line!r}.replace('{{out}}', str(out))]\n"
+        f"queue.run_queue([PythonRun('a', 'train', {plan[0].config!r}, 1)], pathlib.Path({str(tmp_path)!r}), 1)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)})
     while not (there.exists() and there.read_text()):
@@ -212,7 +221,7 @@ def test_a_run_that_outlives_its_killed_parent_keeps_a_second_one_out(tmp_path, 
         time.sleep(0.01)
     parent.kill()
     parent.wait()
-    with pytest.raises(UserError, match="another process runs there"):
+    with pytest.raises(UserError, match="another process is running there"):
         run_queue(plan, tmp_path, 1, lambda text: None)
     os.kill(int(there.read_text()), queue.signal.SIGKILL)
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""Reports say what is better by how much, and hide neither what differs nor what is missing."""
+"""Tests of reports and sweeps: intervals, paired tests, notes on what differs, and refused input."""
 
 import csv
 import dataclasses
@@ -24,7 +24,7 @@ class Page(Balanced):
     VOID = Balanced.VOID | {"img"}
 
 
-def test_the_table_has_intervals_tests_and_costs(tmp_path: Path) -> None:
+def test_the_table_has_intervals_paired_tests_and_costs(tmp_path: Path) -> None:
     runs = [finished(tmp_path / "first", {"a": "Norway"}), finished(tmp_path / "second", RIGHT)]
     text = write_run_report(runs, tmp_path / "out")
     rows = list(csv.DictReader((tmp_path / "out/report.csv").open()))
@@ -38,7 +38,7 @@ def test_the_table_has_intervals_tests_and_costs(tmp_path: Path) -> None:
     assert "| em by kind | one hop | two hop |" in text and "| first | 50.0 | 0.0 |" in text
 
 
-def test_a_run_with_other_questions_has_its_numbers_told(tmp_path: Path) -> None:
+def test_a_run_with_other_questions_gets_its_own_row_of_question_counts(tmp_path: Path) -> None:
     runs = load_runs([finished(tmp_path / "first", RIGHT), finished(tmp_path / "other", RIGHT)])
     assert group_table(runs, "by_kind")[3:] == [("questions", "2", "2")]
     runs[1].found["by_kind"] = {
@@ -50,7 +50,7 @@ def test_a_run_with_other_questions_has_its_numbers_told(tmp_path: Path) -> None
     assert table[3:] == [("questions", "–", "2", "2"), ("questions of other", "4", "9", "–")]
 
 
-def test_hits_by_gold_and_by_answer_stand_in_fields_of_their_own(tmp_path: Path) -> None:
+def test_hits_by_gold_passage_and_by_answer_have_separate_fields(tmp_path: Path) -> None:
     (run,) = load_runs([finished(tmp_path / "run", RIGHT)])
     plain = records([run])[0]
     run.found["retrieval_by_answer"] = {"hits": 0.0, "mrr": 0.0}
@@ -64,13 +64,13 @@ def test_hits_by_gold_and_by_answer_stand_in_fields_of_their_own(tmp_path: Path)
     ]
 
 
-def test_what_was_found_has_intervals_and_a_paired_test(tmp_path: Path) -> None:
+def test_retrieval_metrics_have_intervals_and_a_paired_test(tmp_path: Path) -> None:
     first, second = (finished(tmp_path / name, RIGHT) for name in ("first", "second"))
     file = second / "scores.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["full_recall"] for line in lines] == [1, 0, 0, 1]
     lines[1]["full_recall"] = lines[2]["full_recall"] = 1.0
-    lines[3]["full_recall"] = None  # no gold passage: in neither mean, and in no test
+    lines[3]["full_recall"] = None  # no gold passage: left out of both means and of the test
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     runs = load_runs([second, first])
     test = paired(*runs, "full_recall")
@@ -85,13 +85,13 @@ def test_what_was_found_has_intervals_and_a_paired_test(tmp_path: Path) -> None:
     assert test is not None and (test.better, test.worse, test.same) == (2, 0, 1)
 
 
-def test_tokens_are_told_by_role(tmp_path: Path) -> None:
+def test_tokens_are_reported_by_role(tmp_path: Path) -> None:
     text = write_run_report([finished(tmp_path / "run", RIGHT)], tmp_path / "out")
     head = "| a question | searches | turns | tokens | prompt tokens | environment tokens |"
     assert head in text and "\n| run | 1.00 | " in text
 
 
-def test_other_corpora_are_told_and_other_questions_not_tested(tmp_path: Path) -> None:
+def test_different_corpora_are_noted_and_different_questions_get_no_paired_test(tmp_path: Path) -> None:
     first = finished(tmp_path / "first", RIGHT)
     other = finished(tmp_path / "other", {}, corpus_sha256="e" * 64, questions_sha256="f" * 64)
     text = write_run_report([first, other], tmp_path / "out")
@@ -100,12 +100,12 @@ def test_other_corpora_are_told_and_other_questions_not_tested(tmp_path: Path) -
         "- corpus differs: first: wiki (100 passages, cccccccccccc); other: wiki (100 passages, eeeeeeeeeeee)"
         in text
     )
-    assert "not comparable with the first row" in (tmp_path / "out/report.html").read_text()
+    assert "not directly comparable with the first row" in (tmp_path / "out/report.html").read_text()
     runs = load_runs([first, other])
     assert paired(*runs, "em") is None and "em_p" not in records(runs)[1]
 
 
-def test_recall_is_tested_against_the_same_gold_passages_only(tmp_path: Path) -> None:
+def test_recall_is_tested_only_if_the_gold_passages_are_the_same(tmp_path: Path) -> None:
     first = finished(tmp_path / "first", RIGHT, gold_sha256="a" * 64)
     other = finished(tmp_path / "other", RIGHT, gold_sha256="b" * 64)
     older = finished(tmp_path / "older", RIGHT)
@@ -117,7 +117,7 @@ def test_recall_is_tested_against_the_same_gold_passages_only(tmp_path: Path) ->
     )
 
 
-def test_what_failed_or_is_missing_is_told_of_each_run(tmp_path: Path) -> None:
+def test_failed_searches_and_missing_predictions_are_noted_for_each_run(tmp_path: Path) -> None:
     first, other = finished(tmp_path / "first", RIGHT), finished(tmp_path / "other", {})
     found = json.loads((other / "metrics.json").read_text())
     (other / "metrics.json").write_text(json.dumps(found | {"searches_failed": 1100, "missing": 2}))
@@ -132,7 +132,7 @@ def test_what_failed_or_is_missing_is_told_of_each_run(tmp_path: Path) -> None:
     ]
 
 
-def test_a_service_that_does_not_say_what_it_searches_is_told(tmp_path: Path) -> None:
+def test_a_search_service_with_unknown_corpus_is_noted(tmp_path: Path) -> None:
     unknown = {"corpus": "http://localhost:1", "corpus_sha256": "", "passages": 0}
     folders = [finished(tmp_path / name, RIGHT, **unknown) for name in ("first", "other")]
     runs = load_runs(folders)
@@ -142,7 +142,7 @@ def test_a_service_that_does_not_say_what_it_searches_is_told(tmp_path: Path) ->
     assert "corpus not known" not in as_markdown(runs[:1], records(runs[:1]))
 
 
-def test_the_page_is_whole_safe_and_shows_disagreements_first(tmp_path: Path) -> None:
+def test_the_page_is_valid_html_escapes_text_and_shows_disagreements_first(tmp_path: Path) -> None:
     runs = [finished(tmp_path / HOSTILE[2:8], RIGHT), finished(tmp_path / "other", RIGHT | {"c": HOSTILE})]
     training = tmp_path / "training"
     training.mkdir()
@@ -166,7 +166,7 @@ def test_the_page_is_whole_safe_and_shows_disagreements_first(tmp_path: Path) ->
     assert text.count("<article>") == 8
 
 
-def test_what_is_no_finished_run_is_refused_and_nothing_written(tmp_path: Path) -> None:
+def test_a_folder_without_a_finished_run_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     run = finished(tmp_path / "run", RIGHT)
     unfinished = finished(tmp_path / "unfinished", RIGHT)
     (unfinished / "metrics.json").unlink()
@@ -188,7 +188,7 @@ def test_what_is_no_finished_run_is_refused_and_nothing_written(tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_lacks_answers_or_scores_or_has_them_in_another_order_is_named(tmp_path: Path) -> None:
+def test_missing_or_reordered_answers_and_scores_are_refused_by_name(tmp_path: Path) -> None:
     run, cut, short, turned = (finished(tmp_path / name, RIGHT) for name in ("run", "cut", "short", "turned"))
     for folder, name in ((cut, "results.jsonl"), (short, "scores.jsonl")):
         lines = (folder / name).read_text().splitlines(keepends=True)
@@ -205,7 +205,7 @@ def test_a_run_that_lacks_answers_or_scores_or_has_them_in_another_order_is_name
     assert not (tmp_path / "out").exists()
 
 
-def test_scored_predictions_stand_in_the_table_without_trajectories(tmp_path: Path) -> None:
+def test_scored_predictions_appear_in_the_table_without_trajectories(tmp_path: Path) -> None:
     run, scored = (finished(tmp_path / name, RIGHT) for name in ("run", "scored"))
     (scored / "questions.jsonl").unlink()
     (scored / "results.jsonl").unlink()
@@ -213,7 +213,7 @@ def test_scored_predictions_stand_in_the_table_without_trajectories(tmp_path: Pa
     assert "Nothing to show side by side" in (tmp_path / "out/report.html").read_text()
 
 
-def test_a_run_knows_the_curves_of_its_policys_training(tmp_path: Path) -> None:
+def test_the_training_curves_of_an_evaluated_policy_are_drawn(tmp_path: Path) -> None:
     (tmp_path / "training").mkdir()
     (tmp_path / "training/metrics.jsonl").write_text('{"step": 1, "eval/em": 0.5}\n')
     run = finished(tmp_path / "run", RIGHT, model=str(tmp_path / "training/policy"))
@@ -221,7 +221,7 @@ def test_a_run_knows_the_curves_of_its_policys_training(tmp_path: Path) -> None:
     assert "data:image/png" in (tmp_path / "out/report.html").read_text()
 
 
-def test_a_sweep_evaluates_each_value_and_draws_them(tmp_path: Path) -> None:
+def test_a_sweep_evaluates_each_value_and_plots_the_results(tmp_path: Path) -> None:
     asked = []
 
     def evaluate(name: str, value: str, folder: Path) -> None:
@@ -235,24 +235,24 @@ def test_a_sweep_evaluates_each_value_and_draws_them(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "out/sweep.csv").open()))
     assert [(row["rollout.top_k"], float(row["em"])) for row in rows] == [("1", 0.25), ("2", 0.5), ("4", 1.0)]
     assert (tmp_path / "out/sweep.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="two of them would have one folder"):
+    with pytest.raises(UserError, match="two of them would share one folder"):
         sweep("policy", ["a/b", "a_b"], evaluate, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["sweep.md", "sweep.csv", "sweep.png"])
-def test_a_folder_in_the_place_of_a_sweeps_file_is_a_failed_save(tmp_path: Path, name: str) -> None:
+def test_a_folder_at_the_path_of_a_sweep_file_is_a_save_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(SaveError, match=rf"{name} could not be saved: a folder is in its place"):
         sweep("rollout.top_k", ["1"], lambda name, value, folder: finished(folder, RIGHT), tmp_path)
 
 
-def test_a_folder_in_the_place_of_a_reports_page_is_a_failed_save(tmp_path: Path) -> None:
+def test_a_folder_at_the_path_of_the_report_page_is_a_save_error(tmp_path: Path) -> None:
     (tmp_path / "out/report.html").mkdir(parents=True)
     with pytest.raises(SaveError, match=r"report\.html could not be saved: a folder is in its place"):
         write_run_report([finished(tmp_path / "run", RIGHT)], tmp_path / "out")
 
 
-def test_a_plot_has_each_metric_with_its_interval_and_each_cost(
+def test_the_sweep_plot_has_each_metric_and_each_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = load_runs([finished(tmp_path / name, RIGHT) for name in ("naive", "react")])
@@ -262,7 +262,7 @@ def test_a_plot_has_each_metric_with_its_interval_and_each_cost(
     axes = [axis for axis in drawn[0].axes if axis.axison]
     titles = [axis.get_title(loc="left") for axis in axes]
     assert titles[0] == "percent" and "recall of gold passages" in titles
-    assert "tokens written for each right answer" in titles
+    assert "tokens written per right answer" in titles
     assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["em", "f1", "cem"]
     assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["naive", "react"]
 
@@ -271,17 +271,17 @@ def test_a_plot_has_each_metric_with_its_interval_and_each_cost(
     ("text", "values"),
     [("1,2,5", ["1", "2", "5"]), ("1-3,8", ["1", "2", "3", "8"]), ("scann, bm25", ["scann", "bm25"])],
 )
-def test_values_are_listed_or_spanned(text: str, values: list[str]) -> None:
+def test_values_are_a_list_or_a_range(text: str, values: list[str]) -> None:
     assert values_of(text) == values
 
 
 @pytest.mark.parametrize("text", ["", "1,1", "1-3,2"])
-def test_values_that_are_none_or_twice_there_are_refused(text: str) -> None:
+def test_empty_or_duplicate_values_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=f"values='{text}' must list"):
         values_of(text)
 
 
-def test_questions_of_a_run_stay_the_same(tmp_path: Path) -> None:
+def test_a_loaded_run_returns_its_questions_and_trajectories(tmp_path: Path) -> None:
     (run,) = load_runs([finished(tmp_path / "run", RIGHT)])
     assert run.questions() == QUESTIONS
     found = run.trajectories(["b"])

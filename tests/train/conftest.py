@@ -1,4 +1,4 @@
-"""What the tests of the training loop share."""
+"""Fixtures of the training-loop tests."""
 
 import pytest
 
@@ -25,6 +25,6 @@ def parts():
 
 @pytest.fixture(scope="module")
 def whole(parts, tmp_path_factory):
-    """A run that nothing disturbed: its workdir, outcome and parameters."""
+    """An uninterrupted run: its workdir, outcome and parameters."""
     workdir = tmp_path_factory.mktemp("whole")
     return workdir, *run(parts, workdir, CONFIG)

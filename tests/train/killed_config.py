@@ -1,4 +1,7 @@
-"""Configs of runs that a test kills: --config=killed_config.py:NAME,FOLDER with NAME grpo, ppo or sft and a policy's folder."""
+"""Configs of runs that a test kills: --config=killed_config.py:NAME,FOLDER.
+
+NAME is grpo, ppo or sft; FOLDER holds the policy.
+"""
 
 from ml_collections import ConfigDict
 
@@ -6,7 +9,7 @@ from tests.train import made
 
 
 def get_config(arg: str) -> ConfigDict:
-    """Twelve steps, each with a checkpoint, every second one with an evaluation."""
+    """Return a config with twelve steps, a checkpoint after each and an evaluation after every second."""
     name, _, folder = arg.partition(",")
     if name == "sft":
         config = made.config("miniwiki_cold_start", f"steps=12,demonstrations=5,retriever=bm25,init={folder}")
@@ -19,6 +22,6 @@ def get_config(arg: str) -> ConfigDict:
         config.retriever.update({"kind": "bm25", "encoder": ""})
         config.reader = ""
         config.optim.lr = 1e-2
-        config.objective.entropy_coef = 0.1  # random policies earn nothing: a gradient all the same
+        config.objective.entropy_coef = 0.1  # gives a gradient although a random policy gets no reward
     config.train.update({"eval_every": 2, "checkpoint_every": 1})
     return config

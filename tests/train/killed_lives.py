@@ -1,11 +1,11 @@
-"""A run of launch/train.py or launch/sft.py that is killed again and again, and continued by the same command.
+"""Runs launch/train.py or launch/sft.py, kills it many times and continues it with the same command.
 
     python killed_lives.py KILLS WORKDIR LAST LAUNCHER FLAG...
 
-runs it once to its end, moves the workdir to WORKDIR.whole, and runs it again with KILLS kills by SIGKILL; LAST is the number
-of its last update. A life is a fork of this process, which has imported all packages but not started JAX: that saves the
-imports, half of the time of so small a run. Prints as JSON in which phase each life was killed, and the longest delays after
-the phase had begun.
+First it runs the launcher to its end and renames the workdir to WORKDIR.whole. Then it runs it again with KILLS kills by
+SIGKILL. LAST is the number of the last update. Each process of the run ("life") is a fork of this process, which has imported
+all packages but not started JAX; that saves the imports, half of the time of so small a run. It prints as JSON the phase in
+which each life was killed, and the longest delay after the start of each phase.
 """
 
 import json
@@ -24,7 +24,7 @@ POLL = 0.002
 
 
 def begin(launcher: str, flags: list[str], log: pathlib.Path) -> int:
-    """Starts a life, whose output is added to `log`; returns its process id."""
+    """Start a life, append its output to `log`, and return its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -51,20 +51,20 @@ PHASES = ("start", "steps", "report")
 
 
 class Watch:
-    """How far the life that has just begun is, by the metrics file: the phases of `PHASES` that it has reached."""
+    """Follows a life by its metrics file and records when it reaches each of `PHASES`."""
 
     def __init__(self, workdir: pathlib.Path, last: int) -> None:
         self._file, self._last = workdir / "metrics.jsonl", last
         self._inode = self._stat()[0]
         self._opened: tuple[int, int] | None = None
         self.times: dict[str, float] = {}
-        """When each was reached."""
+        """Time at which each phase was reached."""
 
     def look(self) -> None:
-        """Notes the time of what was reached since."""
+        """Record the phases that were reached since the last call."""
         inode, size = self._stat()
         if self._opened is None and inode not in (0, self._inode):
-            self._opened = inode, size  # opening replaces the file by what a resumed run goes on from
+            self._opened = inode, size  # a resumed run replaces the file when it opens it
             self._reached("start")
         if self._opened not in (None, (inode, size)):
             self._reached("steps")
@@ -83,7 +83,7 @@ class Watch:
 
 
 def end(pid: int, watch: Watch, phase: str = "never", delay: float = 0.0) -> bool:
-    """Kills a life `delay` seconds after it has reached a phase; returns whether it did not end before that."""
+    """Kill a life `delay` seconds after it reaches a phase. Returns False if it ends before that."""
     started = time.monotonic()
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -103,7 +103,7 @@ def end(pid: int, watch: Watch, phase: str = "never", delay: float = 0.0) -> boo
 
 
 def main(kills: int, workdir: pathlib.Path, last: int, launcher: str, flags: list[str]) -> None:
-    """As the module's docstring says."""
+    """See the docstring of the module."""
     from rrl.parallel.runtime import prepare_host
 
     prepare_host(callbacks="train" in launcher)
@@ -120,7 +120,7 @@ def main(kills: int, workdir: pathlib.Path, last: int, launcher: str, flags: lis
     end(pid, whole)
     ends = [whole.times[phase] for phase in PHASES] + [time.monotonic()]
     most = {phase: ends[at + 1] - ends[at] for at, phase in enumerate(PHASES)}
-    most["steps"] /= kills / 4  # each life shall leave some of the steps to the next
+    most["steps"] /= kills / 4  # so that each life leaves some steps to the next
     workdir.rename(workdir.with_name(workdir.name + ".whole"))
     # A tenth of the kills before the first step, half of them between steps, the others in the report.
     plan = ["start" if at % 10 == 0 else "steps" if at < 0.6 * kills else "report" for at in range(kills)]
@@ -130,7 +130,7 @@ def main(kills: int, workdir: pathlib.Path, last: int, launcher: str, flags: lis
         pid, watch = life()
         if end(pid, watch, phase, rng.uniform(0, most[phase])):
             killed.append(phase)
-        else:  # it came to its end
+        else:  # it ended before it was killed
             most["report"] *= 0.9
             plan = ["report"] * kills
     pid, watch = life()

@@ -1,4 +1,4 @@
-"""Configs as their files make them, and a random policy small enough to run one."""
+"""Loads configs, shrinks them for tests, and saves a small random policy."""
 
 import importlib.util
 import pathlib
@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def config(name, arg=""):
-    """The config of `--config=configs/NAME.py:ARG`."""
+    """Return the config of `--config=configs/NAME.py:ARG`."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -22,7 +22,7 @@ def config(name, arg=""):
 
 
 def save_random_policy(folder):
-    """Writes a policy of one layer that speaks the built-in world's tokens at random."""
+    """Save a random one-layer policy with the tokenizer of the built-in world."""
     tokenizer = load_tokenizer(ROOT / "assets" / "miniwiki-tokenizer")
     shape = tiny_shape(
         len(tokenizer), 1024, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -31,7 +31,7 @@ def save_random_policy(folder):
 
 
 def shrink_cold_start(filled):
-    """Five demonstrations in two worlds."""
+    """Reduce a cold-start config, in place, to five demonstrations in two worlds."""
     filled.data.update({"train_worlds": 1, "held_out_worlds": 1})
     filled.data.demonstrations.held_out = 5
     filled.train.rows = 2
@@ -39,7 +39,7 @@ def shrink_cold_start(filled):
 
 
 def shrink_run(filled):
-    """A step of training that a test has time for."""
+    """Reduce a training config, in place, to small steps."""
     filled.data.update({"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4})
     filled.train.update({"questions": 4, "samples": 2})
     filled.rollout.update({"rows": 8, "context": 512, "wake_threshold": 4})

@@ -1,4 +1,4 @@
-"""A run of reinforcement learning so small that tests do it by the dozen, and what it leaves."""
+"""A very small RL run for tests, and readers of its metrics."""
 
 import dataclasses
 import json
@@ -33,13 +33,24 @@ def run(
     poor_from: int = 10**9,
     poisoned: int = 0,
 ):
-    """`die_at`, `poor_from` and `poisoned` count batches that were scored, those of evaluations too."""
+    """Train a small policy.
+
+    Args:
+        die_at: raise ConnectionError after this many scored batches.
+        poor_from: from this scored batch on all rewards are 0.
+        poisoned: the scored batch whose advantages are NaN.
+
+    Scored batches include those of evaluations.
+
+    Returns:
+        The outcome and the final parameters.
+    """
     questions, engine, recipe = parts
     decoder = decoder or fresh()
     calls = 0
 
     class Scored(RSearch):
-        """Random policies earn nothing; pay by token ids, so that there is something to learn."""
+        """Pays by token ids, since a random policy would get no reward."""
 
         def score(self, trajectories, scoring):
             nonlocal calls
@@ -48,12 +59,12 @@ def run(
                 raise ConnectionError("the machine went away")
             super().score(trajectories, scoring)
             for t in trajectories:
-                own = t.tokens[t.roles == POLICY]
-                t.rewards["total"] = float(own.sum() % 7) if calls < poor_from else 0.0
+                written = t.tokens[t.roles == POLICY]
+                t.rewards["total"] = float(written.sum() % 7) if calls < poor_from else 0.0
 
         def advantages(self, trajectories):
-            found = super().advantages(trajectories)
-            return found * np.nan if calls == poisoned else found
+            advantages = super().advantages(trajectories)
+            return advantages * np.nan if calls == poisoned else advantages
 
     recipe = Scored(**{f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)})
     task = Task(questions[:8], questions[8:])
@@ -76,7 +87,7 @@ EVERY_LINE = ["train 1", "eval 0", "train 2", "eval 2", "train 3", "train 4", "e
 
 
 def lines(workdir):
-    """Every line of the metrics, as they were written, without its times, speeds and memory."""
+    """Return the lines of metrics in the order of writing, without times, speeds and memory."""
     drop = ("time/", "rollout/", "memory/", "minutes")
     found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(drop)} for line in found]

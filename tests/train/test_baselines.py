@@ -1,4 +1,4 @@
-"""Configs of the trained baselines: the published settings (SPEC.md 6), and a run of each from cold start to policy."""
+"""Configs of the trained baselines: published settings (SPEC.md 6), and a run of each from cold start to policy."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def paper(name, size="7b", more=""):
 
 
 @pytest.mark.parametrize("size", ["3b", "7b"])
-def test_search_r1_with_grpo_holds_the_published_settings(size):
+def test_search_r1_with_grpo_has_the_published_settings(size):
     run = paper("search_r1", size)
     train, objective = run.train, run.train.objective
     assert run.recipe == SearchR1() and train.critic is None
@@ -52,12 +52,12 @@ def test_search_r1_with_ppo_has_a_critic_and_the_kl_in_the_reward():
     assert not any(name in config("search_r1") for name in CRITIC_SECTIONS)
 
 
-def test_search_r1_takes_exact_match_alone_by_one_argument():
+def test_one_argument_makes_search_r1_reward_exact_match_only():
     assert paper("search_r1", more=",reward=em").recipe == SearchR1(use_format=False)
     assert paper("search_r1", more=",prompt=bare").recipe == SearchR1(instruction="")
 
 
-def test_r1_searcher_is_reinforce_plus_plus_in_two_stages_by_one_argument():
+def test_r1_searcher_uses_reinforce_plus_plus_in_two_stages_selected_by_an_argument():
     second, first = paper("r1_searcher"), paper("r1_searcher", more=",stage=1")
     assert (second.recipe, first.recipe) == (R1Searcher(), R1Searcher(stage=1))
     assert (second.train.steps, first.train.steps) == (8148 // 64, 350 // 64)
@@ -65,18 +65,18 @@ def test_r1_searcher_is_reinforce_plus_plus_in_two_stages_by_one_argument():
     assert (train.questions, train.samples, train.optim.lr) == (64, 16, 2e-6)
     assert train.questions * train.samples // objective.minibatches == 256
     for run in (second, settings("r1_searcher")):
-        # Token by token: the reward less the KL from here on, whitened over the batch.
+        # The advantage of a token is the reward minus the KL from there on, whitened over the batch.
         assert run.recipe.advantage == "reward" and run.train.objective.whiten
         assert run.train.objective.kl_in_reward and run.train.objective.kl_estimator == "k1"
-        assert run.train.guard.reward == -run.recipe.malformed_penalty  # nobody earns less
-    assert first.train.guard.reward == 0  # stage 1 takes nothing away
+        assert run.train.guard.reward == -run.recipe.malformed_penalty  # the lowest possible reward
+    assert first.train.guard.reward == 0  # stage 1 has no penalty
     assert second.recipe.malformed_penalty == 2.0 and settings("r1_searcher").recipe.malformed_penalty == 0.5
     assert second.rollout.top_k == 3 and second.recipe.environment.max_searches == 8  # SPEC.md 6
     assert second.policy == "models/Qwen2.5-7B"  # a base model
     assert paper("r1_searcher", more=",prompt=instruct").recipe == R1Searcher(opening="instruct")
 
 
-def test_research_holds_the_papers_settings():
+def test_research_has_the_settings_of_the_paper():
     run = paper("research_grpo")
     train, objective = run.train, run.train.objective
     assert run.recipe == ReSearch()
@@ -87,24 +87,24 @@ def test_research_holds_the_papers_settings():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_the_built_in_world_each_starts_from_its_own_cold_start_on_the_bare_question(name):
+def test_in_the_built_in_world_each_baseline_starts_from_its_own_cold_start(name):
     run = settings(name)
     recipe = name.removesuffix("_grpo")
     assert run.policy == f"runs/{recipe}_cold_start/model"
-    shown = config("miniwiki_cold_start", f"recipe={recipe}").data.demonstrations
-    assert (shown.recipe, shown.number) == (
+    demonstrations = config("miniwiki_cold_start", f"recipe={recipe}").data.demonstrations
+    assert (demonstrations.recipe, demonstrations.number) == (
         recipe,
         {"search_r1": 150, "r1_searcher": 75, "research": 100}[recipe],
     )
-    for field, value in shown.recipe_options.items():
+    for field, value in demonstrations.recipe_options.items():
         assert getattr(run.recipe, field) == value
     for field in ("max_searches", "turn_tokens", "observation_tokens", "correction"):
-        assert getattr(run.recipe.environment, field) == shown.environment[field]
+        assert getattr(run.recipe.environment, field) == demonstrations.environment[field]
     assert (run.rollout.top_k, run.rollout.context) == (2, 1024)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_field_can_be_overridden_and_wrong_ones_are_named(name):
+def test_fields_can_be_overridden_and_wrong_arguments_are_refused(name):
     filled = config(name, "steps=2")
     assert filled.recipe.environment.when_full == "end" and filled.data.held_out_per_kind == 8
     filled.recipe.environment.search = ("<|a|>", "<|b|>")
@@ -126,7 +126,7 @@ def test_every_field_can_be_overridden_and_wrong_ones_are_named(name):
         ("research_grpo", "", {"answer", "format"}),
     ],
 )
-def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, monkeypatch, name, arg, parts):
+def test_a_cold_start_and_a_training_step_run_in_the_built_in_world(tmp_path, monkeypatch, name, arg, parts):
     monkeypatch.chdir(ROOT)
     save_random_policy(tmp_path / "random")
     recipe = name.removesuffix("_grpo")
@@ -136,7 +136,7 @@ def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, mon
     assert read_card(tmp_path / "cold" / "model").recipe == recipe
 
     run = shrink_run(config(name, f"policy={tmp_path}/cold/model,retriever=bm25,steps=1{arg}"))
-    run.objective.drop_spread = None  # one that knows nothing earns the same everywhere
+    run.objective.drop_spread = None  # an untrained policy gets equal rewards in every group
     outcome = experiment.run(run, tmp_path / "run")
     assert outcome.step == 1
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

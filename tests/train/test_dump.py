@@ -1,4 +1,4 @@
-"""Batches kept for study: bounded, and written by one process only."""
+"""Saved batches with non-finite gradients: their content, their number, and one writing process."""
 
 import json
 
@@ -9,7 +9,7 @@ from rrl.train.dump import MAX_FILES, dump_batch
 from tests.eval.fakes import many
 
 
-def test_a_batch_holds_all_tokens_and_what_they_were_learned_from(tmp_path):
+def test_a_saved_batch_has_all_tokens_rewards_and_advantages(tmp_path):
     trajectories = many(3)
     advantages = [1.0, np.full(len(trajectories[1].tokens), np.nan), -1.0]
     found = np.load(dump_batch(tmp_path, 7, trajectories, advantages))
@@ -23,13 +23,13 @@ def test_a_batch_holds_all_tokens_and_what_they_were_learned_from(tmp_path):
     assert [one["rewards"] for one in json.loads(str(found["about"]))] == [t.rewards for t in trajectories]
 
 
-def test_a_folder_keeps_a_bounded_number(tmp_path):
+def test_the_number_of_saved_batches_is_limited(tmp_path):
     files = [dump_batch(tmp_path, step, many(1), [0.0]) for step in range(MAX_FILES + 2)]
     assert [file is None for file in files] == [False] * MAX_FILES + [True] * 2
     assert len(list(tmp_path.iterdir())) == MAX_FILES
 
 
-def test_of_several_processes_the_first_one_writes(tmp_path, monkeypatch):
+def test_only_the_first_process_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert dump_batch(tmp_path / "not_finite", 1, many(1), [0.0]) is None
     assert not (tmp_path / "not_finite").exists()

@@ -1,4 +1,4 @@
-"""Configs are checked before anything is loaded: every wrong field is named, with what is allowed."""
+"""Configs of RL runs: settings, checks before anything is loaded, identity, and trajectories of the report."""
 
 import dataclasses
 import importlib.util
@@ -32,7 +32,7 @@ def config(arg: str = "", name: str = "rsearch_grpo"):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Folders that look like models, where the configs expect them."""
+    """Create folders that look like models at the paths of the configs."""
     monkeypatch.chdir(tmp_path)
     shipped = [f"assets/miniwiki-{name}" for name in ("policy", "reader", "encoder")]
     for name in (*shipped, "models/Qwen2.5-7B-Instruct"):
@@ -42,7 +42,7 @@ def folders(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_default_is_the_built_in_world_with_the_shipped_policy(folders):
+def test_the_default_config_uses_the_built_in_world_and_the_shipped_policy(folders):
     settings = TrainSettings.from_config(config())
     assert settings.data.path == "miniwiki"
     assert settings.policy == "assets/miniwiki-policy"
@@ -50,7 +50,7 @@ def test_the_default_is_the_built_in_world_with_the_shipped_policy(folders):
     assert settings.recipe.prompt(type("Q", (), {"text": "Who?"})) == "Who?"
 
 
-def test_the_large_sizes_hold_the_papers_settings(folders):
+def test_the_large_sizes_have_the_settings_of_the_paper(folders):
     settings = TrainSettings.from_config(config("size=7b,data=.,reader=assets/miniwiki-reader"))
     train = settings.train
     assert (train.steps, train.questions, train.samples) == (195, 256, 5)
@@ -67,7 +67,7 @@ def test_the_large_sizes_hold_the_papers_settings(folders):
     assert "</search>" in settings.recipe.instruction
 
 
-def test_ppo_has_a_critic_and_the_kl_in_the_reward_and_is_else_grpo(folders):
+def test_ppo_differs_from_grpo_only_in_its_critic_and_the_kl_in_the_reward(folders):
     paper = "size=7b,data=.,reader=assets/miniwiki-reader"
     settings, grpo = (
         TrainSettings.from_config(config(paper, name)) for name in ("rsearch_ppo", "rsearch_grpo")
@@ -85,7 +85,7 @@ def test_ppo_has_a_critic_and_the_kl_in_the_reward_and_is_else_grpo(folders):
     assert same == grpo.train and settings.recipe == grpo.recipe
 
 
-def test_advantages_within_groups_of_one_are_refused(folders):
+def test_group_relative_advantages_with_one_sample_are_refused(folders):
     single = config()
     single.objective.drop_spread, single.train.samples = None, 1
     with pytest.raises(UserError, match=r"recipe\.advantage='grpo' .*train\.samples=1"):
@@ -94,7 +94,7 @@ def test_advantages_within_groups_of_one_are_refused(folders):
     assert TrainSettings.from_config(single).train.samples == 1
 
 
-def test_a_filter_of_groups_of_one_is_refused():
+def test_a_group_filter_with_one_sample_is_refused():
     single = made.config("tiresrag_grpo", "policy=p")
     single.recipe.advantage, single.train.samples, single.objective.drop_spread = (
         "reinforce_plus_plus",
@@ -107,7 +107,7 @@ def test_a_filter_of_groups_of_one_is_refused():
     assert TrainSettings.parse(single).train.samples == 1
 
 
-def test_schedules_count_the_optimisers_steps(folders):
+def test_schedules_count_optimiser_steps(folders):
     changed = config("steps=20", "rsearch_ppo")
     changed.objective.epochs, changed.critic.minibatches, changed.critic.warmup_steps = 3, 2, 4
     train = TrainSettings.from_config(changed).train
@@ -137,7 +137,7 @@ ADVANTAGES = {
 
 
 @pytest.mark.parametrize("name", [None, *ESTIMATORS])
-def test_a_config_chooses_how_rewards_become_advantages(folders, name):
+def test_a_config_selects_the_advantage_estimator(folders, name):
     changed = config()
     if name is not None:
         changed.recipe.advantage = name
@@ -148,7 +148,7 @@ def test_a_config_chooses_how_rewards_become_advantages(folders, name):
     np.testing.assert_allclose(found, ADVANTAGES[name or "grpo"], rtol=1e-5, atol=1e-6)
 
 
-def test_an_unknown_advantage_is_refused_with_what_there_is(folders):
+def test_the_error_for_an_unknown_advantage_lists_the_estimators(folders):
     changed = config()
     changed.recipe.advantage = "gae"
     allowed = (
@@ -161,18 +161,18 @@ def test_an_unknown_advantage_is_refused_with_what_there_is(folders):
 def test_an_advantage_that_a_critic_would_replace_is_refused(folders):
     changed = config("", "rsearch_ppo")
     changed.recipe.advantage = "rloo"
-    with pytest.raises(UserError, match=r"^recipe\.advantage='rloo' has no part .* leave it at 'grpo'"):
+    with pytest.raises(UserError, match=r"^recipe\.advantage='rloo' has no effect .* leave it at 'grpo'"):
         TrainSettings.from_config(changed)
 
 
-def test_groups_that_only_format_and_reader_tell_apart_are_left_out_of_the_default_run(folders):
+def test_the_default_drop_spread_ignores_differences_in_format_and_reader_reward_alone(folders):
     settings = TrainSettings.from_config(config())
     recipe, spread = settings.recipe, settings.train.objective.drop_spread
     assert spread == pytest.approx(recipe.answer_weight + recipe.evidence_weight + recipe.reader_weight)
     assert (recipe.environment.correction, settings.train.objective.clip_high) == ("", 0.28)
 
 
-def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
+def test_a_policy_without_a_recipe_card_gets_the_settings_of_the_paper(folders):
     settings = TrainSettings.from_config(config("policy=models/Qwen2.5-7B-Instruct"))
     optim, objective, rollout = settings.train.optim, settings.train.objective, settings.rollout
     assert (optim.lr, optim.warmup_ratio, optim.schedule, optim.frozen) == (1e-6, 0.95, "constant", ())
@@ -188,7 +188,7 @@ def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
     assert "</search>" in settings.recipe.instruction
 
 
-def test_a_policy_with_our_card_keeps_the_tiny_settings_and_its_own_instruction(folders):
+def test_a_policy_with_a_recipe_card_gets_the_tiny_settings_and_its_own_instruction(folders):
     folder = folders / "models" / "Qwen2.5-7B-Instruct"
     write_card(folder, make_card(RSearch(instruction="Search."), 1024, 2))
     shipped = TrainSettings.from_config(config())
@@ -198,7 +198,7 @@ def test_a_policy_with_our_card_keeps_the_tiny_settings_and_its_own_instruction(
         assert (settings.train, settings.rollout) == (shipped.train, shipped.rollout)
 
 
-def test_how_long_a_run_waits_is_no_part_of_what_it_is(folders, monkeypatch):
+def test_the_identity_of_a_run_ignores_settings_that_do_not_affect_results(folders, monkeypatch):
     monkeypatch.setattr("rrl.train.experiment.folder_hash", str)
     identities = []
     for name, value in (("stall_seconds", 300.0), ("stall_seconds", 1.0), ("rows", 32)):
@@ -209,11 +209,11 @@ def test_how_long_a_run_waits_is_no_part_of_what_it_is(folders, monkeypatch):
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_steps_are_those_given(steps):
+def test_the_argument_steps_sets_the_number_of_updates(steps):
     assert config(f"steps={steps}").train.steps == steps
 
 
-def test_a_config_holds_every_field_with_its_default():
+def test_a_config_lists_every_field_with_its_default():
     filled = config()
     for name, kind in SECTIONS.items():
         own = {"optim", "objective", "critic", "guard"} if name == "train" else set(DERIVED)
@@ -224,11 +224,11 @@ def test_a_config_holds_every_field_with_its_default():
     fill_defaults(given, OptimConfig)
     assert filled.optim.adam_lr is ordinary.drop_spread is given.clip_norm is None
     for section, field in ((filled.optim, "clip_norm"), (ordinary, "drop_spread"), (given, "clip_norm")):
-        assert section.get_type(field) is object  # any literal, None among them
+        assert section.get_type(field) is object  # accepts any literal, including None
     assert filled.recipe.use_evidence is True and filled.recipe.environment.search == "search"
 
 
-def test_listing_the_defaults_changes_no_setting(folders):
+def test_fields_left_out_of_a_config_get_their_defaults(folders):
     short = {name: dict(section) for name, section in config().to_dict().items() if isinstance(section, dict)}
     for name, kind in SECTIONS.items():
         for field in dataclasses.fields(kind):
@@ -238,7 +238,7 @@ def test_listing_the_defaults_changes_no_setting(folders):
     assert TrainSettings.from_config(whole | short) == TrainSettings.from_config(whole)
 
 
-def test_the_default_run_is_printed_beside_clean_demonstrations_and_no_other(folders):
+def test_only_the_default_run_has_a_reference_result(folders):
     name, em = TrainSettings.from_config(config()).reference
     assert "4,000 clean demonstrations" in name and em == 0.733
     for arg in ("steps=2", "control=permuted", "policy=assets/miniwiki-policy", "data=folder"):
@@ -292,8 +292,8 @@ def test_an_unknown_section_is_refused(folders):
         ("objective", "microbatch_tokens", 0, r"objective\.microbatch_tokens=0"),
         ("objective", "row_lengths", (64,), r"rollout\.context"),
         ("train", "questions", 0, r"train\.questions=0"),
-        ("recipe", "gamma", 1.0, r"recipe\.gamma is no field of rsearch"),
-        ("recipe", "name", "r4", r"recipe\.name='r4' is unknown; there are .*rsearch"),
+        ("recipe", "gamma", 1.0, r"recipe\.gamma is not a field of rsearch"),
+        ("recipe", "name", "r4", r"recipe\.name='r4' is unknown; choose one of .*rsearch"),
         ("data", "path", "nowhere", "nowhere"),
         ("retriever", "encoder", "nowhere", r"^retriever\.encoder='nowhere' is no Hugging Face folder"),
         ("objective", "drop_spread", "x", r"^objective\.drop_spread='x' must be float or None"),
@@ -304,15 +304,15 @@ def test_an_unknown_section_is_refused(folders):
             (384, "x"),
             r"^objective\.row_lengths=\(384, 'x'\) must be a tuple.* int",
         ),
-        ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is no regular expression"),
+        ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is not a regular expression"),
         ("data", "held_out_split", "train", r"^data\.held_out_split='train' .*dev, test"),
-        ("data", "path", "", r"^data='' is no folder"),
+        ("data", "path", "", r"^data='' is not a folder"),
         ("retriever", "index", "nowhere", r"^retriever\.index='nowhere': .*build_index\.py"),
         ("train", "seed", 2**32, r"^train\.seed=4294967296 must be at most 4294967295"),
         ("recipe", "reader_weight", -1.0, r"^recipe\.reader_weight=-1\.0 must be at least 0"),
     ],
 )
-def test_a_wrong_field_is_named(folders, section, field, value, message):
+def test_the_error_for_a_wrong_field_names_it(folders, section, field, value, message):
     wrong = config()
     wrong[section].unlock()
     wrong[section][field] = value
@@ -320,7 +320,7 @@ def test_a_wrong_field_is_named(folders, section, field, value, message):
         TrainSettings.from_config(wrong)
 
 
-def test_a_wrong_field_of_the_environment_is_named_with_its_section(folders):
+def test_the_error_for_a_wrong_field_of_the_environment_names_its_section(folders):
     wrong = config()
     wrong.recipe.environment.max_searches = -1
     with pytest.raises(UserError, match=r"^recipe\.environment\.max_searches=-1 must be at least 0"):
@@ -328,45 +328,47 @@ def test_a_wrong_field_of_the_environment_is_named_with_its_section(folders):
 
 
 @pytest.mark.parametrize("field", ["policy", "name"])
-def test_an_empty_text_is_no_policy_and_no_name(folders, field):
+def test_an_empty_policy_or_name_is_refused(folders, field):
     wrong = config()
     wrong[field] = ""
     with pytest.raises(UserError, match=f"^{field}=''"):
         TrainSettings.from_config(wrong)
 
 
-def test_a_missing_policy_is_named_and_nothing_is_written(tmp_path, monkeypatch):
+def test_the_error_for_a_missing_policy_names_it_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"policy='assets/miniwiki-policy'.*config\.json"):
         TrainSettings.from_config(config())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_argument_has_a_workdir_of_its_own():
+def test_different_arguments_give_different_run_names():
     names = [config(arg).name for arg in ("", "steps=2", "data=some/folder")]
     assert names == ["rsearch_grpo_tiny", "rsearch_grpo_tiny-steps=2", "rsearch_grpo_tiny-data=some-folder"]
 
 
 @pytest.mark.parametrize("arg", ["size=70b", "sizes=3b", "steps=many"])
-def test_a_wrong_argument_is_named(arg):
+def test_the_error_for_a_wrong_argument_names_it(arg):
     with pytest.raises(UserError, match=arg.split("=")[0]):
         config(arg)
 
 
-def test_the_page_tells_held_out_from_training_and_from_what_was_left_out():
+def test_page_trajectories_are_labelled_as_held_out_training_or_unused():
     held_out, sampled = many(2), many(8)
-    outcome = types.SimpleNamespace(sampled=sampled, left_out=np.arange(8) < 4, evaluated=held_out)
+    outcome = types.SimpleNamespace(
+        last_trajectories=sampled, left_out=np.arange(8) < 4, eval_trajectories=held_out
+    )
     shown = page_trajectories(outcome)
     assert [found for found, _ in shown] == held_out + sampled
     assert [found for _, found in shown] == [HELD_OUT] * 2 + [UNUSED] * 4 + [TRAINING] * 4
 
 
-def test_a_run_without_training_or_evaluation_shows_nothing():
-    outcome = types.SimpleNamespace(sampled=[], left_out=np.zeros(0, bool), evaluated=[])
+def test_a_run_without_training_or_evaluation_has_no_page_trajectories():
+    outcome = types.SimpleNamespace(last_trajectories=[], left_out=np.zeros(0, bool), eval_trajectories=[])
     assert page_trajectories(outcome) == []
 
 
-def test_what_is_found_wrong_after_loading_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_an_error_after_loading_leaves_no_workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(made.ROOT)
     made.save_random_policy(tmp_path / "policy")
     wrong = made.shrink_run(made.config("search_r1", f"steps=1,policy={tmp_path / 'policy'}"))
@@ -379,11 +381,11 @@ def test_what_is_found_wrong_after_loading_leaves_nothing_behind(tmp_path, monke
 @pytest.mark.parametrize(
     "name", ["rsearch_grpo", "rsearch_ppo", "tiresrag_grpo", "r3rag_ppo", "r2ag", "search_r1"]
 )
-def test_runs_in_the_built_in_world_compile_one_update(name):
+def test_configs_for_the_built_in_world_compile_one_update_program(name):
     assert len(made.config(name).objective.row_lengths) == 1
 
 
-def test_a_smoke_run_compiles_one_update_and_a_longer_run_has_its_rows_of_every_length(tmp_path):
+def test_a_smoke_run_has_one_row_length_and_a_longer_run_several(tmp_path):
     made.save_random_policy(tmp_path / "policy")
     for steps, lengths in ((2, 1), (6, 3)):
         arg = f"steps={steps},policy={tmp_path / 'policy'}"

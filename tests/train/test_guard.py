@@ -1,4 +1,4 @@
-"""Signs of collapse, and how long they must last."""
+"""Signs of collapse, and the number of steps they must last."""
 
 import pytest
 
@@ -29,7 +29,7 @@ WELL = {
         ),
     ],
 )
-def test_a_sign_that_lasts_is_named_once(sick, sign):
+def test_a_lasting_sign_is_reported_once(sick, sign):
     guard = Guard(GuardConfig(steps=3))
     assert [guard.check(step, WELL) for step in (1, 2)] == ["", ""] and not guard.sees_collapse
     found = [guard.check(step, WELL | sick) for step in range(3, 8)]
@@ -43,12 +43,12 @@ def test_a_step_without_the_sign_ends_it_and_one_without_the_metric_does_not():
     assert guard.check(4, WELL) == "" and guard.check(5, poor) == ""
 
 
-def test_signs_that_come_together_are_named_together():
+def test_simultaneous_signs_are_reported_together():
     guard = Guard(GuardConfig(steps=1))
     assert guard.check(1, {"reward/total": -1.0, "train/kl": 11.0}).count(";") == 1
 
 
-def test_off_does_not_look():
+def test_action_off_checks_nothing():
     guard = Guard(GuardConfig("off", steps=1))
     assert guard.check(1, {"reward/total": 0.0}) == "" and not guard.sees_collapse
 

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment and continued leaves every file of an unbroken run, byte for byte but for times."""
+"""A run killed at random moments and continued leaves the same files as an uninterrupted run, except for times."""
 
 import json
 import os
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 12
 TIMES = re.compile(r"(time|memory|rollout)/.*|minutes|seconds|.*tokens_per_second")
-"""Names of values that two runs of one config do not share: times, speeds, memory."""
+"""Names of values that differ between two runs of one config: times, speeds, memory."""
 BY_CONTENT = ("checkpoints", "tensorboard")
-"""Folders whose files have names and bytes of their own in each run: random ids, times, process ids."""
+"""Folders whose files differ in names and bytes in each run (random ids, times, process ids); their content is compared."""
 
 
 def without_times(value):
@@ -33,7 +33,7 @@ def without_times(value):
 
 
 def content(file: pathlib.Path) -> object:
-    """What a file says, without times."""
+    """Return the content of a file without times."""
     if file.name == "metrics.jsonl":
         return [list(without_times(json.loads(line)).items()) for line in file.read_text().splitlines()]
     if file.name == "summary.txt":
@@ -47,7 +47,7 @@ def files_of(workdir: pathlib.Path) -> dict[str, object]:
 
 
 def checkpoints_of(workdir: pathlib.Path) -> dict[int, object]:
-    """What each checkpoint holds: its metadata without times, and its arrays by name."""
+    """Return, by step, each checkpoint's metadata without times and its arrays by name."""
     found = {}
     for step in saved_steps(workdir):
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -61,12 +61,12 @@ def checkpoints_of(workdir: pathlib.Path) -> dict[int, object]:
 
 
 def events_of(workdir: pathlib.Path) -> list[tuple[str, int, float]]:
-    """The scalars of TensorBoard without times, each once: a kill between the two files has one repeated."""
+    """Return the scalars of TensorBoard without times, each once: a kill between writes to the two files repeats one."""
     return list(dict.fromkeys(point for point in scalars_of(workdir) if not TIMES.fullmatch(point[0])))
 
 
 @pytest.mark.parametrize(("name", "kills"), [("grpo", 20), ("ppo", 6), ("sft", 8)])
-def test_a_run_killed_at_random_moments_leaves_the_files_of_an_unbroken_one(tmp_path, name, kills):
+def test_a_run_killed_at_random_moments_leaves_the_files_of_an_uninterrupted_run(tmp_path, name, kills):
     policy, workdir = tmp_path / "policy", tmp_path / "run"
     made.save_random_policy(policy)
     launcher = "launch/sft.py" if name == "sft" else "launch/train.py"
@@ -82,7 +82,7 @@ def test_a_run_killed_at_random_moments_leaves_the_files_of_an_unbroken_one(tmp_
             *flags,
         ],
         cwd=ROOT,
-        # The variable keeps a launcher from starting its program again, for glibc's huge pages.
+        # GLIBC_TUNABLES prevents the launcher from restarting itself for glibc's huge pages.
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -98,7 +98,7 @@ def test_a_run_killed_at_random_moments_leaves_the_files_of_an_unbroken_one(tmp_
 
 
 def compare(whole: pathlib.Path, killed: pathlib.Path) -> None:
-    """Asserts that two workdirs hold the same."""
+    """Assert that two workdirs have the same content."""
     expected, found = files_of(whole), files_of(killed)
     assert list(found) == list(expected)
     for name, value in expected.items():

@@ -1,4 +1,4 @@
-"""The training loop: what it learns from, evaluates and writes down, and which questions it asks."""
+"""The training loop: updates, evaluations, metrics, guard, and the questions it asks."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from tests.train.small_run import CONFIG, STEPS, fresh, lines, run, steps_of
 
 
 @pytest.mark.slow
-def test_the_mean_of_the_last_parameters_is_what_a_run_learned(parts, whole, tmp_path):
+def test_with_average_last_the_final_policy_is_the_mean_of_the_last_parameters(parts, whole, tmp_path):
     averaged = dataclasses.replace(CONFIG, average_last=0.5, checkpoint_every=3)
     with pytest.raises(ConnectionError):  # in step 4; the checkpoint of step 3 holds half of the mean
         run(parts, tmp_path / "mean", averaged, die_at=5)
@@ -52,7 +52,7 @@ def test_a_critic_without_a_value_model_is_refused(parts, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 2])
-def test_a_run_on_a_mesh_gives_the_numbers_of_one_device(parts, tmp_path, lora):
+def test_a_run_on_a_mesh_gives_the_same_metrics_as_on_one_device(parts, tmp_path, lora):
     questions, engine, recipe = parts
     config = dataclasses.replace(CONFIG, steps=1, eval_every=0)
     mesh = make_mesh(2, 2, 2)
@@ -73,12 +73,12 @@ def test_a_run_on_a_mesh_gives_the_numbers_of_one_device(parts, tmp_path, lora):
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_a_share_to_average_that_is_none_is_refused(share):
+def test_average_last_outside_0_to_1_is_refused(share):
     with pytest.raises(UserError, match=rf"train.average_last={share} must lie in 0..1"):
         dataclasses.replace(CONFIG, average_last=share)
 
 
-def test_parameters_move_and_are_held_against_the_frozen_start(whole):
+def test_parameters_change_and_the_kl_is_measured_from_the_frozen_reference(whole):
     workdir, outcome, params = whole
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, nnx.state(fresh()))
     assert max(jax.tree.leaves(moved)) > 1e-3
@@ -93,8 +93,8 @@ def test_parameters_move_and_are_held_against_the_frozen_start(whole):
     assert set(outcome.final_metrics) >= {"eval/em", "eval/f1", "eval/searches"}
 
 
-def test_the_start_is_what_is_evaluated_first(parts, tmp_path, monkeypatch):
-    """Although the first update has been done by then."""
+def test_the_first_evaluation_is_of_the_initial_policy(parts, tmp_path, monkeypatch):
+    """The evaluation itself runs after the first update."""
     evaluated, evaluate = [], rl.evaluate
 
     def recorded(engine, params, *rest, **options):
@@ -109,7 +109,7 @@ def test_the_start_is_what_is_evaluated_first(parts, tmp_path, monkeypatch):
 
 
 def test_training_and_evaluating_share_one_rollout_program(parts, tmp_path, caplog):
-    """The start that is evaluated, what is learned and their mean differ in numbers alone."""
+    """Initial, current and averaged parameters differ only in their values."""
     questions, engine, recipe = parts
     again = Engine(fresh(), engine.tokenizer, engine.config, retriever=engine.retriever)
     config = dataclasses.replace(CONFIG, average_last=0.5, steps=3)
@@ -124,15 +124,15 @@ def test_training_and_evaluating_share_one_rollout_program(parts, tmp_path, capl
     assert len(compiled) == 1
 
 
-def test_a_second_step_compiles_nothing(parts, tmp_path, caplog, monkeypatch):
-    """Neither to sample nor to learn, whatever it samples."""
+def test_only_the_first_step_compiles(parts, tmp_path, caplog, monkeypatch):
+    """Neither sampling nor updating compiles in later steps."""
     sample = Engine.run
 
-    def run_and_tell(self, *asked, **how):
+    def run_and_log(self, *asked, **how):
         logging.getLogger("rrl").warning("samples")
         return sample(self, *asked, **how)
 
-    monkeypatch.setattr(Engine, "run", run_and_tell)
+    monkeypatch.setattr(Engine, "run", run_and_log)
     jax.config.update("jax_log_compiles", True)  # in all threads
     try:
         with caplog.at_level("WARNING"):
@@ -140,12 +140,12 @@ def test_a_second_step_compiles_nothing(parts, tmp_path, caplog, monkeypatch):
     finally:
         jax.config.update("jax_log_compiles", False)
     assert [step for step in steps_of(tmp_path) if "train" in step] == [f"train {n}" for n in (1, 2, 3, 4)]
-    begun = [place for place, line in enumerate(caplog.messages) if line == "samples"]
-    later = caplog.messages[begun[1] :]
+    starts = [place for place, line in enumerate(caplog.messages) if line == "samples"]
+    later = caplog.messages[starts[1] :]
     assert not [line for line in later if "Finished XLA compilation" in line]
 
 
-def test_zero_steps_only_evaluate(parts, tmp_path):
+def test_a_run_of_zero_steps_only_evaluates(parts, tmp_path):
     config = dataclasses.replace(CONFIG, steps=0, optim=OptimConfig(total_steps=1))
     outcome, params = run(parts, tmp_path, config)
     jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
@@ -159,7 +159,7 @@ def test_an_epoch_asks_each_question_once():
     assert np.array_equal(question_order(10, 5, 3, 1), asked[5:10])
 
 
-def test_dynamic_sampling_asks_again_and_ends_where_nothing_tells(parts, tmp_path):
+def test_dynamic_sampling_without_any_group_with_spread_makes_no_update(parts, tmp_path):
     objective = dataclasses.replace(CONFIG.objective, drop_spread=100.0)
     outcome, params = run(
         parts, tmp_path, dataclasses.replace(CONFIG, steps=1, objective=objective, rounds=3)
@@ -170,7 +170,7 @@ def test_dynamic_sampling_asks_again_and_ends_where_nothing_tells(parts, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
 
 
-def test_advantages_over_the_batch_are_over_what_is_learned_from(parts, tmp_path):
+def test_advantages_over_the_batch_ignore_dropped_groups(parts, tmp_path):
     questions, engine, recipe = parts
     over_the_batch = dataclasses.replace(recipe, advantage="reinforce_plus_plus")
     objective = dataclasses.replace(CONFIG.objective, drop_spread=3.0)
@@ -181,48 +181,48 @@ def test_advantages_over_the_batch_are_over_what_is_learned_from(parts, tmp_path
     assert line["train/advantage_std"] == pytest.approx(1, abs=1e-5)
 
 
-def test_a_question_too_long_for_the_context_is_named_before_a_run_comes_to_it(parts):
+def test_questions_too_long_for_the_context_are_reported_before_training(parts):
     questions, engine, recipe = parts
-    said = []
-    assert find_long_prompts(engine, recipe, questions, "refuse", said.append) == set() and not said
+    messages = []
+    assert find_long_prompts(engine, recipe, questions, "refuse", messages.append) == set() and not messages
     spaces = dataclasses.replace(questions[0], id="many bytes, few tokens", text=questions[0].text * 2)
-    assert find_long_prompts(engine, recipe, [spaces], "stop", said.append) == set()
+    assert find_long_prompts(engine, recipe, [spaces], "stop", messages.append) == set()
     long = dataclasses.replace(questions[0], id="endless", text=questions[0].text * 40)
     for on_error in ("refuse", "skip"):
-        assert find_long_prompts(engine, recipe, [*questions, long], on_error, said.append) == {
+        assert find_long_prompts(engine, recipe, [*questions, long], on_error, messages.append) == {
             len(questions)
         }
     words = f"1 of {len(questions) + 1} questions do not fit the context of 128 tokens and end as context_limit; the first is"
-    assert len(said) == 2 and all(f"{words} 'endless', whose prompt has" in text for text in said)
+    assert len(messages) == 2 and all(f"{words} 'endless', whose prompt has" in text for text in messages)
     with pytest.raises(UserError, match=r"question 'endless' has \d+ tokens, the context holds 128"):
-        find_long_prompts(engine, recipe, [*questions, long], "stop", said.append)
+        find_long_prompts(engine, recipe, [*questions, long], "stop", messages.append)
 
 
-def test_a_critic_that_warms_up_for_longer_than_the_run_is_refused():
+def test_a_critic_warmup_longer_than_the_run_is_refused():
     critic = CriticConfig(OptimConfig(total_steps=STEPS), warmup_steps=STEPS + 1)
     with pytest.raises(UserError, match=r"train\.steps=4 must be at least critic\.warmup_steps=5"):
         dataclasses.replace(CONFIG, critic=critic)
 
 
-def test_a_batch_without_a_finite_gradient_is_left_out_and_kept_for_study(parts, tmp_path, capsys):
+def test_a_batch_with_a_non_finite_gradient_is_skipped_and_saved(parts, tmp_path, capsys):
     falling = dataclasses.replace(CONFIG, optim=dataclasses.replace(CONFIG.optim, schedule="linear"))
     _, params = run(parts, tmp_path, falling, poisoned=3)  # step 2
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
     assert "step 2: a gradient was not finite" in capsys.readouterr().err
     (file,) = (tmp_path / "not_finite").iterdir()
-    kept = np.load(file)
-    assert file.name == "step_000002.npz" and np.isnan(kept["advantages"]).all()
-    about = json.loads(str(kept["about"]))
-    assert len(about) == len(kept["lengths"]) == 12 and kept["lengths"].sum() == len(kept["tokens"])
+    saved = np.load(file)
+    assert file.name == "step_000002.npz" and np.isnan(saved["advantages"]).all()
+    about = json.loads(str(saved["about"]))
+    assert len(about) == len(saved["lengths"]) == 12 and saved["lengths"].sum() == len(saved["tokens"])
     assert {one["id"] for one in about} <= {question.id for question in parts[0]}
     assert [line["train/skipped"] for line in lines(tmp_path) if "train/skipped" in line] == [0, 1, 1, 1]
     rates = [line["train/lr"] for line in lines(tmp_path) if "train/lr" in line]
-    np.testing.assert_allclose(rates, [0.01, 0.01, 0.0075, 0.005])  # of the updates that were taken
+    np.testing.assert_allclose(
+        rates, [0.01, 0.01, 0.0075, 0.005]
+    )  # skipped updates do not advance the schedule
 
 
-def test_a_recipe_knows_where_the_run_stands_and_what_it_leaves_out_is_not_learned_from(
-    parts, tmp_path, capsys
-):
+def test_a_recipe_sees_the_step_and_its_excluded_groups_are_not_used(parts, tmp_path, capsys):
     questions, engine, recipe = parts
     seen = []
 
@@ -231,7 +231,7 @@ def test_a_recipe_knows_where_the_run_stands_and_what_it_leaves_out_is_not_learn
             seen.append((scoring.step, scoring.steps, scoring.reader("x")))
             super().score(trajectories, scoring)
             for place, t in enumerate(trajectories):
-                t.rewards["total"] = float(place % 2)  # something to learn
+                t.rewards["total"] = float(place % 2)  # unequal rewards
 
         def excluded(self, trajectories):
             return np.array([t.group > 0 or seen[-1][0] == 0 for t in trajectories])
@@ -245,10 +245,10 @@ def test_a_recipe_knows_where_the_run_stands_and_what_it_leaves_out_is_not_learn
         (0, 2, "x"),
         (1, 2, "x"),
         (2, 2, "x"),
-    ]  # a step, the start's evaluation, a step, the end's
+    ]  # a step, the evaluation of the start, a step, the final evaluation
     shares = [line["train/left_out"] for line in lines(tmp_path) if "train/left_out" in line]
     assert shares == [1.0, 0.75]
-    assert "step 1: nothing to learn from" in capsys.readouterr().err
+    assert "step 1: no update" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -262,13 +262,13 @@ def test_finished_runs_hold_no_compiled_programs(parts, tmp_path):
     assert max(counts[2:]) <= counts[1] + 50, counts
 
 
-def test_a_policy_of_nan_is_counted_named_and_seen_by_the_guard(parts, tmp_path, capsys):
+def test_nan_logits_are_counted_logged_and_seen_by_the_guard(parts, tmp_path, capsys):
     config = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2))
     decoder = fresh()
     nnx.update(decoder, jax.tree.map(lambda x: x * np.nan, nnx.state(decoder)))
     outcome, _ = run(parts, tmp_path, config, decoder=decoder)
     assert outcome.stopped == "collapse" and "logits of the policy are not finite" in outcome.guard_message
-    assert "step 1: nothing to learn from: logits were not finite" in capsys.readouterr().err
+    assert "step 1: no update: logits were not finite" in capsys.readouterr().err
     trained = [line for line in lines(tmp_path) if "reward/total" in line]
     assert [line["train/not_finite"] for line in trained] == [12, 12]
     assert all(line["ended/not_finite"] == 1 and "train/grad_norm" not in line for line in trained)
@@ -277,8 +277,8 @@ def test_a_policy_of_nan_is_counted_named_and_seen_by_the_guard(parts, tmp_path,
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_what_is_not_finite_brings_no_nan_into_the_update(parts, tmp_path, monkeypatch, aggregation):
-    """Of each question one sample breaks off at once, one after three tokens."""
+def test_non_finite_logits_put_no_nan_into_the_update(parts, tmp_path, monkeypatch, aggregation):
+    """In each group one sample gets NaN logits at once and one after three tokens."""
     draw = device.sample_tokens
 
     def breaking(model, rows, *rest):

@@ -1,4 +1,4 @@
-"""The control whose rewards are dealt out at random."""
+"""The control experiment with permuted rewards."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from rrl.train.sample import permute_rewards
 from tests.train.small_run import fresh
 
 
-def test_permuted_rewards_are_dealt_out_with_all_their_components(parts):
+def test_the_components_of_a_permuted_reward_stay_together(parts):
     questions, engine, recipe = parts
     trajectories = run_questions(
         engine, nnx.state(fresh()), recipe, questions[:3], key=jax.random.key(0), samples=4
@@ -23,7 +23,7 @@ def test_permuted_rewards_are_dealt_out_with_all_their_components(parts):
     assert len({id(t.rewards) for t in trajectories}) == 12
 
 
-def test_permuted_rewards_of_turns_keep_their_multiset_too(parts):
+def test_permuted_turn_rewards_keep_their_multiset(parts):
     questions, engine, recipe = parts
     trajectories = run_questions(
         engine, nnx.state(fresh()), recipe, questions[:3], key=jax.random.key(0), samples=4
@@ -31,6 +31,6 @@ def test_permuted_rewards_of_turns_keep_their_multiset_too(parts):
     for place, t in enumerate(trajectories):
         t.turn_rewards = {0: float(place)}
     permute_rewards(trajectories, np.random.default_rng(0))
-    dealt = [t.turn_rewards[0] for t in trajectories]
-    assert sorted(dealt) == list(range(12)) and dealt != list(range(12))
+    permuted = [t.turn_rewards[0] for t in trajectories]
+    assert sorted(permuted) == list(range(12)) and permuted != list(range(12))
     assert all(t.token_rewards.sum() == t.turn_rewards[0] for t in trajectories)

@@ -1,4 +1,4 @@
-"""R2AG's config: the paper's settings, and a run from cold start to drawn trees that resumes exactly, forest and all."""
+"""R2AG's config: the settings of the paper, and a run from cold start to drawn trees that resumes exactly."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def config(arg="", name="r2ag"):
 
 
 @pytest.mark.parametrize("size", ["3b", "7b"])
-def test_the_large_sizes_hold_the_papers_settings(size):
+def test_the_large_sizes_have_the_settings_of_the_paper(size):
     # SPEC.md 4; appendix B.2 and C.2
     settings = TrainSettings.parse(config(f"size={size},data=FOLDER,encoder=FOLDER"))
     train, objective = settings.train, settings.train.objective
@@ -38,7 +38,7 @@ def test_the_large_sizes_hold_the_papers_settings(size):
     assert settings.policy == {"3b": "models/Qwen2.5-3B-Instruct", "7b": "models/Qwen3-8B"}[size]
 
 
-def test_the_outputs_for_a_prompt_share_it_in_the_update():
+def test_the_update_shares_the_prompt_among_the_samples_of_a_group():
     settings = TrainSettings.parse(config())
     objective = settings.train.objective
     assert objective.share_prefixes and objective.row_lengths[-1] >= 2 * settings.rollout.context
@@ -53,20 +53,20 @@ def test_the_outputs_for_a_prompt_share_it_in_the_update():
         ("hops=2,t=half,predictions=off", 1, 0, 1),
     ],
 )
-def test_inference_is_set_by_arguments(arg, base, predicted, k):
+def test_arguments_select_the_inference_settings(arg, base, predicted, k):
     # SPEC.md 4: base-only or with anticipatory predictions; top-k 1 or 2; t = M or M/2
     settings = TrainSettings.parse(config(f"size=7b,data=FOLDER,{arg}".rstrip(",")))
     expected = R2AGEnvironment(base_queries=base, predicted_queries=predicted)
     assert settings.recipe.environment == expected and settings.rollout.top_k == k
 
 
-def test_an_output_has_at_least_one_query():
+def test_a_config_without_queries_is_refused():
     with pytest.raises(UserError, match="config argument hops=0 must be at least 1"):
         config("hops=0")
 
 
 @pytest.mark.slow
-def test_a_run_from_cold_start_to_trees_that_died_grows_the_same_forest(tmp_path, monkeypatch):
+def test_a_killed_run_from_cold_start_to_trees_resumes_to_the_same_forest(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     save_random_policy(tmp_path / "random")
     cold = config(
@@ -75,7 +75,7 @@ def test_a_run_from_cold_start_to_trees_that_died_grows_the_same_forest(tmp_path
     assert stages.run(shrink_cold_start(cold), tmp_path / "cold").stopped == "done"
     assert (
         read_card(tmp_path / "cold" / "model").top_k == 1
-    )  # as it is trained and used, not as its teacher searches
+    )  # as in training and use; its scripted expert retrieves 2 passages
 
     def run(workdir, die_after=None):
         run = config(f"policy={tmp_path}/cold/model,retriever=bm25,steps=4")
@@ -106,7 +106,9 @@ def test_a_run_from_cold_start_to_trees_that_died_grows_the_same_forest(tmp_path
         run(tmp_path / "died", die_after=4)
     run(tmp_path / "died")
     forests = [saved_metadata(tmp_path / name, 4)["curriculum"] for name in ("whole", "died")]
-    assert forests[0] == forests[1] and forests[0]["level"] == 1  # 3 trees: steps of 2 and 1, then once more
+    assert (
+        forests[0] == forests[1] and forests[0]["level"] == 1
+    )  # 3 trees: steps with 2 and 1 of them, then a second pass
     whole, died = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "died"))
     trained = [[row["reward/total"] for row in rows if "reward/total" in row] for rows in (whole, died)]
     assert trained[0] == trained[1] and len(trained[0]) == 4

@@ -1,4 +1,4 @@
-"""R3-RAG's config: the paper's settings, Table 2 and the released variants by one argument, any retriever."""
+"""R3-RAG's config: the settings of the paper, and arguments for Table 2, the released variants and any retriever."""
 
 import importlib.util
 import pathlib
@@ -21,7 +21,7 @@ def config(arg=""):
     return module.get_config(arg)
 
 
-def test_the_large_size_holds_the_papers_settings():
+def test_the_large_size_has_the_settings_of_the_paper():
     # SPEC.md 2 and 6; section 4.3 and appendix C
     settings = TrainSettings.parse(config(BIG))
     train, objective, critic = settings.train, settings.train.objective, settings.train.critic
@@ -51,11 +51,11 @@ def test_the_large_size_holds_the_papers_settings():
         ("cut=block", {"environment": R3RagEnvironment(cut="block")}),
     ],
 )
-def test_the_ablations_and_the_other_readings_are_arguments(arg, changed):
+def test_arguments_select_ablations_and_variants(arg, changed):
     assert TrainSettings.parse(config(f"{BIG},{arg}")).recipe == R3Rag(**changed)
 
 
-def test_the_built_in_world_is_judged_by_its_oracle_and_pays_exact_answers():
+def test_the_built_in_world_uses_the_oracle_as_judge_and_rewards_exact_match():
     settings = TrainSettings.parse(config())
     assert settings.judge.judge.kind == "oracle" and settings.recipe.match == "exact"
     assert settings.train.temperatures == (1.0,) and settings.train.critic.across_contexts
@@ -68,7 +68,7 @@ def test_the_built_in_world_is_judged_by_its_oracle_and_pays_exact_answers():
 
 
 @pytest.mark.parametrize("kind", ["bm25", "exact", "scann"])
-def test_a_policy_is_held_against_any_retriever(kind):
+def test_an_evaluation_can_use_any_retriever(kind):
     # Tables 3 and 5
     by_argument = TrainSettings.parse(config(f"steps=0,policy=assets/miniwiki-policy,retriever={kind}"))
     override = config("steps=0,policy=assets/miniwiki-policy")
@@ -77,7 +77,7 @@ def test_a_policy_is_held_against_any_retriever(kind):
     assert by_argument.retriever.kind == kind and by_argument.train.steps == 0
 
 
-def test_training_reads_512_characters_of_a_document_and_evaluation_all_of_it():
+def test_documents_are_cut_to_512_characters_in_training_and_whole_in_evaluation():
     # SPEC.md 2: "documents cut to 512 characters in RL training"; section 4.3: "complete retrieved documents"
     for arg, characters in (
         (BIG, 512),
@@ -87,7 +87,7 @@ def test_training_reads_512_characters_of_a_document_and_evaluation_all_of_it():
         assert config(arg).recipe.environment.document_characters == characters
 
 
-def test_every_field_can_be_overridden():
+def test_a_config_lists_fields_of_recipe_critic_and_judge():
     filled = config()
     assert filled.recipe.correct_scale == 1.6 and filled.recipe.environment.max_steps == 5
     assert filled.critic.clip == 0.5 and filled.judge.kind == "oracle"

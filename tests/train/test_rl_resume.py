@@ -1,4 +1,4 @@
-"""The training loop that is broken off: it goes on to the same numbers, and ends where it should."""
+"""Interrupted training runs: resuming gives bitwise the same result, and collapse ends at the right checkpoint."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from rrl.train.guard import GuardConfig
 from tests.train.small_run import CONFIG, EVERY_LINE, STEPS, fresh, lines, run, steps_of
 
 
-def test_a_run_that_died_continues_to_the_same_numbers(parts, whole, tmp_path):
+def test_a_killed_run_resumes_to_the_same_result(parts, whole, tmp_path):
     workdir, outcome, params = whole
     with pytest.raises(ConnectionError):
         run(parts, tmp_path, CONFIG, die_at=5)  # evaluation, 2 steps, evaluation, 1 step
@@ -35,9 +35,7 @@ def test_a_run_that_died_continues_to_the_same_numbers(parts, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_with_a_critic_the_policy_waits_for_it_and_a_run_that_died_continues_to_the_same_numbers(
-    parts, tmp_path
-):
+def test_a_killed_run_with_a_critic_resumes_to_the_same_result_and_warms_up_its_critic(parts, tmp_path):
     critic = CriticConfig(OptimConfig(lr=1e-2, total_steps=3), warmup_steps=1)
     objective = dataclasses.replace(
         CONFIG.objective, kl_in="reward", kl_estimator="k1", whiten=True, epochs=2
@@ -58,15 +56,15 @@ def test_with_a_critic_the_policy_waits_for_it_and_a_run_that_died_continues_to_
     first, second, third = (line for line in lines(tmp_path / "whole") if "reward/total" in line)
     assert "train/kl" not in first and "train/kl" in second and "train/kl" in third
     assert first["train/lr"] == 0 < second["train/lr"]
-    assert first["critic/explained_variance"] == pytest.approx(0, abs=1e-5)  # its output starts at 0
+    assert first["critic/explained_variance"] == pytest.approx(0, abs=1e-5)  # the value head starts at 0
     assert all(np.isfinite(line["critic/loss"]) for line in (first, second, third))
-    # Its own advantages': the recipe's, of groups of one, have none.
+    # This is of the critic's advantages; the recipe's advantages of groups of one are all 0.
     assert all(line["train/advantage_std"] > 0.1 for line in (first, second, third))
     _, waiting = run(parts, tmp_path / "one", dataclasses.replace(config, steps=1), value_model=values())
     jax.tree.map(np.testing.assert_array_equal, waiting, nnx.state(fresh()))
 
 
-def test_a_run_that_died_before_its_first_checkpoint_keeps_its_evaluation(parts, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_keeps_its_evaluation(parts, tmp_path):
     with pytest.raises(ConnectionError):
         run(parts, tmp_path, CONFIG, die_at=2)
     outcome, _ = run(parts, tmp_path, CONFIG)
@@ -74,18 +72,18 @@ def test_a_run_that_died_before_its_first_checkpoint_keeps_its_evaluation(parts,
     assert outcome.start_metrics["eval/em"] == lines(tmp_path)[1]["eval/em"]
 
 
-def test_wherever_a_run_dies_its_lines_and_the_trajectories_of_its_report_are_those_of_an_unbroken_run(
+def test_a_run_killed_anywhere_ends_with_the_metrics_and_trajectories_of_an_uninterrupted_run(
     parts, whole, tmp_path, monkeypatch
 ):
-    def life(most: int) -> None:
-        """Dies once it has written so many lines."""
+    def run_until(max_lines: int) -> None:
+        """Run until `max_lines` lines of metrics are written, then fail."""
         written, write = 0, MetricsWriter.write
 
         def dying(self, step, metrics):
             nonlocal written
             write(self, step, metrics)
             written += 1
-            if written == most:
+            if written == max_lines:
                 raise ConnectionError("the machine went away")
 
         with monkeypatch.context() as patch:
@@ -93,19 +91,19 @@ def test_wherever_a_run_dies_its_lines_and_the_trajectories_of_its_report_are_th
             with pytest.raises(ConnectionError):
                 run(parts, tmp_path, CONFIG)
 
-    life(2)  # the start is evaluated, nothing is saved
-    life(4)  # step 2 is evaluated, and not saved
-    life(7)  # the last step is evaluated, and saved before that
-    life(1)  # the same in a life that has its line from the former one
+    run_until(2)  # the start is evaluated, nothing is saved
+    run_until(4)  # step 2 is evaluated, but not saved
+    run_until(7)  # the last step is saved, then evaluated
+    run_until(1)  # the same, with its line from the process before
     again, _ = run(parts, tmp_path, CONFIG)
     assert lines(tmp_path) == lines(whole[0]) and steps_of(tmp_path) == EVERY_LINE
-    for name in ("sampled", "evaluated"):
+    for name in ("last_trajectories", "eval_trajectories"):
         found, expected = getattr(again, name), getattr(whole[1], name)
         assert [as_json(t) for t in found] == [as_json(t) for t in expected] and expected
     np.testing.assert_array_equal(again.left_out, whole[1].left_out)
 
 
-def test_a_guard_that_warned_says_so_after_the_run_died(parts, tmp_path):
+def test_the_warning_of_a_guard_survives_a_restart(parts, tmp_path):
     config = dataclasses.replace(CONFIG, guard=GuardConfig("warn", steps=2), checkpoint_every=1)
     with pytest.raises(ConnectionError):
         run(parts, tmp_path, config, poor_from=1, die_at=5)  # steps 1 to 3 earn nothing
@@ -114,16 +112,18 @@ def test_a_guard_that_warned_says_so_after_the_run_died(parts, tmp_path):
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_signal_loses_no_evaluation(parts, tmp_path, monkeypatch, after):
+def test_no_evaluation_is_lost_after_a_signal(parts, tmp_path, monkeypatch, after):
     class Stop:
-        """A signal that comes during the given step: it is asked for before and after each, and once before the start is
-        evaluated."""
+        """A stop flag that becomes true during step `after`.
 
-        asked = 0
+        The loop reads the flag before and after each step, and once before the start is evaluated.
+        """
+
+        reads = 0
 
         def __bool__(self):
-            self.asked += 1
-            return self.asked >= 2 * after + 1
+            self.reads += 1
+            return self.reads >= 2 * after + 1
 
     with monkeypatch.context() as patch:
         patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
@@ -134,13 +134,13 @@ def test_a_signal_loses_no_evaluation(parts, tmp_path, monkeypatch, after):
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
-def test_a_signal_during_an_evaluation_ends_the_run_there(parts, whole, tmp_path, monkeypatch, before):
+def test_a_signal_during_an_evaluation_ends_the_run_after_it(parts, whole, tmp_path, monkeypatch, before):
     class Stop:
-        asked = 0
+        reads = 0
 
         def __bool__(self):
-            self.asked += 1
-            return self.asked >= 2 * before + (2 if before else 1)
+            self.reads += 1
+            return self.reads >= 2 * before + (2 if before else 1)
 
     with monkeypatch.context() as patch:
         patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
@@ -151,22 +151,24 @@ def test_a_signal_during_an_evaluation_ends_the_run_there(parts, whole, tmp_path
     jax.tree.map(np.testing.assert_array_equal, params, whole[2])
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_where_a_judge_falls_silent_what_was_learned_is_kept(parts, whole, tmp_path, monkeypatch, asked):
+@pytest.mark.parametrize("stopping", [False, True])
+def test_completed_steps_are_saved_when_a_judge_does_not_answer(
+    parts, whole, tmp_path, monkeypatch, stopping
+):
     stop, sample_step = StopSignal(), rl.sample_step
 
-    def silent(config, step, *others):
+    def no_answer(config, step, *others):
         if step == 1:
-            sample_step(config, step, *others)  # what it did to the curriculum is undone
-            if asked:
+            sample_step(config, step, *others)  # its changes to the curriculum must be undone
+            if stopping:
                 stop.set()
             raise ServiceUnavailable("no answer")
         return sample_step(config, step, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "sample_step", silent)
+        patch.setattr(rl, "sample_step", no_answer)
         patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(stop))
-        with contextlib.nullcontext() if asked else pytest.raises(ServiceUnavailable):
+        with contextlib.nullcontext() if stopping else pytest.raises(ServiceUnavailable):
             stopped, _ = run(parts, tmp_path, CONFIG)
             assert (stopped.step, stopped.stopped) == (1, "signal")
     assert saved_steps(tmp_path)[-1] == 1
@@ -175,14 +177,14 @@ def test_where_a_judge_falls_silent_what_was_learned_is_kept(parts, whole, tmp_p
     jax.tree.map(np.testing.assert_array_equal, params, whole[2])
 
 
-def test_where_a_judge_falls_silent_in_the_first_evaluation_the_update_before_it_is_written_down(
+def test_the_first_update_is_saved_when_a_judge_does_not_answer_in_the_first_evaluation(
     parts, whole, tmp_path, monkeypatch
 ):
-    def silent(*args, **kwargs):
+    def no_answer(*args, **kwargs):
         raise ServiceUnavailable("no answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "evaluate", silent)
+        patch.setattr(rl, "evaluate", no_answer)
         with pytest.raises(ServiceUnavailable):
             run(parts, tmp_path, CONFIG)
     assert saved_steps(tmp_path)[-1] == 1
@@ -191,7 +193,7 @@ def test_where_a_judge_falls_silent_in_the_first_evaluation_the_update_before_it
     jax.tree.map(np.testing.assert_array_equal, params, whole[2])
 
 
-def test_a_finished_run_only_reports_again(parts, whole):
+def test_a_finished_run_only_writes_its_report_again(parts, whole):
     workdir, first, params = whole
     written = (workdir / "metrics.jsonl").read_text()
     again, restored = run(parts, workdir, CONFIG, die_at=0)
@@ -204,26 +206,26 @@ def test_a_finished_run_only_reports_again(parts, whole):
     assert again.seconds == first.seconds
 
 
-def test_a_finished_run_takes_more_steps_from_where_it_was(parts, tmp_path):
+def test_a_finished_run_continues_when_its_steps_are_raised(parts, tmp_path):
     run(parts, tmp_path, dataclasses.replace(CONFIG, steps=2, eval_every=1))
     longer, params = run(parts, tmp_path, CONFIG)
     assert longer.step == STEPS and longer.stopped == "done"
     assert [step for step in steps_of(tmp_path) if step.startswith("train")] == [
         f"train {n}" for n in (1, 2, 3, 4)
     ]
-    # Its schedule is constant and its optimiser's state was kept: the numbers are those of one run.
+    # With a constant schedule and a restored optimiser the result is that of one longer run.
     _, once = run(parts, tmp_path / "once", CONFIG)
     jax.tree.map(np.testing.assert_array_equal, params, once)
     with pytest.raises(UserError, match="steps: 4 there, 3 now"):
         run(parts, tmp_path, dataclasses.replace(CONFIG, steps=3))
 
 
-def test_another_config_is_refused_by_the_name_of_its_field(parts, whole):
+def test_the_error_for_another_config_names_the_field(parts, whole):
     with pytest.raises(UserError, match="samples"):
         run(parts, whole[0], dataclasses.replace(CONFIG, samples=5))
 
 
-def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):
+def test_a_collapsed_run_ends_at_its_last_good_checkpoint(parts, tmp_path):
     guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), checkpoint_every=1)
     outcome, params = run(parts, tmp_path / "poor", guarded, poor_from=5)  # steps 3 and 4
     assert (outcome.stopped, outcome.step) == ("collapse", 2)
@@ -232,7 +234,7 @@ def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, second)
     assert (
         steps_of(tmp_path / "poor") == EVERY_LINE[:-1]
-    )  # what happened is still there, step 2 evaluated once
+    )  # later lines are kept, and step 2 is evaluated once
     assert outcome.final_metrics["eval/f1"] == lines(tmp_path / "poor")[3]["eval/f1"]
     warned = dataclasses.replace(guarded, guard=GuardConfig("warn", steps=1))
     outcome, _ = run(parts, tmp_path / "warned", warned, poor_from=5)
@@ -242,7 +244,7 @@ def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):
     )
 
 
-def test_a_run_that_collapsed_before_its_first_checkpoint_ends_at_its_start(parts, tmp_path):
+def test_a_run_that_collapses_before_its_first_checkpoint_ends_at_its_start(parts, tmp_path):
     guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), eval_every=0)
     outcome, params = run(parts, tmp_path, guarded, poor_from=1)
     assert (outcome.stopped, outcome.step) == ("collapse", 0)
@@ -254,13 +256,13 @@ def test_a_run_that_collapsed_before_its_first_checkpoint_ends_at_its_start(part
     ]
 
 
-def test_a_signal_keeps_no_checkpoint_of_what_may_be_a_collapse(parts, tmp_path, monkeypatch):
+def test_a_signal_saves_no_checkpoint_while_the_guard_sees_a_sign_of_collapse(parts, tmp_path, monkeypatch):
     class Stop:
-        asked = 0
+        reads = 0
 
         def __bool__(self):
-            self.asked += 1
-            return self.asked >= 2 * 3 + 1  # after step 3
+            self.reads += 1
+            return self.reads >= 2 * 3 + 1  # after step 3
 
     guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), checkpoint_every=1)
     with monkeypatch.context() as patch:

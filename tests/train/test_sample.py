@@ -1,4 +1,4 @@
-"""Dynamic sampling: rounds of questions until enough groups have something to tell."""
+"""Sampling of a training step: dynamic sampling, temperatures, penalties, permuted rewards; and evaluation."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ from tests.tiny import tiny_shape
 
 @pytest.fixture
 def sample(monkeypatch):
-    """`sample_rounds` over rollouts in which the questions that are odd numbers have spread; tells what was asked."""
+    """`sample_rounds` with fake rollouts in which only odd questions have unequal rewards; also returns the calls."""
     asked = []
 
     def run(engine, params, recipe, questions, *, key, samples, **_):
@@ -55,16 +55,16 @@ def sample(monkeypatch):
     monkeypatch.setattr(rollouts, "run_questions", run)
     key = jax.random.key(7)
 
-    def ask(number, count):
+    def select_questions(number, count):
         return [10 * number + i for i in range(count)]
 
-    def sampled(refill, recipe=None, **options):
+    def sampled(dynamic_sampling, recipe=None, **options):
         found = sample_rounds(
             SimpleNamespace(),
             None,
             recipe or RSearch(),
-            ask,
-            refill,
+            select_questions,
+            dynamic_sampling,
             key=key,
             samples=2,
             temperature=1.0,
@@ -76,34 +76,36 @@ def sample(monkeypatch):
     return sampled
 
 
-def test_one_round_is_what_was_asked_with_the_steps_own_key(sample):
+def test_a_single_round_uses_the_key_of_the_step(sample):
     found, asked, key = sample(DynamicSampling(4, 1))
     assert asked == [([0, 1, 2, 3], jax.random.key_data(key).tolist())]
     assert [t.group for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and found.used_groups == {1, 3}
     assert found.left_out.tolist() == [True, True, False, False] * 2
 
 
-def test_a_round_that_drops_nothing_keeps_every_group(sample):
+def test_without_drop_spread_every_group_is_used(sample):
     found, _, _ = sample(DynamicSampling(4, 1, drop_spread=None))
     assert found.used_groups == {0, 1, 2, 3} and not found.left_out.any()
 
 
-def test_the_control_chooses_its_groups_by_the_rewards_that_were_dealt_out(sample):
+def test_the_control_selects_groups_by_the_permuted_rewards(sample):
     class Backwards:
-        """Deals out in reverse: of questions 0 to 3 with totals 00 01 00 01 come 10 00 10 00."""
+        """Reverses the order: totals 00 01 00 01 of questions 0 to 3 become 10 00 10 00."""
 
         def permutation(self, values):
             return np.array(values[::-1])
 
     rounds = []
-    found, _, _ = sample(DynamicSampling(2, 2), shuffle=lambda number: rounds.append(number) or Backwards())
+    found, _, _ = sample(
+        DynamicSampling(2, 2), permutation_rng=lambda number: rounds.append(number) or Backwards()
+    )
     assert rounds == list(range(len(rounds))) and rounds
     assert {t.question for t in found.trajectories if t.group in found.used_groups} <= {0, 2, 10, 12}
     assert found.used_groups
 
 
-def test_long_episodes_lose_reward_before_groups_are_chosen(sample, monkeypatch):
-    # Questions 0 and 2 earn nothing; their second samples are so long that the groups differ.
+def test_the_overlong_penalty_is_applied_before_groups_are_selected(sample, monkeypatch):
+    # Questions 0 and 2 have equal rewards, but the penalty for their long second samples makes them differ.
     plain = rollouts.run_questions
 
     def run(*given, **options):
@@ -121,7 +123,7 @@ def test_long_episodes_lose_reward_before_groups_are_chosen(sample, monkeypatch)
     assert [t.turn_rewards for t in found.trajectories[2:4]] == [{0: 0.5, 1: 0}, {0: 0.5, 1: 0.25}]
 
 
-def test_a_step_asks_for_the_rule_for_long_outputs(monkeypatch):
+def test_a_step_passes_the_overlong_setting_on(monkeypatch):
     found = []
     monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, overlong, **__: found.append(overlong))
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=(400, 100))
@@ -130,28 +132,28 @@ def test_a_step_asks_for_the_rule_for_long_outputs(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [(100,), (100, 0), (100, 101), (100, 20, 1)])
-def test_a_rule_for_long_outputs_that_is_none_is_refused(wrong):
+def test_a_wrong_overlong_setting_is_refused(wrong):
     with pytest.raises(UserError, match=r"train\.overlong=.*longest, cache"):
         RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=wrong)
 
 
 @pytest.mark.parametrize(("spread", "rounds"), [(0.0, 1), (None, 2)])
-def test_dropping_groups_without_spread_where_groups_have_one_sample_is_refused(spread, rounds):
+def test_dropping_groups_with_one_sample_per_group_is_refused(spread, rounds):
     objective = ObjectiveConfig(drop_spread=spread)
-    with pytest.raises(UserError, match=r"train\.samples=1 .* nothing would be learned from"):
+    with pytest.raises(UserError, match=r"train\.samples=1 .* every group would be dropped"):
         RLConfig(2, OptimConfig(), objective, samples=1, rounds=rounds)
     RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=1)
 
 
-def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypatch):
+def test_the_control_permutes_rewards_differently_in_each_step_and_round(monkeypatch):
     found = []
     monkeypatch.setattr(
-        rollouts, "sample_rounds", lambda *_, shuffle, **options: found.append((shuffle, options))
+        rollouts, "sample_rounds", lambda *_, permutation_rng, **options: found.append(permutation_rng)
     )
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), permute_rewards=True, rounds=2, seed=3)
     for step in (0, 1):
         sample_step(config, step, None, None, None, ShuffledQuestions([], 1, 0), ScoringContext())
-    draws = [shuffle(number).permutation(100).tolist() for shuffle, _ in found for number in (0, 1)]
+    draws = [rng(number).permutation(100).tolist() for rng in found for number in (0, 1)]
     assert len({tuple(draw) for draw in draws}) == 4
     sample_step(
         dataclasses.replace(config, permute_rewards=False),
@@ -162,39 +164,39 @@ def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypa
         ShuffledQuestions([], 1, 0),
         ScoringContext(),
     )
-    assert found[-1][0] is None
+    assert found[-1] is None
 
 
-def test_further_rounds_ask_for_what_is_missing_under_other_keys_and_groups_of_their_own(sample):
+def test_further_rounds_sample_the_missing_groups_with_new_keys_and_group_numbers(sample):
     found, asked, _ = sample(DynamicSampling(4, 5))
     questions = [batch for batch, _ in asked]
     assert questions == [
         [0, 1, 2, 3],
         [10, 11, 12, 13],
-    ]  # two of four had spread: two are missing, four are asked
+    ]  # two of four groups had spread: two are missing, so four questions are asked
     assert len({tuple(key) for _, key in asked}) == 2
     assert [t.group for t in found.trajectories[::2]] == list(range(8))
-    kept = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
-    assert kept == [1, 3, 11, 13]
+    used = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
+    assert used == [1, 3, 11, 13]
     assert dataclasses.asdict(found.stats) == dataclasses.asdict(RolloutStats(seconds=2.0, policy_tokens=8))
 
 
-def test_groups_that_the_recipe_leaves_out_are_asked_for_again_though_they_have_spread(sample):
+def test_groups_that_the_recipe_excludes_are_replaced_in_further_rounds(sample):
     recipe = SimpleNamespace(excluded=lambda some: np.array([t.question == 3 for t in some]))
     found, asked, _ = sample(DynamicSampling(2, 4), recipe)
     assert [batch for batch, _ in asked] == [[0, 1], [10, 11]]
     found, asked, _ = sample(DynamicSampling(4, 2), recipe)
-    kept = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
-    assert kept == [1, 11, 13]
+    used = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
+    assert used == [1, 11, 13]
 
 
-def test_what_never_has_spread_ends_after_the_rounds_allowed(sample):
+def test_sampling_ends_after_the_allowed_rounds_if_no_group_has_spread(sample):
     found, asked, _ = sample(DynamicSampling(1, 3))  # question 0, 10, 20
     assert len(asked) == 3 and not found.used_groups and len(found.trajectories) == 6
     assert np.all([t.rewards["total"] == 0 for t in found.trajectories])
 
 
-def test_each_sample_of_a_question_has_a_temperature_of_its_own():
+def test_each_sample_of_a_question_has_its_own_temperature():
     class Stub:
         tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
         stats = RolloutStats()
@@ -217,7 +219,7 @@ def test_each_sample_of_a_question_has_a_temperature_of_its_own():
     assert ask(0.5) == [(i // 4, i, 0.5) for i in range(8)]
 
 
-def test_an_evaluation_counts_failed_searches_and_logits_that_are_not_finite():
+def test_an_evaluation_counts_failed_searches_and_episodes_with_non_finite_logits():
     none = np.zeros(0)
 
     class Stub:
@@ -234,7 +236,7 @@ def test_an_evaluation_counts_failed_searches_and_logits_that_are_not_finite():
     assert found["eval/em"] == found["eval/em/bridge"] == 0
 
 
-def test_documents_that_leave_no_room_for_a_turn_give_way():
+def test_documents_that_leave_no_room_for_a_turn_are_dropped_from_the_prompt():
     class Stub:
         tokenizer, stats = load_tokenizer("assets/miniwiki-tokenizer"), RolloutStats()
         config = EngineConfig(context=100)
@@ -250,12 +252,12 @@ def test_documents_that_leave_no_room_for_a_turn_give_way():
     run_questions(engine, None, recipe, [short, long], key=jax.random.key(0))
     assert (
         len(engine.prompts[0]) < 20 and len(engine.prompts[1]) == 59
-    )  # 100 less the turn and the last token
-    said = [engine.tokenizer.decode(ids) for ids in engine.prompts]
-    assert all("Who?" in text for text in said) and "(Title: A)" not in said[1]
+    )  # context 100, minus turn and last token
+    texts = [engine.tokenizer.decode(ids) for ids in engine.prompts]
+    assert all("Who?" in text for text in texts) and "(Title: A)" not in texts[1]
 
 
-def test_a_step_samples_at_its_temperatures(monkeypatch):
+def test_a_step_passes_its_temperatures_on(monkeypatch):
     found = []
     monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, temperature, **__: found.append(temperature))
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperature=0.5)
@@ -279,7 +281,7 @@ def small():
     return Engine(decoder, tokenizer, config), nnx.state(decoder)
 
 
-def test_a_question_too_long_for_the_context_ends_alone_and_counts_as_wrong(small):
+def test_a_question_too_long_for_the_context_ends_at_once_and_does_not_affect_others(small):
     engine, params = small
     recipe = RSearch(instruction="")
     recipe = dataclasses.replace(recipe, environment=dataclasses.replace(recipe.environment, turn_tokens=8))

@@ -1,4 +1,4 @@
-"""TIRESRAG-R1's config: the paper's settings, Table 7 by one argument, and a run from cold start to policy."""
+"""TIRESRAG-R1's config: the settings of the paper, Table 7 by one argument, and a run from cold start to policy."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def recipe_of(arg):
 
 
 @pytest.mark.parametrize("size", ["3b", "7b"])
-def test_the_large_sizes_hold_the_papers_settings(size):
+def test_the_large_sizes_have_the_settings_of_the_paper(size):
     # Appendix C.1; SPEC.md 3 and 6
     settings = TrainSettings.parse(config(f"size={size},data=FOLDER,encoder=FOLDER"))
     train, objective = settings.train, settings.train.objective
@@ -40,7 +40,7 @@ def test_the_large_sizes_hold_the_papers_settings(size):
     assert (settings.judge.judge.kind, settings.judge.judge.folder) == ("model", "models/Qwen3-8B")
     assert train.steps == 8148 // 108
     assert not settings.judge.judge.thinking
-    # It reads whole trajectories, beside its own prompt (about a thousand tokens).
+    # The judge reads whole trajectories and its own prompt (about a thousand tokens).
     longest = settings.rollout.context + settings.judge.judge.answer_tokens + 1024
     assert settings.judge.rollout.context >= longest
 
@@ -57,11 +57,11 @@ def test_the_large_sizes_hold_the_papers_settings(size):
         ("thinking", {"thinking_weight": 0.0}),
     ],
 )
-def test_each_row_of_table_7_is_one_argument(row, changed):
+def test_one_argument_selects_each_row_of_table_7(row, changed):
     assert recipe_of(f"size=3b,data=FOLDER,ablation={row}") == TiresRag(**changed)
 
 
-def test_naive_grpo_is_all_of_table_7_at_once_and_needs_no_judge():
+def test_naive_grpo_applies_all_ablations_of_table_7_and_needs_no_judge():
     naive = recipe_of("size=3b,data=FOLDER,ablation=naive")
     weights = {f"{name}_weight": 0.0 for name in ("penalty", "reflect", "sufficient", "thinking")}
     assert naive == TiresRag(use_filter=False, use_difficulty=False, **weights)
@@ -77,7 +77,7 @@ def test_naive_grpo_is_all_of_table_7_at_once_and_needs_no_judge():
         ("prompt=base", {"opening": "base"}),
     ],
 )
-def test_the_papers_variants_are_arguments(arg, changed):
+def test_arguments_select_the_variants_of_the_paper(arg, changed):
     assert recipe_of(f"size=3b,data=FOLDER,{arg}") == TiresRag(**changed)
 
 
@@ -90,30 +90,30 @@ def test_the_papers_variants_are_arguments(arg, changed):
         "ablation=reflect,reflect=released",
     ],
 )
-def test_an_argument_of_what_an_ablation_leaves_out_is_refused(arg):
+def test_an_argument_that_an_ablation_makes_unused_is_refused(arg):
     ablation, other = arg.split(",")
-    with pytest.raises(UserError, match=f"argument {other} has no meaning with {ablation}, which leaves out"):
+    with pytest.raises(UserError, match=f"argument {other} has no meaning with {ablation}, which removes"):
         config(arg)
     assert config(ablation) != config(other)
 
 
-def test_the_judge_is_an_oracle_a_folder_or_a_service():
+def test_the_judge_can_be_an_oracle_a_folder_or_a_service():
     assert TrainSettings.parse(config()).judge.judge.kind == "oracle"
     assert TrainSettings.parse(config("judge=some/folder")).judge.judge.folder == "some/folder"
     judge = TrainSettings.parse(config("judge=http://127.0.0.1:8000/v1,judge_model=m")).judge
     assert (judge.endpoint.url, judge.endpoint.model) == ("http://127.0.0.1:8000/v1", "m")
 
 
-def test_a_run_that_asks_a_judge_and_has_none_is_refused():
+def test_a_recipe_that_needs_a_judge_is_refused_without_one():
     values = {name: section for name, section in config().to_dict().items() if name not in JUDGE}
-    with pytest.raises(UserError, match=r"recipe\.name='tiresrag' asks a judge.*give the section judge"):
+    with pytest.raises(UserError, match=r"recipe\.name='tiresrag' needs a judge.*give the section judge"):
         TrainSettings.parse(values)
     values["recipe"] |= {"thinking_weight": 0.0, "sufficient_weight": 0.0, "penalty_weight": 0.0}
     values["recipe"]["use_difficulty"] = False
     assert TrainSettings.parse(values).judge is None
 
 
-def test_every_field_can_be_overridden():
+def test_a_config_lists_fields_of_recipe_and_judge():
     filled = config()
     assert filled.judge_endpoint.retries == 6 and filled.judge.answer_tokens == 1024
     assert filled.recipe.penalty_weight == 0.1 and filled.recipe.environment.observation == "information"
@@ -121,7 +121,7 @@ def test_every_field_can_be_overridden():
 
 
 @pytest.mark.slow
-def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, monkeypatch):
+def test_a_cold_start_and_a_training_step_run_in_the_built_in_world(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     save_random_policy(tmp_path / "random")
     cold = config(
@@ -154,4 +154,4 @@ def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, mon
     )
     assert (
         refused.returncode == 2 and "is asked for ErrorAnalysis" in refused.stderr
-    )  # before it judged anything
+    )  # before anything is judged

@@ -1,1 +1,1 @@
-"""The decoder's layers on a CPU, as one compiled kernel."""
+"""Compiled CPU kernels: the decoder's layers, cache attention, cache copies and token sampling."""

@@ -1,8 +1,8 @@
-// The layers of a decoder, for new tokens whose past is in a cache of keys and values, and the draw of what follows, on a
-// processor (see layers.py).
+// CPU kernels for generation (see layers.py): decoder layers over a key-value cache, cache attention, token sampling, and
+// copies of cache rows.
 //
-// Weights and the cache are read where they lie. A block's keys and values are read once by all queries of a key head, whose
-// scores stay in the nearest caches. A token's numbers are summed in an order that nothing but its own position decides.
+// Weights and cache are read in place. All queries of a key head read a block's keys and values together, and their scores stay
+// in the CPU's first caches. The order of each sum depends only on the token's own position.
 
 #include <algorithm>
 #include <cmath>
@@ -17,18 +17,18 @@
 
 namespace {
 
-// So many registers go through a polynomial together, and so many queries through a block.
+// Registers per step of a polynomial, floats in them, and queries that read a block together.
 constexpr int64_t kTogether = 4, kStride = kTogether * kLanes, kQueries = 16;
-// So many tokens go through a layer together, four times as many where its weights are large; and so many of a row read together.
+// Tokens per pass through a layer (four times as many if its weights are large), and tokens of a row that read together.
 constexpr int64_t kTokens = 64, kReads = 32;
-// Of so many tokens of a vocabulary the weights are summed together, to draw one and to leave out the least.
+// Sampling sums the weights of this many vocabulary entries at a time: to find the sampled token, and for top-p.
 constexpr int64_t kBlock = 128, kSummed = 32 * kBlock;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 
-// The queries of some tokens of a row and of one key head, and what they have read so far.
-class Reader {
+// The queries of some tokens of one row and one key head, with the state of their running softmax.
+class QueryGroup {
  public:
-  Reader(int64_t most, int64_t width) : width_(width), most_((most + kLanes - 1) / kLanes * kLanes), seen_(most) {
+  QueryGroup(int64_t most, int64_t width) : width_(width), most_((most + kLanes - 1) / kLanes * kLanes), seen_(most) {
     room_.resize(most_ * (2 * width + kLanes + 2) / kLanes);
     queries_ = reinterpret_cast<float*>(room_.data());
     mixed_ = queries_ + most_ * width;
@@ -38,9 +38,9 @@ class Reader {
     std::fill_n(peak_, most_, kLowest);
   }
 
-  Reader(Reader&&) = default;  // a copy would write where the other does
+  QueryGroup(QueryGroup&&) = default;  // a copy would write to the same memory
 
-  // A query that sees the first `slots` of its row, and where what it finds is to be.
+  // Adds a query that sees the first `slots` slots of its row; `out` is for its result.
   void add(const float* query, int64_t slots, float* out) {
     const int64_t m = places_.size();
     for (int64_t c = 0; c < width_; ++c) queries_[m * width_ + c] = query[c] * kLog2e;
@@ -51,14 +51,16 @@ class Reader {
 
   int64_t longest() const { return longest_; }
 
-  // A block whose first slot is `first`, by a few queries at a time, whose scores stay near: `scores` is room for them.
+  // Reads the block whose first slot is `first`, for a few queries at a time, so that their scores stay in the cache. `scores` is
+  // a buffer for them.
   void read(const float* keys, const float* values, int64_t first, int64_t block, float* scores) {
     const int64_t here = std::min(block, (longest_ - first + kStride - 1) / kStride * kStride), count = places_.size();
     for (int64_t begin = 0; begin < count; begin += kQueries)
       read(begin, std::min(begin + kQueries, count), keys, values, first, here, block, scores);
   }
 
-  void end() const {
+  // Divides the sums and writes the results.
+  void finish() const {
     for (size_t m = 0; m < places_.size(); ++m) {
       float sum = 0;
       for (int i = 0; i < kLanes; ++i) sum += total_[m * kLanes + i];
@@ -67,7 +69,7 @@ class Reader {
   }
 
  private:
-  // A running softmax (Milakov & Gimelshein 2018) of queries from `begin` on over `here` slots.
+  // Running softmax (Milakov & Gimelshein 2018) of queries begin..end-1 over `here` slots.
   void read(int64_t begin, int64_t end, const float* keys, const float* values, int64_t first, int64_t here, int64_t block,
             float* scores) {
     const int64_t count = end - begin;
@@ -98,7 +100,7 @@ class Reader {
         for (int i = 0; i < kTogether; ++i) x[i] = load(score + s + i * kLanes) - highest;
         power_of_two(x);
         for (int i = 0; i < kTogether; ++i) store(score + s + i * kLanes, x[i]);
-        if (own < s + kStride) {  // what is not seen weighs nothing at all
+        if (own < s + kStride) {  // masked slots have weight 0
           std::fill(score + std::max(own, s), score + s + kStride, 0.0f);
           for (int i = 0; i < kTogether; ++i) x[i] = load(score + s + i * kLanes);
         }
@@ -110,17 +112,17 @@ class Reader {
   }
 
   int64_t width_, most_, longest_ = 0;
-  std::vector<Lanes> room_;  // begins where a cache line does
+  std::vector<Lanes> room_;  // aligned to a register
   float *queries_, *mixed_, *total_, *peak_, *shrink_;
   std::vector<int64_t> seen_;
   std::vector<float*> places_;
 };
 
-// A token: which row it is of, how many slots of it it sees, its queries [N, H], and where what they find is to be.
+// A token: its row, the number of slots that it sees, its queries [N, H], and the place for the attention's output.
 struct Token {
   int64_t row, slots;
   const float* queries;
-  float* found;
+  float* out;
 };
 
 // One layer's cache: keys [blocks, R, K, H, slot] and values [blocks, R, K, slot, H].
@@ -134,66 +136,67 @@ struct Cache {
   }
 };
 
-// Attention of tokens in the order of their rows. Those of one row read a block one after another, while it is near.
-void attend(const std::vector<Token>& tokens, const Cache<const float>& cache, int64_t group, Crew& crew) {
+// Attention of tokens that are sorted by row. Tokens of one row read a block one after another, while it is in the cache.
+void attend(const std::vector<Token>& tokens, const Cache<const float>& cache, int64_t group, ThreadTeam& team) {
   const int64_t count = tokens.size(), block = cache.block;
   std::vector<std::pair<int64_t, int64_t>> rows;
   for (int64_t begin = 0, end; begin < count; begin = end) {
     for (end = begin; end < count && tokens[end].row == tokens[begin].row;) ++end;
     rows.emplace_back(begin, end);
   }
-  crew.each(rows.size() * cache.heads, [&](int64_t number) {
+  team.each(rows.size() * cache.heads, [&](int64_t number) {
     const auto [begin, end] = rows[number / cache.heads];
     const int64_t head = number % cache.heads;
     thread_local std::vector<Lanes> scores;
     scores.resize(kQueries * block / kLanes);
-    std::vector<Reader> readers;
-    readers.reserve((end - begin + kReads - 1) / kReads);
+    std::vector<QueryGroup> groups;
+    groups.reserve((end - begin + kReads - 1) / kReads);
     int64_t longest = 0;
     for (int64_t first = begin; first < end; first += kReads) {
       const int64_t last = std::min(first + kReads, end);
-      readers.emplace_back((last - first) * group, cache.width);
+      groups.emplace_back((last - first) * group, cache.width);
       for (int64_t t = first; t < last; ++t)
         for (int64_t g = head * group; g < (head + 1) * group; ++g)
-          readers.back().add(tokens[t].queries + g * cache.width, tokens[t].slots, tokens[t].found + g * cache.width);
-      longest = std::max(longest, readers.back().longest());
+          groups.back().add(tokens[t].queries + g * cache.width, tokens[t].slots, tokens[t].out + g * cache.width);
+      longest = std::max(longest, groups.back().longest());
     }
     for (int64_t first = 0; first < longest; first += block) {
       const int64_t at = cache.at(first, tokens[begin].row, head);
-      for (Reader& reader : readers)
-        if (first < reader.longest())
-          reader.read(cache.keys + at, cache.values + at, first, block, reinterpret_cast<float*>(scores.data()));
+      for (QueryGroup& queries : groups)
+        if (first < queries.longest())
+          queries.read(cache.keys + at, cache.values + at, first, block, reinterpret_cast<float*>(scores.data()));
     }
-    for (const Reader& reader : readers) reader.end();
+    for (const QueryGroup& queries : groups) queries.finish();
   });
 }
 
-// The tokens [P, T] that have a slot and a row, in the order of their rows: their numbers.
-std::vector<int64_t> placed(const int32_t* positions, const int32_t* rows, int64_t entries, int64_t time, int64_t slots,
+// Indices of the tokens [P, T] with a valid slot and row, sorted by row.
+std::vector<int64_t> valid_tokens(const int32_t* positions, const int32_t* rows, int64_t entries, int64_t time, int64_t slots,
                             int64_t all_rows) {
-  std::vector<int64_t> found;
+  std::vector<int64_t> indices;
   for (int64_t n = 0; n < entries * time; ++n)
-    if (0 <= positions[n] && positions[n] < slots && 0 <= rows[n / time] && rows[n / time] < all_rows) found.push_back(n);
-  std::stable_sort(found.begin(), found.end(), [&](int64_t x, int64_t y) { return rows[x / time] < rows[y / time]; });
-  return found;
+    if (0 <= positions[n] && positions[n] < slots && 0 <= rows[n / time] && rows[n / time] < all_rows) indices.push_back(n);
+  std::stable_sort(indices.begin(), indices.end(), [&](int64_t x, int64_t y) { return rows[x / time] < rows[y / time]; });
+  return indices;
 }
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
                   ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows, int32_t slots,
                   ffi::ResultBuffer<ffi::F32> out) {
-  const auto asked = q.dimensions(), held = v.dimensions();
-  const int64_t time = asked[1], heads = asked[2], width = asked[3], kv_heads = held[3];
-  const int64_t first = layer.typed_data()[0] * held[1] * held[2] * kv_heads * held[4] * width;
-  const Cache<const float> cache = {k.typed_data() + first, v.typed_data() + first, held[2], kv_heads, width, held[4]};
+  const auto shape = q.dimensions(), cache_shape = v.dimensions();
+  const int64_t time = shape[1], heads = shape[2], width = shape[3], kv_heads = cache_shape[3];
+  const int64_t first = layer.typed_data()[0] * cache_shape[1] * cache_shape[2] * kv_heads * cache_shape[4] * width;
+  const Cache<const float> cache = {
+      k.typed_data() + first, v.typed_data() + first, cache_shape[2], kv_heads, width, cache_shape[4]};
   std::fill_n(out->typed_data(), out->element_count(), 0.0f);
   std::vector<Token> tokens;
-  for (int64_t n : placed(positions.typed_data(), rows.typed_data(), asked[0], time, slots, held[2])) {
+  for (int64_t n : valid_tokens(positions.typed_data(), rows.typed_data(), shape[0], time, slots, cache_shape[2])) {
     const int64_t offset = n * heads * width;
     tokens.push_back(
         {rows.typed_data()[n / time], positions.typed_data()[n] + 1, q.typed_data() + offset, out->typed_data() + offset});
   }
-  Crew alone(pool, 1);
-  attend(tokens, cache, heads / kv_heads, alone);
+  ThreadTeam single(pool, 1);
+  attend(tokens, cache, heads / kv_heads, single);
   return ffi::Error::Success();
 }
 
@@ -207,7 +210,7 @@ void normalise(const float* x, const float* scale, int64_t width, float eps, flo
   for (int64_t c = 0; c < width; c += kLanes) store(out + c, load(x + c) * inverse * load(scale + c));
 }
 
-// x = silu(x) y, with an exponential of what is not above 0, where that is no longer nothing.
+// x = silu(x) y. The exponential's argument is never above 0, and the result is 0 where the exponential would underflow.
 void gated(float* x, const float* y, int64_t count) {
   for (int64_t c = 0; c < count; c += kLanes) {
     const Lanes given = load(x + c);
@@ -231,11 +234,12 @@ struct Sizes {
   float eps;
 };
 
-// The heads of some tokens, projected: with their bias, norm and angle.
-void heads_of(const float* x, const float* weight, const float* bias, const float* norm, const float* const* cosines,
-              const float* const* sines, int64_t count, int64_t heads, float scale, const Sizes& s, Crew& crew, float* out) {
+// Projects tokens to heads, with bias, norm and rotary angle.
+void project_heads(const float* x, const float* weight, const float* bias, const float* norm, const float* const* cosines,
+                   const float* const* sines, int64_t count, int64_t heads, float scale, const Sizes& s, ThreadTeam& team,
+                   float* out) {
   const int64_t half = s.width / 2, all_heads = heads * s.width;
-  product(x, weight, count, s.hidden, all_heads, out, crew);
+  product(x, weight, count, s.hidden, all_heads, out, team);
   for (int64_t m = 0; m < count; ++m) {
     float* own = out + m * all_heads;
     if (bias)
@@ -252,7 +256,7 @@ void heads_of(const float* x, const float* weight, const float* bias, const floa
   }
 }
 
-// Which argument is which weight, behind x and the angles; the last five may be empty.
+// Order of the arguments; the last five may be empty.
 enum {
   kX,
   kCosines,
@@ -280,30 +284,31 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
                   ffi::ResultBuffer<ffi::F32> keys, ffi::ResultBuffer<ffi::F32> values) {
   std::vector<ffi::Buffer<ffi::F32>> args;
   for (size_t i = 0; i < given.size(); ++i) {
-    auto found = given.get<ffi::Buffer<ffi::F32>>(i);
-    if (!found) return found.error();
-    args.push_back(*found);
+    auto arg = given.get<ffi::Buffer<ffi::F32>>(i);
+    if (!arg) return arg.error();
+    args.push_back(*arg);
   }
-  const auto held = values->dimensions(), shape = args[kQ].dimensions();
-  const int64_t layers = shape[0], time = positions.dimensions()[1], block = held[4], half = shape[3] / 2;
-  const Sizes s = {shape[1], shape[2], held[3], shape[3], args[kGate].dimensions()[2], eps};
+  const auto cache_shape = values->dimensions(), shape = args[kQ].dimensions();
+  const int64_t layers = shape[0], time = positions.dimensions()[1], block = cache_shape[4], half = shape[3] / 2;
+  const Sizes s = {shape[1], shape[2], cache_shape[3], shape[3], args[kGate].dimensions()[2], eps};
   const int64_t q_width = s.heads * s.width, kv_width = s.kv_heads * s.width;
-  const int64_t of_layer = held[1] * held[2] * held[3] * block * s.width;
-  const auto numbers = placed(positions.typed_data(), rows.typed_data(), positions.dimensions()[0], time, slots, held[2]);
-  const int64_t count = numbers.size(), chunk = s.hidden * s.mlp < kLarge ? kTokens : 4 * kTokens;
+  const int64_t layer_size = cache_shape[1] * cache_shape[2] * cache_shape[3] * block * s.width;
+  const int64_t entries = positions.dimensions()[0];
+  const auto indices = valid_tokens(positions.typed_data(), rows.typed_data(), entries, time, slots, cache_shape[2]);
+  const int64_t count = indices.size(), chunk = s.hidden * s.mlp < kLarge ? kTokens : 4 * kTokens;
   const int64_t most = std::min(count, chunk);
   std::vector<Lanes> room((count * (s.hidden + 2 * q_width) + most * (s.hidden + kv_width + 2 * s.mlp)) / kLanes);
   float* x = reinterpret_cast<float*>(room.data());
-  float *queries = x + count * s.hidden, *found = queries + count * q_width, *y = found + count * q_width;
+  float *queries = x + count * s.hidden, *attended = queries + count * q_width, *y = attended + count * q_width;
   float *heads = y + most * s.hidden, *gate = heads + most * kv_width, *up = gate + most * s.mlp;
 
-  Crew crew(pool, threads);
+  ThreadTeam team(pool, threads);
   std::vector<Token> tokens;
   std::vector<const float*> cosines, sines;
   for (int64_t m = 0; m < count; ++m) {
-    const int64_t n = numbers[m];
+    const int64_t n = indices[m];
     std::copy_n(args[kX].typed_data() + n * s.hidden, s.hidden, x + m * s.hidden);
-    tokens.push_back({rows.typed_data()[n / time], positions.typed_data()[n] + 1, queries + m * q_width, found + m * q_width});
+    tokens.push_back({rows.typed_data()[n / time], positions.typed_data()[n] + 1, queries + m * q_width, attended + m * q_width});
     cosines.push_back(args[kCosines].typed_data() + n * half);
     sines.push_back(args[kSines].typed_data() + n * half);
   }
@@ -314,13 +319,14 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
       return size ? args[which].typed_data() + layer * size : nullptr;
     };
     const Cache<float> own = {
-        keys->typed_data() + layer * of_layer, values->typed_data() + layer * of_layer, held[2], s.kv_heads, s.width, block};
+        keys->typed_data() + layer * layer_size, values->typed_data() + layer * layer_size, cache_shape[2], s.kv_heads, s.width,
+        block};
     const bool reads = last_reads || layer + 1 < layers;
     for (int64_t begin = 0; begin < count; begin += chunk) {
       const int64_t some = std::min(count - begin, chunk);
-      const auto project = [&](int kernel, int bias, const float* norm, bool turned, int64_t of, float scale, float* to) {
-        heads_of(y, weight(kernel), weight(bias), norm, turned ? cosines.data() + begin : nullptr, sines.data() + begin, some, of,
-                 scale, s, crew, to);
+      const auto project = [&](int kernel, int bias, const float* norm, bool rotary, int64_t of, float scale, float* to) {
+        project_heads(y, weight(kernel), weight(bias), norm, rotary ? cosines.data() + begin : nullptr, sines.data() + begin,
+                      some, of, scale, s, team, to);
       };
       for (int64_t m = 0; m < some; ++m)
         normalise(x + (begin + m) * s.hidden, weight(kAttentionNorm), s.hidden, eps, y + m * s.hidden);
@@ -340,7 +346,7 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
               for (int64_t c = 0; c < s.width; ++c) own.keys[at + c * block + place] = from[c];
             else if (finite(from, s.width))
               std::copy_n(from, s.width, own.values + at + place * s.width);
-            else {  // as in cache.py: NaN as the key, whose scores are masked, since 0 times a NaN value is NaN
+            else {  // as in cache.py: the key becomes NaN and the value 0, since 0 * NaN would reach masked queries
               std::fill_n(own.values + at + place * s.width, s.width, 0.0f);
               own.keys[at + place] = std::numeric_limits<float>::quiet_NaN();
             }
@@ -349,26 +355,26 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
       }
     }
     if (!reads) break;
-    attend(tokens, {own.keys, own.values, own.rows, own.heads, own.width, own.block}, s.heads / s.kv_heads, crew);
+    attend(tokens, {own.keys, own.values, own.rows, own.heads, own.width, own.block}, s.heads / s.kv_heads, team);
     for (int64_t begin = 0; begin < count; begin += chunk) {
       const int64_t some = std::min(count - begin, chunk);
       float* here = x + begin * s.hidden;
-      product(found + begin * q_width, weight(kO), some, q_width, s.hidden, here, crew, true);
+      product(attended + begin * q_width, weight(kO), some, q_width, s.hidden, here, team, true);
       for (int64_t m = 0; m < some; ++m) normalise(here + m * s.hidden, weight(kMlpNorm), s.hidden, eps, y + m * s.hidden);
-      product(y, weight(kGate), some, s.hidden, s.mlp, gate, crew);
-      product(y, weight(kUp), some, s.hidden, s.mlp, up, crew);
+      product(y, weight(kGate), some, s.hidden, s.mlp, gate, team);
+      product(y, weight(kUp), some, s.hidden, s.mlp, up, team);
       gated(gate, up, some * s.mlp);
-      product(gate, weight(kDown), some, s.mlp, s.hidden, here, crew, true);
+      product(gate, weight(kDown), some, s.mlp, s.hidden, here, team, true);
     }
   }
 
   std::fill_n(out->typed_data(), out->element_count(), 0.0f);
-  for (int64_t m = 0; m < count; ++m) std::copy_n(x + m * s.hidden, s.hidden, out->typed_data() + numbers[m] * s.hidden);
+  for (int64_t m = 0; m < count; ++m) std::copy_n(x + m * s.hidden, s.hidden, out->typed_data() + indices[m] * s.hidden);
   return ffi::Error::Success();
 }
 
-// Numbers e^((x - highest) / temperature) of a row.
-void weigh(const float* x, int64_t count, float highest, float temperature, float* weights) {
+// weights = e^((x - highest) / temperature) of a row.
+void softmax_weights(const float* x, int64_t count, float highest, float temperature, float* weights) {
   const float scale = kLog2e / temperature;
   for (int64_t c = 0; c < count; c += kLanes) {
     const Lanes given = (load(x + c) - highest) * scale;
@@ -378,35 +384,36 @@ void weigh(const float* x, int64_t count, float highest, float temperature, floa
   }
 }
 
-// Sums of weights by blocks of them, and of all.
+// Sums the weights of each block, and returns the sum of all.
 double sum_up(const float* weights, int64_t count, std::vector<float>& sums) {
-  double every = 0;
+  double total = 0;
   sums.clear();
   for (int64_t first = 0; first < count; first += kBlock) {
     Lanes sum{};
     for (int64_t c = first; c < std::min(first + kBlock, count); c += kLanes) sum += load(weights + c);
     sums.push_back(0);
     for (int i = 0; i < kLanes; ++i) sums.back() += sum[i];
-    every += sums.back();
+    total += sums.back();
   }
-  return every;
+  return total;
 }
 
-// Leaves no weight where x is not among its `most` largest; all that are as large as the last of them are. Asked of numbers only.
-void keep_most(const float* x, int64_t count, int64_t most, float* weights) {
-  std::vector<float> apart(x, x + count);
-  std::nth_element(apart.begin(), apart.begin() + most - 1, apart.end(), std::greater<float>());
+// Top-k: sets the weights to 0 where x is not among its `most` largest values; ties with the last of them are kept. x must not
+// contain NaN.
+void keep_top_k(const float* x, int64_t count, int64_t most, float* weights) {
+  std::vector<float> sorted(x, x + count);
+  std::nth_element(sorted.begin(), sorted.begin() + most - 1, sorted.end(), std::greater<float>());
   for (int64_t c = 0; c < count; ++c)
-    if (x[c] < apart[most - 1]) weights[c] = 0;
+    if (x[c] < sorted[most - 1]) weights[c] = 0;
 }
 
-// Leaves no weight but the fewest largest, none above 1, that sum to `least`; all that are as large as the last of them are left.
-// The last is found bit by bit: numbers from 0 on are ordered like their bits.
-void keep_mass(float* weights, int64_t count, double least) {
-  int32_t found = 0;
-  int64_t enough = count, few = 0;  // so many are as large as what is found, and as the least that is known to be too large
+// Top-p: keeps the fewest largest weights that sum to `least`, and ties with the last of them; sets all others to 0. No weight
+// is above 1. The threshold is found bit by bit, since non-negative floats are ordered like their bits.
+void keep_top_p(float* weights, int64_t count, double least) {
+  int32_t threshold = 0;
+  int64_t enough = count, few = 0;  // number of weights above the threshold, and above the least value known to be too large
   for (int bit = 29; bit >= 0 && enough - few > 1; --bit) {
-    const int32_t higher = found | 1 << bit;
+    const int32_t higher = threshold | 1 << bit;
     float bound;
     std::memcpy(&bound, &higher, sizeof bound);
     double mass = 0;
@@ -417,44 +424,44 @@ void keep_mass(float* weights, int64_t count, double least) {
       for (int64_t c = first; c < std::min(first + kSummed, count); c += kLanes) {
         const Lanes x = load(weights + c);
         sum += x >= bound ? x : Lanes{};
-        more += x >= bound;  // -1 where it is
+        more += x >= bound;  // a true comparison is -1
       }
       for (int i = 0; i < kLanes; ++i) mass += sum[i], kept -= more[i];
     }
     (mass >= least ? enough : few) = kept;
-    if (mass >= least) found = higher;
+    if (mass >= least) threshold = higher;
   }
   float bound;
-  std::memcpy(&bound, &found, sizeof bound);
+  std::memcpy(&bound, &threshold, sizeof bound);
   for (int64_t c = 0; c < count; ++c)
     if (weights[c] < bound) weights[c] = 0;
 }
 
-// The last of some weights that is above 0 and begins at the target or before, where the first begins at `begin`, which becomes
-// where it does.
-int64_t last_begun(const float* weights, int64_t count, double target, double& begin) {
-  int64_t found = 0;
+// Index of the last weight above 0 whose cumulative sum, starting from `begin`, is at most `target` before it. Sets `begin` to
+// that sum.
+int64_t find_cumulative(const float* weights, int64_t count, double target, double& begin) {
+  int64_t index = 0;
   double next = begin;
   for (int64_t i = 0; i < count && next <= target; next += weights[i++])
     if (weights[i] > 0) {
-      found = i;
+      index = i;
       begin = next;
     }
-  return found;
+  return index;
 }
 
-// A token for each hidden state x [B, D], by a table of embeddings [D, V]: drawn by a number in [0, 1), at a temperature and
-// among the top_k likeliest (0: all) and of these the fewest with a share of top_p, or at temperature 0 the first of the best.
-// Its log-probability at temperature 1 among all, and as it was drawn (0 where nothing is).
+// Samples a token for each hidden state x [B, D] with an unembedding table [D, V]: inverts the cumulative distribution at a
+// number in [0, 1), with temperature, top-k (0: all) and top-p; at temperature 0 takes the first of the most likely tokens.
+// Returns ids, log-probabilities at temperature 1 among all tokens, and log-probabilities as sampled (0 if greedy).
 ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> table, ffi::Buffer<ffi::F32> uniform,
                 ffi::Buffer<ffi::F32> temperature, float top_p, int32_t top_k, int32_t threads, ffi::ResultBuffer<ffi::S32> ids,
                 ffi::ResultBuffer<ffi::F32> full, ffi::ResultBuffer<ffi::F32> drawn) {
   const int64_t count = x.dimensions()[0], inner = x.dimensions()[1], width = table.dimensions()[1];
   std::vector<Lanes> room(count * width / kLanes);
   float* const logits = reinterpret_cast<float*>(room.data());
-  Crew crew(pool, threads);
-  product(x.typed_data(), table.typed_data(), count, inner, width, logits, crew);
-  crew.each(count, [&](int64_t row) {
+  ThreadTeam team(pool, threads);
+  product(x.typed_data(), table.typed_data(), count, inner, width, logits, team);
+  team.each(count, [&](int64_t row) {
     thread_local std::vector<Lanes> near;
     thread_local std::vector<float> sums;
     near.resize(width / kLanes);
@@ -464,23 +471,23 @@ ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::
     for (int64_t c = kLanes; c < width; c += kLanes) high = larger(high, load(own + c));
     const float highest = largest_of<kLanes>(high);
     const bool greedy = heat == 0;
-    weigh(own, width, highest, 1, weights);
+    softmax_weights(own, width, highest, 1, weights);
     const double at_one = sum_up(weights, width, sums);
     double at_own = at_one;
     int64_t id = std::min<int64_t>(std::find(own, own + width, highest) - own, width - 1);
     if (!greedy) {
       const bool few = 0 < top_k && top_k < width && at_one == at_one;
-      if (heat != 1) weigh(own, width, highest, heat, weights);
-      if (few) keep_most(own, width, top_k, weights);
+      if (heat != 1) softmax_weights(own, width, highest, heat, weights);
+      if (few) keep_top_k(own, width, top_k, weights);
       if (heat != 1 || few) at_own = sum_up(weights, width, sums);
       if (top_p < 1) {
-        keep_mass(weights, width, top_p * at_own);
+        keep_top_p(weights, width, top_p * at_own);
         at_own = sum_up(weights, width, sums);
       }
       const double target = uniform.typed_data()[row] * at_own;
       double begin = 0;
-      id = last_begun(sums.data(), sums.size(), target, begin) * kBlock;
-      id += last_begun(weights + id, std::min(kBlock, width - id), target, begin);
+      id = find_cumulative(sums.data(), sums.size(), target, begin) * kBlock;
+      id += find_cumulative(weights + id, std::min(kBlock, width - id), target, begin);
     }
     ids->typed_data()[row] = id;
     full->typed_data()[row] = own[id] - highest - std::log(at_one);
@@ -489,41 +496,41 @@ ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::
   return ffi::Error::Success();
 }
 
-// Rows target get the blocks from begin on, before end, of rows source [P], in all layers; what is no row is left out. Of a block
-// all rows are read before any is written.
+// Copies blocks begin..end-1 of rows source to rows target, in all layers; ignores entries without a valid row. All rows of a
+// block are read before any is written.
 ffi::Error Copy(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> target, ffi::Buffer<ffi::S32> begin,
                 ffi::Buffer<ffi::S32> end, ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::F32>, int32_t threads,
                 ffi::ResultBuffer<ffi::F32> keys, ffi::ResultBuffer<ffi::F32> values) {
-  struct Wish {
+  struct Request {
     int64_t source, target, begin, end;
   };
-  const auto held = values->dimensions();
-  const int64_t layers = held[0], rows = held[2], size = held[3] * held[4] * held[5];
-  int64_t first = held[1], last = 0;
-  std::vector<Wish> wishes;
+  const auto cache_shape = values->dimensions();
+  const int64_t layers = cache_shape[0], rows = cache_shape[2], size = cache_shape[3] * cache_shape[4] * cache_shape[5];
+  int64_t first = cache_shape[1], last = 0;
+  std::vector<Request> requests;
   for (size_t p = 0; p < source.element_count(); ++p) {
-    const Wish wish = {source.typed_data()[p], target.typed_data()[p], std::max(begin.typed_data()[p], 0),
-                       std::min<int64_t>(end.typed_data()[p], held[1])};
-    const bool within = 0 <= wish.source && wish.source < rows && 0 <= wish.target && wish.target < rows;
-    if (!within || wish.source == wish.target || wish.begin >= wish.end) continue;
-    wishes.push_back(wish);
-    first = std::min(first, wish.begin);
-    last = std::max(last, wish.end);
+    const Request request = {source.typed_data()[p], target.typed_data()[p], std::max(begin.typed_data()[p], 0),
+                             std::min<int64_t>(end.typed_data()[p], cache_shape[1])};
+    const bool within = 0 <= request.source && request.source < rows && 0 <= request.target && request.target < rows;
+    if (!within || request.source == request.target || request.begin >= request.end) continue;
+    requests.push_back(request);
+    first = std::min(first, request.begin);
+    last = std::max(last, request.end);
   }
-  Crew(pool, threads).each(wishes.empty() ? 0 : 2 * layers * (last - first), [&](int64_t number) {
+  ThreadTeam(pool, threads).each(requests.empty() ? 0 : 2 * layers * (last - first), [&](int64_t number) {
     const int64_t layer = number / 2 / (last - first), block = first + number / 2 % (last - first);
-    float* const all = (number % 2 ? keys : values)->typed_data() + (layer * held[1] + block) * rows * size;
-    const auto wants = [block](const Wish& wish) { return wish.begin <= block && block < wish.end; };
-    std::vector<std::vector<float>> kept;  // of rows that are written too
-    for (const Wish& wish : wishes) {
-      const bool written = wants(wish) && std::any_of(wishes.begin(), wishes.end(), [&](const Wish& other) {
-                             return wants(other) && other.target == wish.source;
+    float* const all = (number % 2 ? keys : values)->typed_data() + (layer * cache_shape[1] + block) * rows * size;
+    const auto includes = [block](const Request& request) { return request.begin <= block && block < request.end; };
+    std::vector<std::vector<float>> saved;  // sources that are also targets
+    for (const Request& request : requests) {
+      const bool written = includes(request) && std::any_of(requests.begin(), requests.end(), [&](const Request& other) {
+                             return includes(other) && other.target == request.source;
                            });
-      kept.emplace_back(all + wish.source * size, all + (wish.source + written) * size);
+      saved.emplace_back(all + request.source * size, all + (request.source + written) * size);
     }
-    for (size_t p = 0; p < wishes.size(); ++p)
-      if (wants(wishes[p]))
-        std::copy_n(kept[p].empty() ? all + wishes[p].source * size : kept[p].data(), size, all + wishes[p].target * size);
+    for (size_t p = 0; p < requests.size(); ++p)
+      if (includes(requests[p]))
+        std::copy_n(saved[p].empty() ? all + requests[p].source * size : saved[p].data(), size, all + requests[p].target * size);
   });
   return ffi::Error::Success();
 }

@@ -1,10 +1,11 @@
-"""A decoder's layers, and its draws, on a processor: `layers.cc`, compiled for the machine at hand when it is first needed.
+"""CPU kernels for generation (`layers.cc`): decoder layers, cache attention, cache copies and token sampling.
 
-XLA on CPU copies each layer's weights out of the stack and each block of the cache before it multiplies, computes rows that
-are not there, and takes some microseconds to begin each of the thirty operations of a layer. The kernel reads weights and cache
-where they lie, and does all layers at once; likewise logits, their probabilities and the draw of a token. A token's bits depend
-on its row's past alone: neither on its neighbours nor on how many tokens come with it, as long as the cache holds numbers only.
-It has no gradient, and no rule for `jax.vmap`.
+XLA on CPU copies each layer's weights out of the stack and each block of the cache before it multiplies. It computes padding
+rows too, and needs some microseconds to start each of the thirty operations of a layer. The kernels read weights and cache in
+place and compute all layers in one call; `cpu_draw` computes logits, probabilities and samples in one call. A token's bits
+depend only on its row's past: neither on other rows nor on the number of tokens, as long as the cache has no NaN.
+
+The C++ code is compiled for this machine when it is first needed. The kernels have no gradient and do not support `jax.vmap`.
 """
 
 import ctypes
@@ -40,9 +41,9 @@ WEIGHTS = (
     *("attention_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"),
     *("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
 )
-"""In the kernel's order."""
+"""Names of the layer weights, in the order of the kernel's arguments."""
 LANES = 16
-"""A head's width must be a multiple of it; for all layers, the hidden state's and the MLP's too."""
+"""The head dimension must be a multiple of this; for `cpu_layers`, the hidden and MLP widths too."""
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
 NATIVE = "-march=native"
 
@@ -56,16 +57,20 @@ def cpu_attention(
     rows: Int[Array, "P"] | None,
     slots: int,
 ) -> Float[Array, "P T N H"]:
-    """Each query attends to a layer's slots up to its own position; q must be scaled already. Where the position is no slot
-    (below 0, or not below `slots`), zeros. The other arguments are those of `rrl.models.attention.cache_attention`; all arrays
-    are float32.
+    """Attention over one layer of a cache: each query attends to the slots up to its own position.
 
-    Call `can_attend` before: it makes the kernel known to JAX.
+    Call `can_attend` first; it registers the kernel with JAX. All arrays are float32.
+
+    Args:
+        q: queries, already scaled.
+        k, v, layer, rows: see `rrl.models.attention.cache_attention`.
+        positions: position of each query. The output is 0 for a position below 0 or not below `slots`.
+        slots: of the cache.
     """
-    which = jnp.arange(len(q), dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
-    called = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
-    numbers = layer.astype(jnp.int32), positions.astype(jnp.int32), which
-    return called(q, k, v, *numbers, slots=np.int32(slots))
+    cache_rows = jnp.arange(len(q), dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
+    call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    numbers = layer.astype(jnp.int32), positions.astype(jnp.int32), cache_rows
+    return call(q, k, v, *numbers, slots=np.int32(slots))
 
 
 def cpu_layers(
@@ -82,31 +87,32 @@ def cpu_layers(
     last_reads: bool,
     threads: int = 1,
 ) -> tuple[Float[Array, "P T D"], tuple[Array, Array]]:
-    """What comes out of a decoder's last layer, and the cache with these tokens' keys and values.
+    """Runs all layers of a decoder on new tokens.
 
-    Zeros come out for what has no slot (a position below 0, or not below `slots`).
+    Call `can_compute` first; it registers the kernel with JAX.
 
     Args:
-        x: what goes into the first layer; all arrays but `positions` and `rows` are float32.
+        x: input of the first layer; all arrays except `positions` and `rows` are float32.
         rotary: cosine and sine of each token's angles.
         weights: of all layers, by their names in `rrl.models.decoder.Layer`.
-        k, v, positions, rows: as those of `cpu_attention`.
+        k, v, positions, rows: see `cpu_attention`.
         slots: of the cache.
         eps: of the norms.
-        last_reads: whether the last layer does more than write its keys and values; if not, what comes out means nothing.
-        threads: most that compute; bits don't depend on it.
+        last_reads: False: the last layer only writes its keys and values, and the returned hidden states are meaningless.
+        threads: most threads to use; the bits do not depend on it.
 
-    Call `can_compute` before: it makes the kernel known to JAX.
+    Returns:
+        The last layer's output, 0 for positions below 0 or not below `slots`; and k and v with the new tokens.
     """
-    which = jnp.arange(len(x), dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
+    cache_rows = jnp.arange(len(x), dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
     empty = jnp.zeros(0, jnp.float32)
-    named = [weights.get(name, empty).astype(jnp.float32) for name in WEIGHTS]
-    before = positions.astype(jnp.int32), which, x, *rotary
+    ordered = [weights.get(name, empty).astype(jnp.float32) for name in WEIGHTS]
+    first_args = positions.astype(jnp.int32), cache_rows, x, *rotary
     shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (x, k, v)]
-    aliases = {len(before): 1, len(before) + 1: 2}
-    called = jax.ffi.ffi_call(LAYERS, shapes, input_output_aliases=aliases)
+    aliases = {len(first_args): 1, len(first_args) + 1: 2}
+    call = jax.ffi.ffi_call(LAYERS, shapes, input_output_aliases=aliases)
     numbers = {"slots": np.int32(slots), "eps": np.float32(eps), "threads": np.int32(threads)}
-    out, *pair = called(*before, k, v, *named, last_reads=last_reads, **numbers)
+    out, *pair = call(*first_args, k, v, *ordered, last_reads=last_reads, **numbers)
     return out, tuple(pair)
 
 
@@ -120,15 +126,15 @@ def cpu_copy(
     *,
     threads: int = 1,
 ) -> tuple[Array, Array]:
-    """The cache with the blocks from `begin[p]` on, before `end[p]`, of row `source[p]` in row `target[p]`, all of them as they
-    were; what is no row is left out. `threads` is the most that copy.
+    """Copies blocks begin[p]..end[p]-1 of row `source[p]` to row `target[p]`, in all layers.
 
-    Call `can_attend` before: it makes the kernel known to JAX.
+    Call `can_attend` first; it registers the kernel with JAX. All sources are read before any target is written. Entries
+    whose source or target is not a row are ignored. `threads` is the most threads to use.
     """
-    which = [part.astype(jnp.int32) for part in (source, target, begin, end)]
+    indices = [part.astype(jnp.int32) for part in (source, target, begin, end)]
     shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (k, v)]
-    called = jax.ffi.ffi_call(COPY, shapes, input_output_aliases={len(which): 0, len(which) + 1: 1})
-    return tuple(called(*which, k, v, threads=np.int32(threads)))
+    call = jax.ffi.ffi_call(COPY, shapes, input_output_aliases={len(indices): 0, len(indices) + 1: 1})
+    return tuple(call(*indices, k, v, threads=np.int32(threads)))
 
 
 def cpu_draw(
@@ -141,143 +147,163 @@ def cpu_draw(
     top_k: int = 0,
     threads: int = 1,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
-    """A token for each hidden state, as `rrl.rollout.sampling.sample` draws it from the logits hidden @ table, each by a number
-    in [0, 1): among the `top_k` likeliest (0: all), and of these the fewest that make up `top_p`. And its log-probabilities. At
-    temperature 0 it is greedy. D and V must be multiples of LANES; it computes in float32.
+    """Samples a token from the logits hidden @ table, like `rrl.rollout.sampling.sample`.
 
-    Call `can_attend` before: it makes the kernel known to JAX.
+    Call `can_attend` first; it registers the kernel with JAX. D and V must be multiples of LANES; it computes in float32.
+
+    Args:
+        hidden: hidden states.
+        table: unembedding table.
+        uniform: a random number in [0, 1) for each token; the sample inverts the cumulative distribution at it.
+        temperature: 0 is greedy.
+        top_p: samples among the fewest most likely tokens with this total probability.
+        top_k: samples among this many most likely tokens; 0: all.
+        threads: most threads to use.
+
+    Returns:
+        Token ids, their log-probabilities at temperature 1 among all tokens, and their log-probabilities as sampled.
     """
     shapes = [jax.ShapeDtypeStruct(uniform.shape, dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
-    called = jax.ffi.ffi_call(DRAW, shapes)
+    call = jax.ffi.ffi_call(DRAW, shapes)
     hidden, table = (part.astype(jnp.float32) for part in (hidden, table))
     numbers = {"top_p": np.float32(top_p), "top_k": np.int32(top_k), "threads": np.int32(threads)}
-    return tuple(called(hidden, table, uniform, temperature, **numbers))
+    return tuple(call(hidden, table, uniform, temperature, **numbers))
 
 
 def can_compute(config: DecoderConfig, dtype: DTypeLike) -> bool:
-    """Whether the kernel is there, and made for such numbers and shapes (see `can_attend`)."""
-    whole = config.hidden % LANES == 0 == config.mlp % LANES
-    return whole and can_attend(dtype, config.head_dim)
+    """Whether `cpu_layers` supports this model and dtype; compiles the kernels at the first call (see `can_attend`)."""
+    aligned = config.hidden % LANES == 0 == config.mlp % LANES
+    return aligned and can_attend(dtype, config.head_dim)
 
 
 def can_attend(dtype: DTypeLike, head_dim: int) -> bool:
-    """Whether the kernel is there, and made for such numbers and heads. It is compiled at the first call, once per machine; where
-    it can't be, a warning says why, and XLA is to attend."""
+    """Whether `cpu_attention` supports this dtype and head dimension.
+
+    The first call compiles the kernels, once per machine, and registers them with JAX. If that fails, it logs a warning with
+    the reason and returns False; the caller must then use XLA.
+    """
     return jnp.dtype(dtype) == jnp.float32 and head_dim % LANES == 0 and _register()
 
 
 @functools.cache
 def _register() -> bool:
-    """Whether JAX knows the kernel from here on."""
+    """Compiles and registers the kernels; returns False and logs a warning if that fails."""
     try:
-        library = _loaded()
+        library = _load_library()
         for target in TARGETS:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     except (OSError, ValueError, subprocess.SubprocessError, AttributeError) as error:
-        said = getattr(error, "stderr", None) or error
+        reason = getattr(error, "stderr", None) or error
         log.warning(
-            "The kernel for processors could not be compiled; rollouts here take longer with XLA's. "
-            "Install a C++ compiler (g++ or clang++), or name one in CXX. %s",
-            said,
+            "The CPU kernels could not be compiled, so rollouts use XLA, which is slower. "
+            "Install a C++ compiler (g++ or clang++), or set CXX to one. %s",
+            reason,
         )
         return False
     return True
 
 
-def _loaded() -> ctypes.CDLL:
-    """The compiled kernel from the user's cache, or, where others may write to that, compiled into a folder of its own.
+def _load_library() -> ctypes.CDLL:
+    """Loads the compiled kernels from the user's cache.
 
-    Raises what `_library` raises, and PermissionError where others may write to the folder for temporary files, too.
+    If other users may write to the cache, compiles the kernels into a private temporary folder instead.
+
+    Raises:
+        PermissionError: other users may write to the temporary folder too.
+        OSError, subprocess.SubprocessError, ValueError: see `_library`.
     """
     folder = cache_folder() / "kernels"
     try:
         folder = private_folder(folder)
     except OSError as error:
         log.warning(
-            "The kernel for processors is not kept in %s, so that each start compiles it anew: %s. Remove what others may have "
-            "written, or set XDG_CACHE_HOME to a folder of your own.",
+            "The compiled CPU kernels are not cached in %s, so every start compiles them again: %s. Restrict write permission "
+            "to your user and delete the folder's contents, or set XDG_CACHE_HOME to a private folder.",
             folder,
             error,
         )
-        with tempfile.TemporaryDirectory(prefix="rrl-kernels-") as apart:
+        with tempfile.TemporaryDirectory(prefix="rrl-kernels-") as temporary:
             return ctypes.CDLL(
-                str(_library(private_folder(Path(apart))))
-            )  # once loaded, it needs its file no more
+                str(_library(private_folder(Path(temporary))))
+            )  # after loading, the file is no longer needed
     return ctypes.CDLL(str(_library(folder)))
 
 
 def _library(folder: Path) -> Path:
-    """The compiled kernel in a folder, where it stays; compiled, unless it is there and nobody else may have written it. Where
-    there is no compiler, what another one has made of it.
+    """Path of the compiled library in a folder; compiles it if it is missing or other users could have written it.
+
+    Without a compiler, uses a library that an earlier compiler made from the same source.
 
     Raises:
-        OSError: there is no compiler, or the folder can't be written.
+        OSError: there is no compiler, or the folder cannot be written.
         subprocess.SubprocessError: the compiler fails.
-        ValueError: CXX can't be read.
+        ValueError: CXX cannot be parsed.
     """
     sources = SOURCE.read_text(), HEADER.read_text()
-    name = f"layers-{_short(*sources, NATIVE, FLAGS, importlib.metadata.version('jaxlib'), processor())}"
-    wished = shlex.split(os.environ.get("CXX", ""))
-    if wished and not shutil.which(wished[0]):
-        log.warning("CXX=%s: there is no such program here; another compiler is looked for", wished[0])
-    named = wished, ["c++"], ["g++"], ["clang++"]
-    compiler = next((words for words in named if words and shutil.which(words[0])), None)
+    name = f"layers-{_digest(*sources, NATIVE, FLAGS, importlib.metadata.version('jaxlib'), processor())}"
+    requested = shlex.split(os.environ.get("CXX", ""))
+    if requested and not shutil.which(requested[0]):
+        log.warning("CXX=%s: no such program; trying other compilers", requested[0])
+    candidates = requested, ["c++"], ["g++"], ["clang++"]
+    compiler = next((words for words in candidates if words and shutil.which(words[0])), None)
     if compiler is None:
-        if kept := [file for file in sorted(folder.glob(f"{name}-*.so")) if _is_ours(file)]:
-            return kept[0]
+        if compiled := [file for file in sorted(folder.glob(f"{name}-*.so")) if _is_trusted(file)]:
+            return compiled[0]
         raise FileNotFoundError("There is no C++ compiler.")
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    library = folder / f"{name}-{_short(version, compiler)}.so"
-    if not _is_ours(library):
-        with tempfile.TemporaryDirectory(dir=folder) as apart:
-            made = Path(apart) / library.name
-            command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made)]
+    library = folder / f"{name}-{_digest(version, compiler)}.so"
+    if not _is_trusted(library):
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            output = Path(temporary) / library.name
+            command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(output)]
             try:
                 subprocess.run([*command, NATIVE], check=True, capture_output=True, text=True)
-            except subprocess.CalledProcessError:  # a compiler that does not know the machine
+            except subprocess.CalledProcessError:  # the compiler does not support -march=native
                 subprocess.run(command, check=True, capture_output=True, text=True)
-            made.chmod(0o700)  # whatever the umask
-            content = made.read_bytes()
-            seal = Path(apart) / _seal(library).name
-            for file, data in ((made, content), (seal, hashlib.sha256(content).hexdigest().encode())):
+            output.chmod(0o700)  # independent of the umask
+            content = output.read_bytes()
+            checksum = Path(temporary) / _checksum_file(library).name
+            for file, data in ((output, content), (checksum, hashlib.sha256(content).hexdigest().encode())):
                 with file.open("wb") as stream:
                     stream.write(data)
                     stream.flush()
                     os.fsync(stream.fileno())
-            seal.chmod(0o600)
-            os.replace(seal, _seal(library))
-            os.replace(made, library)  # whole, for whoever else starts
+            checksum.chmod(0o600)
+            os.replace(checksum, _checksum_file(library))
+            os.replace(output, library)  # atomic, since other processes may start
     return library
 
 
-def _seal(library: Path) -> Path:
-    """The file with the SHA-256 of a compiled kernel: to load one that a power failure left in part would end the process."""
+def _checksum_file(library: Path) -> Path:
+    """File with the SHA-256 of a library. A library that a power failure truncated would crash the process when loaded."""
     return library.with_suffix(".sha256")
 
 
-def _is_ours(library: Path) -> bool:
-    """Whether it is there as it was compiled, and nobody else may have written it."""
+def _is_trusted(library: Path) -> bool:
+    """Whether a library exists, is unchanged since it was compiled, and cannot have been written by other users."""
     try:
         refuse_shared(library)
-        refuse_shared(_seal(library))
-        if hashlib.sha256(library.read_bytes()).hexdigest() != _seal(library).read_text():
-            log.warning("%s is not what was compiled there: it is compiled again", library)
+        refuse_shared(_checksum_file(library))
+        if hashlib.sha256(library.read_bytes()).hexdigest() != _checksum_file(library).read_text():
+            log.warning("%s differs from what was compiled; compiling it again", library)
             return False
     except FileNotFoundError:
         return False
     except PermissionError as error:
-        log.warning("A compiled kernel is not loaded: %s", error)
+        log.warning(
+            "A compiled CPU kernel is not loaded, because other users could have changed it: %s", error
+        )
         return False
     return True
 
 
-def _short(*known: object) -> str:
-    """A name for what is known."""
-    return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+def _digest(*values: object) -> str:
+    """A short hash of values, for file names."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 def processor() -> str:
-    """What tells machines apart that share a home folder, but not all instructions."""
+    """CPU model and instruction sets. They distinguish machines that share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

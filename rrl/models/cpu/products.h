@@ -1,4 +1,4 @@
-// What the kernels for processors are made of: registers, powers, products of matrices, and threads.
+// Building blocks of the CPU kernels: vector registers, powers of two, matrix products, and threads.
 
 #ifndef RRL_MODELS_CPU_PRODUCTS_H_
 #define RRL_MODELS_CPU_PRODUCTS_H_
@@ -17,16 +17,16 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Numbers of a vector register; how many registers hold sums while others hold what is multiplied; and of how many rows at most.
+// Floats per vector register; registers that hold sums in a matrix product; and most rows of its tile.
 #ifdef __AVX512F__
 constexpr int kLanes = 16, kSums = 24, kRows = 8;
 #else
 constexpr int kLanes = 8, kSums = 8, kRows = 4;
 #endif
-// So many columns of a weight meet all rows before the next do, where they are not laid side by side; and of so many numbers on a
-// core's caches don't hold a weight.
+// Columns of a matrix that are multiplied with all rows before the next columns, if they are not packed; and the size from which
+// a matrix does not fit in a core's caches.
 constexpr int64_t kPanel = 6 * kLanes, kLarge = 1 << 18;
-// From so many products of two numbers on, a product of matrices is worth other threads.
+// Number of multiplications from which a matrix product uses several threads.
 constexpr int64_t kShared = 1 << 20;
 constexpr float kLog2e = 1.44269504f;
 
@@ -47,14 +47,13 @@ inline void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof x); }
 
 inline Lanes all(float x) { return Lanes{} + x; }
 
-// The first where one of them is not a number.
+// Elementwise maximum; x where x or y is NaN.
 inline Lanes larger(Lanes x, Lanes y) { return x < y ? y : x; }
 
-// 2^x of numbers that are not above 0: 2^n 2^r with |r| <= 1/2, and for 2^r a polynomial that was fitted to the least relative
-// error (2e-9).
+// 2^x for x <= 0: 2^n 2^r with |r| <= 1/2. 2^r is a minimax polynomial with a relative error of 2e-9.
 template <int count>
 inline void power_of_two(Lanes (&x)[count]) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: a sum with it is a whole number
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const float polynomial[] = {0.00133989012f, 0.00961843763f, 0.0555033241f, 0.240226479f, 0.693147203f, 1.0f};
   Lanes whole[count], y[count];
   for (int i = 0; i < count; ++i) x[i] = larger(x[i], all(-126.0f));
@@ -69,7 +68,7 @@ inline void power_of_two(Lanes (&x)[count]) {
     std::memcpy(&exponent, &whole[i], sizeof exponent);
     bits += exponent << 23;
     std::memcpy(&y[i], &bits, sizeof bits);
-    x[i] = x[i] == x[i] ? y[i] : x[i];  // what is not a number stays so, whatever its bits
+    x[i] = x[i] == x[i] ? y[i] : x[i];  // keeps NaN
   }
 }
 
@@ -89,8 +88,8 @@ struct Matrix {
   int64_t step;
 };
 
-// out[q][c] = scale[q] out[q][c] + sum over i of x[q][i] y[i][c], without the first where there is no scale, for `rows` q and
-// columns * kLanes c.
+// out[q][c] = scale[q] out[q][c] + sum over i of x[q][i] y[i][c], for `rows` values of q and columns * kLanes values of c.
+// Without `scale` the first term is omitted.
 template <int rows, int columns>
 inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* out, int64_t step) {
   Lanes sum[rows][columns];
@@ -113,7 +112,7 @@ inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* o
     for (int c = 0; c < columns; ++c) store(out + q * step + c * kLanes, sum[q][c]);
 }
 
-// The same for `rows` q and any width that is a multiple of kLanes: by so many columns, then by fewer.
+// The same for any width that is a multiple of kLanes.
 template <int rows, int columns>
 inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
   int64_t c = 0;
@@ -123,8 +122,7 @@ inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* 
     if (c < width) band<rows, columns - 1>(x, {y.first + c, y.step}, inner, width - c, scale, out + c, step);
 }
 
-// The same for any number of rows: so many at a time, then fewer. Each number is summed from the first i to
-// the last, whatever the shapes.
+// The same for any number of rows. Each result is summed over i in ascending order, whatever the shapes.
 template <int rows>
 void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
   int64_t q = 0;
@@ -137,16 +135,16 @@ void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, c
                          step);
 }
 
-// This thread and others of XLA's pool, as many as there are to be.
-class Crew {
+// This thread and further threads of XLA's pool.
+class ThreadTeam {
  public:
-  Crew(ffi::ThreadPool pool, int64_t threads) : pool_(pool), threads_(threads) {}
+  ThreadTeam(ffi::ThreadPool pool, int64_t threads) : pool_(pool), threads_(threads) {}
 
-  // Does body(0), ..., body(count - 1), in any order. Who comes late finds nothing left, and does not touch the body.
+  // Calls body(0), ..., body(count - 1) in any order. A thread that starts late finds no work and does not touch the body.
   template <typename Body>
   void each(int64_t count, const Body& body, bool shared = true) {
     struct Progress {
-      std::atomic<int64_t> begun{0}, done{0};
+      std::atomic<int64_t> started{0}, done{0};
     };
     const int64_t helpers = shared ? std::min(threads_, count) - 1 : 0;
     if (helpers <= 0) {
@@ -155,7 +153,7 @@ class Crew {
     }
     const auto progress = std::make_shared<Progress>();
     const auto work = [progress, count, body = &body] {
-      for (int64_t i; (i = progress->begun++) < count; ++progress->done) (*body)(i);
+      for (int64_t i; (i = progress->started++) < count; ++progress->done) (*body)(i);
     };
     for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([work] { work(); });
     work();
@@ -167,9 +165,9 @@ class Crew {
   int64_t threads_;
 };
 
-// out = out + x y, or x y where it is not `added`; x [count, inner], y [inner, width]. Columns of a large y are laid side by side
-// before many rows meet them.
-void product(const float* x, const float* y, int64_t count, int64_t inner, int64_t width, float* out, Crew& crew,
+// out = x y, or out + x y with `added`; x [count, inner], y [inner, width]. If y is large and x has many rows, columns of y are
+// packed into contiguous memory first.
+void product(const float* x, const float* y, int64_t count, int64_t inner, int64_t width, float* out, ThreadTeam& team,
              bool added = false) {
   const bool packed = count > kRows && inner * width >= kLarge;
   const int64_t columns = packed ? kSums / kRows * kLanes : kPanel;
@@ -186,7 +184,7 @@ void product(const float* x, const float* y, int64_t count, int64_t inner, int64
     }
     multiply<kRows>({x, inner}, right, count, inner, here, added ? ones.data() : nullptr, out + first, width);
   };
-  crew.each((width + columns - 1) / columns, panel, count * inner * width >= kShared);
+  team.each((width + columns - 1) / columns, panel, count * inner * width >= kShared);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-"""Prompted methods, nothing of which is trained: generator functions over `Generate` and `Retrieve`, one a method.
+"""Prompted methods without training, such as IRCoT: each is a generator function over `Generate` and `Retrieve`.
 
-A method is a few lines that yield what they need and return the answer; the engine runs thousands of them side by side
-(`rrl.rollout.workflow`). Prompts are in our own words and without demonstrations, except where a paper prints one.
+A method yields its requests and returns the answer; the engine runs thousands of them in parallel (`rrl.rollout.workflow`).
+Prompts are in our own words and zero-shot, unless a paper prints its prompt. Read `single.naive_rag` first.
 """

@@ -17,33 +17,35 @@ class PromptedMethod:
     """One prompted method."""
 
     run: Callable[..., PromptedWorkflow]
+    """Called with a question, the settings and the options."""
     source: str
+    """The paper."""
     searches: bool = True
-    """False where nothing is ever searched, so that no retriever is needed."""
+    """False: the method never searches and needs no retriever."""
     stops: tuple[tuple[str, ...], ...] = ()
-    """The sets of strings that its generations stop at."""
+    """The sets of stop strings that its requests use."""
     options: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
-    """What differs from the defaults of `run`."""
+    """Options that differ from the defaults of `run`."""
 
     def workflow(
         self, question: Question, settings: PromptedSettings
     ) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
-        """The method at work on one question, for `Engine.run_workflows`."""
+        """Return the workflow of one question, for `Engine.run_workflows`."""
         return with_record(self.run(question, settings, **self.options))
 
     def completion(self, settings: PromptedSettings) -> Completion:
-        """What the engine must be told before it runs this method."""
+        """Return the stop strings and the token limit that the engine needs to run this method."""
         return Completion(stop_sets=self.stops, turn_tokens=settings.tokens)
 
     @property
     def defaults(self) -> dict[str, int | float]:
-        """The options of `run` and their values, changed ones included."""
-        found = {
+        """The options of `run` and their values, with the changed ones."""
+        options = {
             name: parameter.default
             for name, parameter in inspect.signature(self.run).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
         }
-        return found | dict(self.options)
+        return options | dict(self.options)
 
 
 METHODS: Mapping[str, PromptedMethod] = {
@@ -61,22 +63,23 @@ METHODS: Mapping[str, PromptedMethod] = {
     "search_o1": PromptedMethod(iterative.search_o1, "Li et al., 2025", stops=((iterative.END_QUERY,),)),
     "decomposition": PromptedMethod(iterative.decomposition, "after RQ-RAG, Chan et al., 2024"),
 }
-"""By the name a config or command gives them."""
+"""Method by name, as in configs and commands."""
 
 
 def make_prompted_method(name: str, options: Mapping[str, int | float] | None = None) -> PromptedMethod:
-    """A method with some of its options changed.
+    """Return a method with changed options.
 
-    Raises UserError for an unknown method or option, with what there is, and for a value that is not positive or of another type.
+    Raises UserError for an unknown method or option, and names the known ones. Raises UserError also for a value that is not
+    positive or has the wrong type.
     """
     if name not in METHODS:
-        raise UserError(f"method={name!r} is unknown; there are {', '.join(METHODS)}")
+        raise UserError(f"method={name!r} is unknown; choose one of {', '.join(METHODS)}")
     method = METHODS[name]
     for option, value in (options or {}).items():
         known = method.defaults
         if option not in known:
             raise UserError(
-                f"{name}.{option} is no option of the method; its options are {', '.join(known) or 'none'}"
+                f"{name}.{option} is not an option of the method; its options are {', '.join(known) or 'none'}"
             )
         whole = isinstance(known[option], int)
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0:

@@ -1,4 +1,4 @@
-"""Methods that search step by step: ReAct, Self-Ask, IRCoT, ITER-RETGEN, FLARE, Search-o1, decomposition, Adaptive-RAG."""
+"""Methods with several searches: ReAct, Self-Ask, IRCoT, ITER-RETGEN, FLARE, Search-o1, decomposition, Adaptive-RAG."""
 
 import re
 from collections.abc import Sequence
@@ -26,58 +26,58 @@ END_QUERY = "<|end_search_query|>"
 SENTENCE = re.compile(
     r"(?:(?<=[.!?])|(?<=[.!?][\"')]))(?<!\b[A-Z]\.)(?<!\b(?:Dr|Mr|Ms|St|Jr|Sr|vs)\.)(?<!\bMrs\.)\s+(?=[A-Z\"'(\d])|\n+"
 )
-"""Where a sentence ends: not after initials ("J. R. R.") and titles ("Dr.")."""
+"""Matches the gap after a sentence, but not after initials ("J. R. R.") and titles ("Dr.")."""
 
 
 ACTION_ALONE = re.compile(r"\b(Search|Finish)\s*\[(.*?)\]", re.DOTALL | re.IGNORECASE)
 ACTION = re.compile(r"Action\W*?" + ACTION_ALONE.pattern, re.DOTALL | re.IGNORECASE)
-"""ReAct's action: where one is named as such, what a thought says of others is none."""
+"""ReAct's action after the word "Action". It takes precedence over actions that a thought mentions (`ACTION_ALONE`)."""
 
 
 def react(question: Question, settings: PromptedSettings, *, steps: int = 7) -> PromptedWorkflow:
-    """ReAct (Yao et al., 2023): thoughts, and actions Search[...] or Finish[...], with what a search found as observation."""
+    """ReAct (Yao et al., 2023): thoughts, actions Search[...] and Finish[...], and the passages of a search as observation."""
     history, passages = "", list[Passage]()
     for _ in range(steps):
-        said: Generated = yield settings.generate(
+        output: Generated = yield settings.generate(
             'Answer the question in steps. Each step is one line "Thought: ..." and one line "Action: ...". The action is '
             "Search[words to search for], which is answered by an observation, or Finish[the answer alone].\n\n"
             f"Question: {with_choices(question)}\n{history}",
             OBSERVATION,
         )
-        action = ACTION.search(said.text) or ACTION_ALONE.search(said.text)
+        action = ACTION.search(output.text) or ACTION_ALONE.search(output.text)
         if not action:
             break
         if action[1].lower() == "finish":
             return action[2]
-        found = yield Retrieve(action[2].strip() or question.text)
-        passages = merge_passages(passages, found)
+        hits = yield Retrieve(action[2].strip() or question.text)
+        passages = merge_passages(passages, hits)
         history += (
-            f"{said.text[: action.end()].strip()}\n{OBSERVATION} {settings.format_passages(found or ())}\n"
+            f"{output.text[: action.end()].strip()}\n{OBSERVATION} {settings.format_passages(hits or ())}\n"
         )
     return (yield from reasoned_answer(question, settings, passages))
 
 
 def self_ask(question: Question, settings: PromptedSettings, *, steps: int = 5) -> PromptedWorkflow:
-    """Self-Ask with search (Press et al., 2023): follow-up questions, each answered from its own passages, then the answer."""
+    """Self-Ask with search (Press et al., 2023): follow-up questions, each answered from the passages of its search."""
     history, passages = "", list[Passage]()
     for _ in range(steps):
-        said: Generated = yield settings.generate(
+        output: Generated = yield settings.generate(
             'Answer the question by asking simpler ones first. Write "Follow up: " and the next question that must be answered; '
             f'it is answered after "{INTERMEDIATE}". When no more is needed, write one line that begins with "{FINAL_ANSWER}" '
             f"and gives the answer alone.\n\nQuestion: {with_choices(question)}\n{history}",
             INTERMEDIATE,
         )
-        if FINAL_ANSWER in said.text:
-            return extract_answer(said)
-        *_, follow_up = said.text.strip().splitlines() or [""]
+        if FINAL_ANSWER in output.text:
+            return extract_answer(output)
+        *_, follow_up = output.text.strip().splitlines() or [""]
         follow_up = re.sub(r"^.*?Follow[- ]up:", "", follow_up, flags=re.IGNORECASE).strip()
         if not follow_up:
             break
-        found = yield Retrieve(follow_up)
-        passages = merge_passages(passages, found)
+        hits = yield Retrieve(follow_up)
+        passages = merge_passages(passages, hits)
         reply: Generated = yield settings.generate(
             f"Answer the question in one short sentence from the passages.\n\nPassages:\n"
-            f"{settings.format_passages(found or ())}\n\n"
+            f"{settings.format_passages(hits or ())}\n\n"
             f"Question: {follow_up}\nAnswer:"
         )
         history += f"Follow up: {follow_up}\n{INTERMEDIATE} {reply.text.strip()}\n"
@@ -85,19 +85,19 @@ def self_ask(question: Question, settings: PromptedSettings, *, steps: int = 5) 
 
 
 def ircot(question: Question, settings: PromptedSettings, *, steps: int = 8) -> PromptedWorkflow:
-    """IRCoT (Trivedi et al., 2023): each sentence of the reasoning is the next query; a reader answers from all that was found.
+    """IRCoT (Trivedi et al., 2023): each sentence of the reasoning is the next query; a reader answers from all passages.
 
-    As in the paper, the model may write on, and only its first sentence is kept.
+    As in the paper, the model may write more than one sentence, but only the first is used.
     """
     passages, thoughts = merge_passages((), (yield Retrieve(question.text))), list[str]()
     for _ in range(steps):
-        said: Generated = yield settings.generate(
+        output: Generated = yield settings.generate(
             "Think about the question with the help of the passages, one sentence at a time. Write the next sentence of the "
             f"reasoning only. {ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}"
             f"\n\nQuestion: {with_choices(question)}\n"
             f"Reasoning so far: {' '.join(thoughts)}"
         )
-        thought = first_sentence(said.text)
+        thought = first_sentence(output.text)
         if not thought or FINAL_ANSWER in thought:
             break
         thoughts.append(thought)
@@ -107,16 +107,16 @@ def ircot(question: Question, settings: PromptedSettings, *, steps: int = 8) -> 
 
 
 def iter_retgen(question: Question, settings: PromptedSettings, *, rounds: int = 3) -> PromptedWorkflow:
-    """ITER-RETGEN (Shao et al., 2023): every round searches with the question and what the last round wrote, and writes anew."""
+    """ITER-RETGEN (Shao et al., 2023): each round searches with the question and the last output, and writes a new output."""
     written = ""
     for _ in range(rounds):
-        found = yield Retrieve(f"{question.text} {written}".strip())
-        said: Generated = yield settings.generate(
+        hits = yield Retrieve(f"{question.text} {written}".strip())
+        output: Generated = yield settings.generate(
             f"Answer the question with the help of the passages. Think step by step first. {ANSWER_INSTRUCTION}\n\n"
-            f"Passages:\n{settings.format_passages(found or ())}\n\nQuestion: {with_choices(question)}"
+            f"Passages:\n{settings.format_passages(hits or ())}\n\nQuestion: {with_choices(question)}"
         )
-        written = " ".join(said.text.split())
-    return extract_answer(said)
+        written = " ".join(output.text.split())
+    return extract_answer(output)
 
 
 def flare(
@@ -127,30 +127,37 @@ def flare(
     look_below: float = 0.8,
     mask_below: float = 0.4,
 ) -> PromptedWorkflow:
-    """FLARE (Jiang et al., 2023), direct: a sentence with an unlikely token is a query, without its least likely words, and is
-    written again over what that finds.
+    """FLARE direct (Jiang et al., 2023): a sentence with an unlikely token becomes a query and is rewritten with its passages.
 
-    `look_below` (the paper's theta) and `mask_below` (beta) are probabilities of a token. Raises UserError where the settings
-    lack `token_bytes`.
+    Args:
+      question: the question.
+      settings: shared settings; `token_bytes` is required.
+      sentences: most sentences of the answer.
+      look_below: theta; a sentence with a token below this probability is searched.
+      mask_below: beta; tokens below this probability are left out of the query.
+
+    Raises UserError if `settings.token_bytes` is missing.
     """
     if not len(settings.token_bytes):
-        raise UserError("flare needs the bytes of tokens: give PromptedSettings(token_bytes=engine.bytes)")
-    found, text = (yield Retrieve(question.text)), ""
+        raise UserError(
+            "flare needs the bytes of each token: give PromptedSettings(token_bytes=engine.bytes)"
+        )
+    hits, text = (yield Retrieve(question.text)), ""
     for _ in range(sentences):
-        said: Generated = yield settings.generate(_flare_prompt(question, settings, found or (), text))
-        sentence = first_sentence(said.text)
-        words = token_probabilities(said, settings.token_bytes, len(sentence))
-        if sentence and min((chance for _, chance in words), default=1.0) < look_below:
-            sure = "".join(piece if chance >= mask_below else " " for piece, chance in words)
-            found = (yield Retrieve(" ".join(sure.split()) or question.text)) or found
-            said = yield settings.generate(_flare_prompt(question, settings, found or (), text))
-            sentence = first_sentence(said.text)
+        output: Generated = yield settings.generate(_flare_prompt(question, settings, hits or (), text))
+        sentence = first_sentence(output.text)
+        tokens = token_probabilities(output, settings.token_bytes, len(sentence))
+        if sentence and min((probability for _, probability in tokens), default=1.0) < look_below:
+            query = "".join(token if probability >= mask_below else " " for token, probability in tokens)
+            hits = (yield Retrieve(" ".join(query.split()) or question.text)) or hits
+            output = yield settings.generate(_flare_prompt(question, settings, hits or (), text))
+            sentence = first_sentence(output.text)
         text = f"{text} {sentence}".strip()
         if not sentence or FINAL_ANSWER in sentence:
             break
     if FINAL_ANSWER in text:
         return final_answer(text)
-    return (yield from reasoned_answer(question, settings, found or ()))
+    return (yield from reasoned_answer(question, settings, hits or ()))
 
 
 def _flare_prompt(
@@ -164,47 +171,46 @@ def _flare_prompt(
 
 
 def token_probabilities(
-    said: Generated, token_bytes: Sequence[bytes], characters: int
+    output: Generated, token_bytes: Sequence[bytes], characters: int
 ) -> list[tuple[str, float]]:
-    """Text and probability of each sampled token, up to so many characters after leading white space."""
-    own = said.trajectory.roles == POLICY
-    pieces = [token_bytes[token] for token in said.trajectory.tokens[own].tolist()]
-    ends = np.cumsum([len(piece) for piece in pieces])
-    whole = b"".join(pieces)
-    lead = len(whole) - len(whole.lstrip())
-    end = lead + len(whole.lstrip().decode(errors="replace")[:characters].encode())
-    chances = np.exp(said.trajectory.logps[own]).tolist()
+    """Return text and probability of the sampled tokens of the first `characters` characters after leading white space."""
+    sampled = output.trajectory.roles == POLICY
+    texts = [token_bytes[token] for token in output.trajectory.tokens[sampled].tolist()]
+    ends = np.cumsum([len(text) for text in texts])
+    joined = b"".join(texts)
+    lead = len(joined) - len(joined.lstrip())
+    end = lead + len(joined.lstrip().decode(errors="replace")[:characters].encode())
+    probabilities = np.exp(output.trajectory.logps[sampled]).tolist()
     starts = [0, *ends.tolist()]
     return [
-        (piece.decode(errors="replace"), chance)
-        for piece, chance, start in zip(pieces, chances, starts)
-        if piece and start < end
+        (text.decode(errors="replace"), probability)
+        for text, probability, start in zip(texts, probabilities, starts)
+        if text and start < end
     ]
 
 
 def search_o1(question: Question, settings: PromptedSettings, *, searches: int = 10) -> PromptedWorkflow:
-    """Search-o1 (Li et al., 2025): the model searches while it reasons, and what was found is condensed for that reasoning
-    before it is read."""
+    """Search-o1 (Li et al., 2025): the model searches while it reasons, and reads a condensed version of the passages."""
     reasoning, passages = "", list[Passage]()
     for _ in range(searches):
-        said: Generated = yield settings.generate(
+        output: Generated = yield settings.generate(
             "Answer the question. Reason step by step. Where you lack knowledge, write <|begin_search_query|>words to search "
             f"for{END_QUERY}; what was found comes back between <|begin_search_result|> and <|end_search_result|>. "
             f"{ANSWER_INSTRUCTION}\n\n"
             f"Question: {with_choices(question)}\nReasoning so far: {reasoning}",
             END_QUERY,
         )
-        if said.stop != END_QUERY:
-            if FINAL_ANSWER in said.text:
-                return extract_answer(said)
+        if output.stop != END_QUERY:
+            if FINAL_ANSWER in output.text:
+                return extract_answer(output)
             break
-        thought, _, query = said.text.rpartition("<|begin_search_query|>")
-        found = yield Retrieve(query.strip() or question.text)
-        passages = merge_passages(passages, found)
+        thought, _, query = output.text.rpartition("<|begin_search_query|>")
+        hits = yield Retrieve(query.strip() or question.text)
+        passages = merge_passages(passages, hits)
         condensed: Generated = yield settings.generate(
             "Below are the reasoning on a question so far, a search query, and the passages that were found for it. Write down "
             'what in the passages helps to go on with the reasoning, in a few sentences; "No helpful information" if nothing '
-            f"does.\n\nReasoning: {reasoning} {thought}\n\nQuery: {query}\n\nPassages:\n{settings.format_passages(found or ())}"
+            f"does.\n\nReasoning: {reasoning} {thought}\n\nQuery: {query}\n\nPassages:\n{settings.format_passages(hits or ())}"
         )
         reasoning += (
             f"{thought}<|begin_search_query|>{query}{END_QUERY}\n"
@@ -214,36 +220,43 @@ def search_o1(question: Question, settings: PromptedSettings, *, searches: int =
 
 
 def decomposition(question: Question, settings: PromptedSettings, *, parts: int = 4) -> PromptedWorkflow:
-    """Decomposition into simpler questions (as in RQ-RAG, Chan et al., 2024, by prompt): those that need no other answer side by
-    side, then those that name them as #1, #2, ..., then the answer from all."""
-    said: Generated = yield settings.generate(
+    """Prompted decomposition into simpler questions, after RQ-RAG (Chan et al., 2024).
+
+    Questions that need no other answer run in parallel. Questions that refer to answers as #1, #2, ... follow. The final
+    answer uses all of them.
+    """
+    output: Generated = yield settings.generate(
         f"Split the question into at most {parts} simpler questions, each on a line of its own, that are answered one after "
         "another. Write #1 for the answer of the first one, #2 for that of the second one, and so on.\n\n"
         f"Question: {question.text}"
     )
-    open_parts = dict(enumerate(parse_list(said.text)[:parts] or [question.text], 1))
+    open_parts = dict(enumerate(parse_list(output.text)[:parts] or [question.text], 1))
     replies: dict[int, str] = {}
     lines, passages = list[str](), list[Passage]()
     while open_parts:
-        ready = {at: part for at, part in open_parts.items() if not _waits_for(part) & open_parts.keys()}
-        ready = ready or dict([next(iter(open_parts.items()))])  # questions that wait for each other
-        queries = {
-            at: re.sub(r"#(\d+)", lambda m: replies.get(int(m[1]), ""), part) for at, part in ready.items()
+        ready = {
+            number: part for number, part in open_parts.items() if not _waits_for(part) & open_parts.keys()
         }
-        found = yield [Retrieve(query) for query in queries.values()]
+        if not ready:  # the questions wait for each other: take the first
+            ready = dict([next(iter(open_parts.items()))])
+        queries = {
+            number: re.sub(r"#(\d+)", lambda m: replies.get(int(m[1]), ""), part)
+            for number, part in ready.items()
+        }
+        results = yield [Retrieve(query) for query in queries.values()]
         answers: list[Generated] = yield [
             settings.generate(
                 f"Answer the question from the passages, with the answer alone.\n\nPassages:\n"
-                f"{settings.format_passages(some or ())}\n\n"
+                f"{settings.format_passages(hits or ())}\n\n"
                 f"Question: {query}\nAnswer:"
             )
-            for query, some in zip(queries.values(), found)
+            for query, hits in zip(queries.values(), results)
         ]
-        for (at, query), some, reply in zip(queries.items(), found, answers):
-            replies[at] = reply.text.strip()
-            lines.append(f"{query} {replies[at]}")
-            passages = merge_passages(passages, some)
-            del open_parts[at]
+        for (number, query), hits, reply in zip(queries.items(), results, answers):
+            replies[number] = reply.text.strip()
+            lines.append(f"{query} {replies[number]}")
+            passages = merge_passages(passages, hits)
+            del open_parts[number]
     last: Generated = yield settings.generate(
         "Answer the question with the help of the simpler questions and their answers, and of the passages. "
         f"{ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}\n\n"
@@ -258,22 +271,24 @@ def _waits_for(part: str) -> set[int]:
 
 
 def adaptive_rag(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
-    """Adaptive-RAG (Jeong et al., 2024): no search, one search or many, by how hard the question is.
+    """Adaptive-RAG (Jeong et al., 2024): no search, one search or several, depending on the difficulty of the question.
 
-    The paper trains a classifier; here the model says it itself. What it says in no known word counts as many.
+    The paper trains a classifier; here the model classifies the question itself. An unparsed reply counts as several.
     """
-    said: Generated = yield settings.generate(
+    output: Generated = yield settings.generate(
         "How is this question best answered? Reply with one letter: A if you know the answer for certain, B if one search finds "
         f"it, C if several facts must be looked up one after another.\n\nQuestion: {question.text}"
     )
-    opening = re.match(r"\W*([ABC])(?=[).:,;*\n]|\s*$)", said.text)
-    letters = [opening[1]] if opening else re.findall(r"\b[ABC]\b(?!\s+[a-z])", said.text)  # no article
-    ways = {"A": cot, "B": rag_cot}
-    return (yield from ways.get(letters[-1] if letters else "C", ircot)(question, settings))
+    first = re.match(r"\W*([ABC])(?=[).:,;*\n]|\s*$)", output.text)
+    letters = (
+        [first[1]] if first else re.findall(r"\b[ABC]\b(?!\s+[a-z])", output.text)
+    )  # skips the article "A"
+    methods = {"A": cot, "B": rag_cot}
+    return (yield from methods.get(letters[-1] if letters else "C", ircot)(question, settings))
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence; a line that gives the final answer is one sentence."""
+    """Return the first sentence of a text; a line with the final answer is one sentence."""
     text = text.strip()
     if text.startswith(FINAL_ANSWER):
         return text.splitlines()[0].strip()

@@ -1,4 +1,4 @@
-"""Methods that search once or not at all: direct, CoT, naive RAG, RAG with CoT, SuRe."""
+"""Methods with at most one search: direct, CoT, naive RAG, RAG with CoT, SuRe."""
 
 import re
 from collections.abc import Sequence
@@ -18,60 +18,60 @@ from rrl.rollout.workflow import Generated, Retrieve
 
 
 def direct(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
-    """The model answers from what it knows, without reasoning."""
-    said: Generated = yield settings.generate(
+    """Direct answer from the model's own knowledge, without reasoning."""
+    output: Generated = yield settings.generate(
         f"Answer the question with the answer alone, without a sentence around it.\n\nQuestion: {with_choices(question)}\nAnswer:"
     )
-    return said.text
+    return output.text
 
 
 def cot(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
-    """Chain of thought without demonstrations (Kojima et al., 2022), from what the model knows."""
-    said: Generated = yield settings.generate(
+    """Zero-shot chain of thought from the model's own knowledge (Kojima et al., 2022)."""
+    output: Generated = yield settings.generate(
         f"Answer the question. Think step by step first. {ANSWER_INSTRUCTION}\n\nQuestion: {with_choices(question)}"
     )
-    return extract_answer(said)
+    return extract_answer(output)
 
 
 def naive_rag(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
-    """One search with the question itself, then the answer from the passages (Lewis et al., 2020); R-Search's Table 5 prompt."""
-    found = yield Retrieve(question.text)
-    said: Generated = yield settings.generate(
-        READER_TEMPLATE.format(evidence=settings.format_passages(found or ()), query=with_choices(question))
+    """One search with the question, then an answer from the passages (Lewis et al., 2020). The prompt is R-Search's Table 5."""
+    hits = yield Retrieve(question.text)
+    output: Generated = yield settings.generate(
+        READER_TEMPLATE.format(evidence=settings.format_passages(hits or ()), query=with_choices(question))
     )
-    return said.text
+    return output.text
 
 
 def rag_cot(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
-    """One search with the question itself, then reasoning over the passages (R3-RAG's "RAG with CoT")."""
-    found = yield Retrieve(question.text)
-    return (yield from reasoned_answer(question, settings, found or ()))
+    """One search with the question, then reasoning over the passages (R3-RAG's "RAG with CoT")."""
+    hits = yield Retrieve(question.text)
+    return (yield from reasoned_answer(question, settings, hits or ()))
 
 
 def reasoned_answer(
     question: Question, settings: PromptedSettings, passages: Sequence[Passage]
 ) -> PromptedWorkflow:
-    """Thinks over passages and answers: the last step of the methods that collect them."""
-    said: Generated = yield settings.generate(
+    """Reason over passages and answer: the last step of methods that collect passages."""
+    output: Generated = yield settings.generate(
         "Answer the question with the help of the passages; where they say nothing, use what you know. Think step by step "
         f"first. {ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}\n\nQuestion: {with_choices(question)}"
     )
-    return extract_answer(said)
+    return extract_answer(output)
 
 
 def sure(question: Question, settings: PromptedSettings, *, candidates: int = 2) -> PromptedWorkflow:
-    """SuRe (Kim et al., 2024): candidate answers, a summary of the passages for each, and the best supported one.
+    """SuRe (Kim et al., 2024): candidate answers, a summary of the passages for each, and the best supported candidate.
 
-    A summary that does not support its candidate costs it a point (validity); every two summaries are compared (ranking), and
-    share the point where the model prefers neither. The most points win, the earlier candidate among equals.
+    A candidate gets one point if its summary supports it (validity). Each pair of summaries is compared for one more point
+    (ranking), which both share if the model prefers neither. Most points win; the earlier candidate wins a tie.
     """
-    found = yield Retrieve(question.text)
-    context = f"Passages:\n{settings.format_passages(found or ())}\n\nQuestion: {with_choices(question)}"
-    said: Generated = yield settings.generate(
+    hits = yield Retrieve(question.text)
+    context = f"Passages:\n{settings.format_passages(hits or ())}\n\nQuestion: {with_choices(question)}"
+    output: Generated = yield settings.generate(
         f"Give {candidates} different answers to the question that the passages may support, each on a line of its own and as "
         f"short as possible, without numbers before them.\n\n{context}"
     )
-    answers = parse_list(said.text)[:candidates]
+    answers = parse_list(output.text)[:candidates]
     if len(answers) < 2:
         return answers[0] if answers else ""
     summaries: list[Generated] = yield [

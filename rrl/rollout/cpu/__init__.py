@@ -1,1 +1,1 @@
-"""What is special to rollouts on a CPU: workers, and which shapes give the same bits."""
+"""What is special to rollouts on a CPU: workers, and the shapes that change no bits."""

@@ -1,8 +1,9 @@
-"""How many rows a decode step may take on one CPU, how many may read on, how many pieces are prefilled together; and whether
-tokens may be guessed. Read `probe_shapes` first.
+"""The shape probe: finds array shapes on one CPU that give bitwise the same results as the largest shape.
 
-Only so many at a time as give each row the bits that it has among all, or its tokens would depend on how fast searches are: from
-some shapes on, XLA cuts a product up in another way. So this is tried, with the steps that run, over the model's first layers.
+A decode step with fewer rows, or a prefill with fewer chunks, is faster. But for some shapes XLA splits a matrix product in
+another way, which changes last bits: then a row's tokens would depend on how many rows run beside it, and so on the speed of
+searches. The probe runs the real decode and prefill steps over the model's first layers, once per candidate shape, and compares
+bits. It also checks that draft tokens change no bits. Read `configure_shapes`, then `probe_shapes`.
 """
 
 import concurrent.futures
@@ -25,195 +26,211 @@ from rrl.models.decoder import LORA_B, cast_params
 from rrl.parallel.runtime import available_cores
 from rrl.rollout.cpu.probe_cache import cache_key, load, store
 from rrl.rollout.device import DecodeState, decode, prefill
-from rrl.rollout.drafts import NgramDrafts, windows
+from rrl.rollout.drafts import NgramDrafts, preceding_tokens
 from rrl.rollout.exchange import DECODING, HEADER, NO_TOKEN, OFF, RECENT, PrefillChunk
 from rrl.rollout.loop import RolloutPrograms
 
 log = logging.getLogger(__name__)
 
-Sizes = tuple[int, ...]
+Counts = tuple[int, ...]
 Made = TypeVar("Made")
 
-NARROWED, MULTIPLE, PIECES = 16, 8, 2
-"""A loop of so many rows tries steps of half as many, a quarter and so on, each a multiple of the second number, and likewise
-fewer pieces to prefill, the third at least: XLA leaves out the loop over a single one, and then sums in another way."""
+MIN_PROBED_ROWS, ROW_MULTIPLE = 16, 8
+"""If a worker has at least MIN_PROBED_ROWS rows, the candidates are a half of them, a quarter, and so on, as long as they are
+multiples of ROW_MULTIPLE."""
+
+MIN_CHUNKS = 2
+"""Minimum number of chunks of a candidate: for a single one XLA omits the batch loop and sums in another order."""
 
 PROBE_TOKENS = 32
-"""Tokens that each row writes for it. Where a normaliser is summed in another way, the last bit of some twenty-fifth to tenth of
-the log-probabilities differs: of the 512 of eight rows, some twenty at least."""
+"""Tokens that each row writes in a probe. If a softmax is summed in another order, the last bit of 4 % to 10 % of the
+log-probabilities differs: at least about 20 of the 512 of eight rows."""
 
 PROBE_LAYERS = 4
-"""Sizes are tried over so many layers, the first: all have the same shapes, so that XLA cuts the products of all alike."""
+"""The probe uses this many of the first layers. All layers have the same shapes, so XLA splits their products in the same way."""
 
 PROBE_SECONDS = 60.0
-"""After so long no further size is tried. This changes the time that a rollout takes, but no bit: all sizes that are found give
-the same bits. Guesses, on which bits may depend, are always tried, however long it takes."""
+"""Time limit: no further candidate is probed after it. A smaller result costs speed but changes no bits. Draft tokens, which
+could change bits, are always probed."""
 
 
 class ProbeResult(NamedTuple):
-    """Sizes of a loop that give all rows the bits that they have among all; each most first."""
+    """Shapes that give every row the same bits as the largest shape; each field largest first."""
 
-    widths: Sizes
-    """Rows that a decode step may take."""
-    readers: Sizes
-    """Rows that may read a block of their past together."""
-    together: Sizes
-    """Pieces that may be prefilled together."""
+    widths: Counts
+    """Numbers of rows of a decode step."""
+    readers: Counts
+    """Numbers of rows that attend to a block of the cache together."""
+    chunk_counts: Counts
+    """Numbers of chunks that are prefilled together."""
     step_tokens: int
-    """Tokens that a decode step may compute: 0, where those behind a right guess have other bits than those behind none."""
+    """Tokens of a decode step, including draft tokens. 0: drafts change bits, and must not be used."""
 
 
 def configure_shapes(programs: RolloutPrograms, params: PyTree) -> None:
-    """Lets decode steps take fewer rows while few run, and prefills fewer pieces where few are left, on one CPU, where what
-    is not there takes time too (in `rrl.models.cpu.layers`, only what follows the layers), unless weights dominate. Leaves
-    draft tokens out, with a warning, where bits depend on them. Call it before building loops."""
-    narrower = programs.decode_rows >= NARROWED and not programs.weights_dominate
+    """Set the shapes of the programs on one CPU. Call it before building loops.
+
+    Nothing is probed if the weights dominate the time of a step, except for draft tokens. If draft tokens change bits, they
+    are disabled with a warning.
+    """
+    narrower = programs.decode_rows >= MIN_PROBED_ROWS and not programs.weights_dominate
     if programs.one_cpu and (narrower or programs.step_tokens):
-        found = probe_shapes(programs, params)
-        programs.widths, programs.readers, programs.prefill_chunks, programs.step_tokens = found
+        result = probe_shapes(programs, params)
+        programs.widths, programs.readers, programs.chunk_counts, programs.step_tokens = result
     if programs.config.draft_tokens and not programs.step_tokens:
         log.warning(
-            "rollout.draft_tokens=%d is left out: on this processor the bits behind a right guess would differ",
+            "rollout.draft_tokens=%d is ignored: on this processor correct drafts would change the bits of later tokens",
             programs.config.draft_tokens,
         )
 
 
 def probe_shapes(programs: RolloutPrograms, params: PyTree) -> ProbeResult:
-    """Tries all sizes, unless it is remembered what was found for these programs on this machine (`rrl.rollout.cpu.probe_cache`).
+    """Return the shapes that change no bits, from the cache (`rrl.rollout.cpu.probe_cache`) or by probing all candidates.
 
-    If the weights dominate (`workers.weights_dominate`), only draft tokens are tried: fewer rows or chunks save no time.
-    What was found before the time was up is not remembered, so that the next engine tries more; its trials take less time where
-    there is a compilation cache.
+    If the weights dominate (`workers.weights_dominate`), only draft tokens are probed: fewer rows or chunks save no time. A
+    result that was cut short by the time limit is not stored: the next engine probes again, faster if there is a compilation
+    cache.
     """
     dtype = nnx.merge(programs.graph, params).dtype
-    rows, pieces = _row_counts(programs), _piece_counts(programs, dtype)
+    rows, chunks = _row_candidates(programs), _chunk_candidates(programs, dtype)
     key = cache_key(programs, params)
-    if (known := _validated(load(key), rows, pieces, programs.step_tokens)) is not None:
-        return known
+    if (stored := _validated(load(key), rows, chunks, programs.step_tokens)) is not None:
+        return stored
     deadline = _Deadline(PROBE_SECONDS)
-    found = _probe(*_first_layers(programs, params), rows, pieces, deadline)
+    result = _probe(*_first_layers(programs, params), rows, chunks, deadline)
     if deadline.missed:
-        log.info("after %g s no further row counts were tried; found %s", PROBE_SECONDS, found)
+        log.info("the shape probe stopped after %g s; result: %s", PROBE_SECONDS, result)
     else:
-        store(key, found._asdict())
-    return found
+        store(key, result._asdict())
+    return result
 
 
 class _Deadline:
-    """The end of the time in which sizes are tried."""
+    """The time limit of a probe."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
         self.missed = False
-        """Whether a trial was left out because it came too late."""
+        """Whether a candidate was skipped."""
 
     def left(self) -> bool:
-        """Whether there is time for another trial."""
+        """Return whether there is time for another candidate."""
         late = time.monotonic() >= self._end
         self.missed = self.missed or late
         return not late
 
 
-def _row_counts(programs: RolloutPrograms) -> list[int]:
-    """Of steps, most first."""
+def _row_candidates(programs: RolloutPrograms) -> list[int]:
+    """Return the candidate numbers of rows, largest first."""
     counts = [programs.decode_rows]
-    while not programs.weights_dominate and counts[-1] >= NARROWED and not counts[-1] % (2 * MULTIPLE):
+    while (
+        not programs.weights_dominate
+        and counts[-1] >= MIN_PROBED_ROWS
+        and not counts[-1] % (2 * ROW_MULTIPLE)
+    ):
         counts.append(counts[-1] // 2)
     return counts
 
 
-def _piece_counts(programs: RolloutPrograms, dtype: DTypeLike) -> list[int]:
-    """Prefilled together, most first."""
-    counts, fewer = (
-        [programs.limits.together],
-        not (programs.weights_dominate or programs.uses_cpu_layers(dtype)),
-    )
-    while fewer and counts[-1] > PIECES and not counts[-1] % 2:
+def _chunk_candidates(programs: RolloutPrograms, dtype: DTypeLike) -> list[int]:
+    """Return the candidate numbers of chunks, largest first."""
+    counts = [programs.sizes.chunks_per_prefill]
+    fewer = not (programs.weights_dominate or programs.uses_cpu_layers(dtype))
+    while fewer and counts[-1] > MIN_CHUNKS and not counts[-1] % 2:
         counts.append(counts[-1] // 2)
     return counts
 
 
 def _validated(
-    known: Mapping[str, Any] | None, rows: list[int], pieces: list[int], step_tokens: int
+    stored: Mapping[str, Any] | None, rows: list[int], chunks: list[int], step_tokens: int
 ) -> ProbeResult | None:
-    """What is remembered, if it could have been found: a file may be anything."""
-    if known is None or set(known) != set(ProbeResult._fields):
+    """Return a stored result if it is a possible result of a probe, else None."""
+    if stored is None or set(stored) != set(ProbeResult._fields):
         return None
-    chosen = []
-    for name, every in (("widths", rows), ("readers", rows), ("together", pieces)):
-        counts = known[name]
-        if not isinstance(counts, list) or counts != [count for count in every if count in counts]:
+    valid = []
+    for name, candidates in (("widths", rows), ("readers", rows), ("chunk_counts", chunks)):
+        counts = stored[name]
+        if not isinstance(counts, list) or counts != [count for count in candidates if count in counts]:
             return None
-        chosen.append(tuple(count for count in every if count in counts))
-    widths, readers, together = chosen
-    whole = widths[:1] == (rows[0],) and together[:1] == (pieces[0],)
-    if not whole or known["step_tokens"] not in (0, step_tokens):
+        valid.append(tuple(count for count in candidates if count in counts))
+    widths, readers, chunk_counts = valid
+    complete = widths[:1] == (rows[0],) and chunk_counts[:1] == (chunks[0],)
+    if not complete or stored["step_tokens"] not in (0, step_tokens):
         return None
-    return ProbeResult(widths, readers, together, int(known["step_tokens"]))
+    return ProbeResult(widths, readers, chunk_counts, int(stored["step_tokens"]))
 
 
 def _probe(
-    programs: RolloutPrograms, params: PyTree, rows: list[int], pieces: list[int], deadline: _Deadline
+    programs: RolloutPrograms, params: PyTree, rows: list[int], chunks: list[int], deadline: _Deadline
 ) -> ProbeResult:
-    """What trials find."""
+    """Run all candidates and compare bits."""
 
-    def read(count: int) -> tuple[np.ndarray, ...] | None:
-        return _read(programs, params, count) if deadline.left() else None
+    def prefilled(count: int) -> tuple[np.ndarray, ...] | None:
+        return _prefilled(programs, params, count) if deadline.left() else None
 
-    with concurrent.futures.ThreadPoolExecutor(available_cores(), "rrl-sizes") as pool:
-        reading = [pool.submit(read, count) for count in pieces if pieces[1:]]
+    with concurrent.futures.ThreadPoolExecutor(available_cores(), "rrl-probe") as pool:
+        prefills = [pool.submit(prefilled, count) for count in chunks if chunks[1:]]
         step_tokens = programs.step_tokens
-        found = _steps(programs, params, rows, step_tokens, pool, deadline)
-        if found is None:
+        decode_result = _probe_decode(programs, params, rows, step_tokens, pool, deadline)
+        if decode_result is None:
             step_tokens = 0
-            found = _steps(programs, params, rows, step_tokens, pool, deadline)
-        alike = _alike([reader.result() for reader in reading])
-    assert found is not None, "steps without guesses differ from themselves"
-    fewer = (count for count, is_alike in zip(pieces[1:], alike[1:], strict=True) if is_alike)
-    return ProbeResult(*found, (pieces[0], *fewer), step_tokens)
+            decode_result = _probe_decode(programs, params, rows, step_tokens, pool, deadline)
+        same = _same_as_first([prefill.result() for prefill in prefills])
+    assert decode_result is not None, "decode steps without drafts are not deterministic"
+    fewer = (count for count, is_same in zip(chunks[1:], same[1:], strict=True) if is_same)
+    return ProbeResult(*decode_result, (chunks[0], *fewer), step_tokens)
 
 
-def _steps(
+def _probe_decode(
     programs: RolloutPrograms,
     params: PyTree,
     rows: list[int],
     step_tokens: int,
     pool: concurrent.futures.Executor,
     deadline: _Deadline,
-) -> tuple[Sizes, Sizes] | None:
-    """Widths and readers; None where bits depend on what was guessed."""
-    steps: list[tuple[int, Sizes]]
+) -> tuple[Counts, Counts] | None:
+    """Return (widths, readers); None if the drafted tokens change bits."""
+    candidates: list[tuple[int, Counts]]
     if programs.uses_cpu_attention(nnx.merge(programs.graph, params).dtype):
-        steps = [(count, ()) for count in rows[1:]]
+        candidates = [(count, ()) for count in rows[1:]]
     else:
-        steps = [(count, tuple(rows[place:])) for place, count in enumerate(rows) if rows[1:]]
-    if not (steps or step_tokens):
+        candidates = [(count, tuple(rows[index:])) for index, count in enumerate(rows) if rows[1:]]
+    if not (candidates or step_tokens):
         return (rows[0],), ()
 
-    def compiled(width: int, readers: Sizes) -> Callable[[np.ndarray], tuple[np.ndarray, ...]] | None:
-        return _writer(programs, params, step_tokens, width, readers) if deadline.left() else None
+    def compiled(width: int, readers: Counts) -> Callable[[np.ndarray], tuple[np.ndarray, ...]] | None:
+        return _compile_decode(programs, params, step_tokens, width, readers) if deadline.left() else None
 
-    every = pool.submit(_writer, programs, params, step_tokens, rows[0], ())
-    writers = [pool.submit(compiled, *step) for step in steps]
-    first = every.result()(None)
-    if step_tokens and not all(_alike([first, every.result()(first[0])])):
+    largest = pool.submit(_compile_decode, programs, params, step_tokens, rows[0], ())
+    compiling = [pool.submit(compiled, *candidate) for candidate in candidates]
+    first = largest.result()(None)
+    if step_tokens and not all(_same_as_first([first, largest.result()(first[0])])):
         return None
-    wrote: list[tuple[np.ndarray, ...] | None] = [first]
-    for writer in writers:
-        run = writer.result()
-        wrote.append(run(first[0]) if run is not None and deadline.left() else None)
-    same = [step for step, is_alike in zip(steps, _alike(wrote)[1:], strict=True) if is_alike]
+    outputs: list[tuple[np.ndarray, ...] | None] = [first]
+    for future in compiling:
+        run = future.result()
+        outputs.append(run(first[0]) if run is not None and deadline.left() else None)
+    same = [
+        candidate
+        for candidate, is_same in zip(candidates, _same_as_first(outputs)[1:], strict=True)
+        if is_same
+    ]
     widths = tuple(dict.fromkeys([rows[0], *(width for width, _ in same)]))
     readers = next((readers for width, readers in same if width == rows[0]), ())
     return widths, readers
 
 
-def _writer(
+def _compile_decode(
     programs: RolloutPrograms, params: PyTree, step_tokens: int, width: int, readers: tuple[int, ...]
 ) -> Callable[[np.ndarray | None], tuple[np.ndarray, ...]]:
-    """Compiles what returns that which the first `width` rows write in steps that take no others: ids and both log-probabilities.
-    Half of them need a second block of their past, a quarter a third, and so on. It is given what rows are guessed to write."""
-    count, past = programs.rows, min(4 * BLOCK, programs.config.context)
+    """Compile the decoding of the first `width` slots, with exactly `width` rows per step.
+
+    Of the slots, half need a second block of their past, a quarter a third, and so on.
+
+    Returns:
+      a function from the drafted tokens of each slot (None: no drafts) to ids and both log-probabilities [width, turn].
+    """
+    count, past = programs.slots, min(4 * BLOCK, programs.config.context)
     turn = min(PROBE_TOKENS, past)
     draw = np.random.default_rng(0)
     number = np.arange(count) + 1
@@ -221,36 +238,36 @@ def _writer(
     position = np.clip(BLOCK * blocks + draw.integers(0, BLOCK, count), 0, past - turn).astype(np.int32)
     recent = draw.integers(0, programs.decoder_config.vocab_size, (count, RECENT)).astype(np.int32)
 
-    def at_work() -> DecodeState:
+    def decoding() -> DecodeState:
         return DecodeState.create(count, turn)._replace(
             status=jnp.where(jnp.arange(count) < width, DECODING, OFF),
             position=jnp.asarray(position),
             recent=jnp.asarray(recent),
-            request=jnp.arange(count, dtype=jnp.int32),
-            limit=jnp.full(count, turn, jnp.int32),
+            seed=jnp.arange(count, dtype=jnp.int32),
+            turn_limit=jnp.full(count, turn, jnp.int32),
             temperature=jnp.linspace(0.5, 1.5, count, dtype=jnp.float32),
         )
 
-    rows, cache = _at_once(programs, at_work), _made_up(programs, params, past)
+    state, cache = _in_one_program(programs, decoding), _random_cache(programs, params, past)
     table = np.zeros((1, programs.decoder_config.vocab_size), np.int32)
-    guesses = np.zeros((count, turn), np.int32)
+    no_drafts = np.zeros((count, turn), np.int32)
 
     @programs.jit
-    def wrote(
-        params: PyTree, rows: DecodeState, cache: KVCache, key: Key, guesses: jax.Array
+    def decoded(
+        params: PyTree, state: DecodeState, cache: KVCache, key: Key, drafted: jax.Array
     ) -> tuple[jax.Array, ...]:
         drafts, known = (
             NgramDrafts.create(programs.shards),
-            jnp.broadcast_to(guesses[:, :1] >= 0, guesses.shape),
+            jnp.broadcast_to(drafted[:, :1] >= 0, drafted.shape),
         )
         done, *_ = decode(
             programs.model(params),
-            rows,
+            state,
             cache,
-            drafts.update(windows(rows.recent, guesses), guesses, known),
+            drafts.update(preceding_tokens(state.recent, drafted), drafted, known),
             programs.sampler(key, jnp.asarray(table), first_accept=1),
             context=past,
-            enough=count,
+            wake_threshold=count,
             max_wait_steps=turn,
             widths=(width,),
             readers=readers,
@@ -260,91 +277,90 @@ def _writer(
 
     key = jax.random.key(0)
     with jax.set_mesh(programs.mesh):
-        compiled = wrote.lower(params, rows, cache, key, guesses).compile()
+        compiled = decoded.lower(params, state, cache, key, no_drafts).compile()
 
-    def run(guessed: np.ndarray | None) -> tuple[np.ndarray, ...]:
-        there = np.full((count, turn), NO_TOKEN, np.int32)
-        if guessed is not None:
-            there[: len(guessed)] = guessed
+    def run(drafted: np.ndarray | None) -> tuple[np.ndarray, ...]:
+        padded = np.full((count, turn), NO_TOKEN, np.int32)
+        if drafted is not None:
+            padded[: len(drafted)] = drafted
         with jax.set_mesh(programs.mesh):
-            done = compiled(params, rows, cache, key, there)
+            done = compiled(params, state, cache, key, padded)
         return tuple(np.asarray(part)[:width] for part in done)
 
     return run
 
 
-def _read(programs: RolloutPrograms, params: PyTree, count: int) -> tuple[np.ndarray, ...]:
-    """Keys and values after as many pieces as are prefilled together at most have been prefilled `count` at a time."""
-    pieces, size, past = (
-        programs.limits.together,
-        programs.limits.piece,
+def _prefilled(programs: RolloutPrograms, params: PyTree, count: int) -> tuple[np.ndarray, ...]:
+    """Return the cache's keys and values after prefilling `chunks_per_prefill` chunks, `count` at a time."""
+    chunk_count, size, past = (
+        programs.sizes.chunks_per_prefill,
+        programs.sizes.chunk_tokens,
         min(2 * BLOCK, programs.config.context),
     )
     draw = np.random.default_rng(0)
-    number = np.arange(pieces)
-    # Two of them at least are one row's, one behind the other.
-    others = max(1, min(programs.rows, pieces - 1))
-    row = number % others
-    start = draw.integers(0, max(1, past - 2 * size), programs.rows)[row] + size * (number // others)
-    entries = PrefillChunk(row, start, size, *[np.zeros_like(row)] * (HEADER - 3))
-    words = np.stack(np.broadcast_arrays(*entries), axis=-1)
-    tokens = draw.integers(0, programs.decoder_config.vocab_size, (pieces, size))
-    chunks = np.concatenate([words, tokens], axis=-1)[None].astype(np.int32)
-    rows, marks = (
-        _at_once(programs, lambda: DecodeState.create(programs.rows, 1)),
-        np.zeros(programs.rows, np.int32),
-    )
+    number = np.arange(chunk_count)
+    # At least two chunks belong to one slot, one after the other.
+    slot_count = max(1, min(programs.slots, chunk_count - 1))
+    slot = number % slot_count
+    start = draw.integers(0, max(1, past - 2 * size), programs.slots)[slot] + size * (number // slot_count)
+    header = PrefillChunk(slot, start, size, *[np.zeros_like(slot)] * (HEADER - 3))
+    headers = np.stack(np.broadcast_arrays(*header), axis=-1)
+    tokens = draw.integers(0, programs.decoder_config.vocab_size, (chunk_count, size))
+    chunks = np.concatenate([headers, tokens], axis=-1)[None].astype(np.int32)
+    state = _in_one_program(programs, lambda: DecodeState.create(programs.slots, 1))
+    statuses = np.zeros(programs.slots, np.int32)
 
     @programs.jit
-    def read(
-        params: PyTree, rows: DecodeState, cache: KVCache, chunks: jax.Array, marks: jax.Array
+    def prefilled(
+        params: PyTree, state: DecodeState, cache: KVCache, chunks: jax.Array, statuses: jax.Array
     ) -> KVCache:
         return prefill(
             programs.model(params),
-            rows,
+            state,
             cache,
             NgramDrafts.create(programs.shards),
             chunks,
-            marks,
+            statuses,
             context=past,
-            together=(count,),
+            chunk_counts=(count,),
             copies=1,
             readers=programs.prefill_readers,
         )[1]
 
     with jax.set_mesh(programs.mesh):
-        cache = read(params, rows, _made_up(programs, params, past), chunks, marks)
+        cache = prefilled(params, state, _random_cache(programs, params, past), chunks, statuses)
     return np.asarray(cache.k), np.asarray(cache.v)
 
 
-def _made_up(programs: RolloutPrograms, params: PyTree, slots: int) -> KVCache:
-    """A cache full of numbers, the same whenever it is asked for."""
+def _random_cache(programs: RolloutPrograms, params: PyTree, positions: int) -> KVCache:
+    """Return a cache of random numbers, the same for every call."""
     dtype = nnx.merge(programs.graph, params).dtype
-    cache = _at_once(programs, lambda: programs.cache(slots, dtype))
+    cache = _in_one_program(programs, lambda: programs.cache(positions, dtype))
     draw = np.random.default_rng(0)
     k, v = (draw.standard_normal(part.shape, np.float32).astype(dtype) for part in (cache.k, cache.v))
     return dataclasses.replace(cache, k=jnp.asarray(k), v=jnp.asarray(v))
 
 
-def _at_once(programs: RolloutPrograms, make: Callable[[], Made]) -> Made:
-    """What this makes, by one program that goes with it: JAX would keep one of each operation and shape."""
+def _in_one_program(programs: RolloutPrograms, make: Callable[[], Made]) -> Made:
+    """Return the result of `make`, compiled as one program that is freed with `programs`. Without it, JAX would cache one
+    program per operation and shape."""
     with jax.set_mesh(programs.mesh):
         return programs.jit(make)()
 
 
-def _alike(made: Sequence[tuple[np.ndarray, ...] | None]) -> list[bool]:
-    """Which of these are the first, or the beginning of it; what was not made is not."""
-    first = made[0] if made else None
+def _same_as_first(outputs: Sequence[tuple[np.ndarray, ...] | None]) -> list[bool]:
+    """Return which outputs equal the first rows of the first output. None never does."""
+    first = outputs[0] if outputs else None
     return [
-        some is not None
+        output is not None
         and first is not None
-        and all(np.array_equal(few, every[: len(few)]) for few, every in zip(some, first, strict=True))
-        for some in made
+        and all(np.array_equal(part, whole[: len(part)]) for part, whole in zip(output, first, strict=True))
+        for output in outputs
     ]
 
 
 def _first_layers(programs: RolloutPrograms, params: PyTree) -> tuple[RolloutPrograms, PyTree]:
-    """Programs of a model of the first layers, and its parameters as a decoder reads them, with adapters that do something."""
+    """Return programs of a model with the first layers only, and its parameters in the compute dtype, with nonzero adapters."""
     model = nnx.merge(programs.graph, params)
     if model.config.layers > PROBE_LAYERS:
         model.config = model.layers.config = dataclasses.replace(model.config, layers=PROBE_LAYERS)
@@ -358,11 +374,11 @@ def _first_layers(programs: RolloutPrograms, params: PyTree) -> tuple[RolloutPro
         )
         programs = copy.copy(programs)
         programs.graph, programs.decoder_config = graph, model.config
-    return programs, _adapted(cast_params(params, model.dtype))
+    return programs, _with_random_adapters(cast_params(params, model.dtype))
 
 
-def _adapted(params: PyTree) -> PyTree:
-    """The parameters, with adapters that do something: those that have learned nothing yet are zero."""
+def _with_random_adapters(params: PyTree) -> PyTree:
+    """Return the parameters with random LoRA B matrices: untrained ones are zero and would hide differences."""
     draw = np.random.default_rng(0)
     flat = {
         path: leaf.replace(jnp.asarray(draw.normal(0, 0.02, leaf.shape), leaf[...].dtype))

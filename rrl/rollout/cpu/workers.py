@@ -1,4 +1,4 @@
-"""How many workers (loops) share the rows on one CPU, and how XLA compiles their programs."""
+"""Workers on one CPU: how many episode loops share the rows, and how XLA compiles their programs."""
 
 import functools
 
@@ -11,43 +11,45 @@ from rrl.parallel.runtime import available_cores
 from rrl.rollout.config import EngineConfig
 
 MIN_ROWS_PER_WORKER = 8
-"""A worker of fewer rows is not worth its core."""
+"""Minimum rows per worker if the number of workers is chosen automatically."""
 
 CPU_CACHE_BYTES = 32 * 2**20
-"""Weights of more bytes than this do not stay in a processor's caches from one decode step to the next."""
+"""Larger weights do not stay in a processor's caches from one decode step to the next."""
 
 COMPILER_OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
-"""Of XLA, for one CPU."""
+"""XLA's compiler options for one CPU."""
 
 
 def weight_bytes(config: DecoderConfig) -> int:
-    """Bytes of weights that a decode step reads on a CPU, in float32: all layers and the table of logits."""
+    """Return the bytes of weights that a decode step reads on a CPU, in float32: all layers and the output embedding."""
     return 4 * int(matrix_parameters(config) + config.hidden * config.vocab_size)
 
 
 def weights_dominate(config: DecoderConfig) -> bool:
-    """Whether reading the weights from memory is what a decode step costs on a CPU.
+    """Return whether reading the weights from memory dominates the time of a decode step on a CPU.
 
-    Then a step of fewer rows takes about as long, so that none is tried (`shape_probe`), and one worker that uses all
-    cores reads the weights once where several would each read them. Smaller weights stay in the caches: there a step costs what
-    its rows cost, and many small operations, which gain nothing from a second core.
+    If so, a step of fewer rows takes about as long, so that `shape_probe` tries none; and one worker with all cores reads the
+    weights once, while several workers would each read them. Smaller weights stay in the caches: then the time depends on the
+    rows and on many small operations, which do not get faster with a second core.
     """
     return weight_bytes(config) > CPU_CACHE_BYTES
 
 
 def worker_count(config: EngineConfig, decoder: DecoderConfig) -> int:
-    """How many workers share the rows of an engine on one CPU: `config.workers`, where it is given. Otherwise one if the weights
-    dominate, else one a core, of MIN_ROWS_PER_WORKER rows at least.
+    """Return the number of workers of an engine on one CPU.
+
+    `config.workers` if given. Otherwise one if the weights dominate, else one per core with at least MIN_ROWS_PER_WORKER rows
+    each.
 
     Raises:
-        UserError: `config.workers` does not divide the rows, or is more than the cores.
+      UserError: `config.workers` does not divide the rows, or exceeds the cores.
     """
     cores = available_cores()
     if config.workers:
         if config.rows % config.workers or config.workers > max(2, cores):
             raise UserError(
                 f"rollout.workers={config.workers} must divide rollout.rows={config.rows}, and be at most {max(2, cores)} on "
-                f"{cores} cores; 0 finds a number that does"
+                f"{cores} cores; 0 chooses a valid number"
             )
         return config.workers
     if weights_dominate(decoder):
@@ -58,14 +60,17 @@ def worker_count(config: EngineConfig, decoder: DecoderConfig) -> int:
 
 @functools.cache
 def compiler_options(workers: int) -> dict[str, bool]:
-    """How XLA compiles for one CPU: operations come one after another, and where there are several workers, each keeps to its
-    core. To hand small operations to other threads takes longer than they do. Cores beyond the workers stay idle: bits are to be
-    the same however many there are. An option that this XLA does not know is left out."""
-    wanted = dict(COMPILER_OPTIONS)
+    """Return XLA's compiler options for one CPU.
+
+    Operations run sequentially, because handing a small operation to another thread takes longer than the operation. Each of
+    several workers uses one core; further cores stay idle, so that results do not depend on the number of cores. Options that
+    this XLA does not know are omitted.
+    """
+    options = dict(COMPILER_OPTIONS)
     if workers > 1:
-        wanted["xla_cpu_multi_thread_eigen"] = False
+        options["xla_cpu_multi_thread_eigen"] = False
     known = {}
-    for name, value in wanted.items():
+    for name, value in options.items():
         try:
             jax.jit(jnp.negative, compiler_options={name: value}).lower(0.0).compile()
         except jax.errors.JaxRuntimeError:

@@ -1,1 +1,2 @@
-"""The papers' analyses: evaluations over a value that is varied, policies trained in different ways; each a table and a plot."""
+"""The papers' analyses: evaluations over a varied value, or policies trained in different ways. Each one
+yields a table and a plot."""

@@ -1,4 +1,4 @@
-"""An analysis in one call: what is missing is run, and table and plot are written."""
+"""Runs one analysis: executes the missing runs and writes the table and the plot."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,8 @@ from rrl.studies.reproduction.queue import QueueResult, run_queue, run_states
 from rrl.studies.reproduction.store import MeasurementStore
 
 SHARED = {False: "runs/reproduce", True: "runs/reproduce-smoke"}
-"""Where the reproduction trains, whose runs analyses of training use and add to; smoke runs apart."""
+"""Smoke run or not -> default folder of training runs. It is the reproduction's folder, so that its runs
+are shared."""
 
 
 def analyze(
@@ -39,15 +40,28 @@ def analyze(
     run: bool = True,
     command: str = "python launch/analyze.py",
 ) -> QueueResult:
-    """Runs what the analysis lacks and writes table.md, table.csv and plot.png into `out`, also when a signal ended the runs.
+    """Execute the missing runs of an analysis and write table.md, table.csv and plot.png into `out`.
 
-    Evaluations of policies that are there have their folders in `out`, training runs in `shared` (default: the reproduction's
-    folder). What `keep` has of these (docs/reproduction: what was measured for the published page) is not run again.
-    `policies`, `values`, `arguments` and `fields`: see `rrl.studies.analyses.catalogue.evaluation_points`. `listed`: prints what
-    would be run instead. `run` false: writes table and plot of what is there.
+    The files are also written if a signal ended the runs. Evaluations of existing policies have their
+    folders in `out`; training runs have theirs in `shared`.
 
-    Raises UserError for an unknown analysis, for what does not go with it, and as
-    `rrl.studies.reproduction.queue.run_queue`, before anything is written; and where no row of the table is finished.
+    Args:
+      what: name of the analysis; see `rrl.studies.analyses.catalogue.ANALYSES`.
+      out: folder of table, plot and evaluations.
+      policies, values, arguments, fields: see `rrl.studies.analyses.catalogue.evaluation_points`.
+      seeds: training seeds.
+      shared: folder of training runs; default: that of the reproduction.
+      keep: folder of a measurement store (docs/reproduction: the published measurements), whose runs
+        are not executed again.
+      jobs: number of runs at a time; default: 2, or 1 on a single core.
+      smoke: use sizes that only check whether all commands complete.
+      listed: print the runs that would be executed, and do nothing else.
+      run: if false, execute nothing and write table and plot of the finished runs.
+      command: the command that the table names as its origin.
+
+    Raises:
+      UserError: an unknown analysis, arguments that do not apply to it, wrong input as in `run_queue`
+        (before anything is written), or no finished row.
     """
     analysis = analysis_named(what)
     if analysis.arms:
@@ -59,7 +73,7 @@ def analyze(
         root = shared or Path(SHARED[smoke])
     else:
         if keep is not None:
-            raise UserError(f"what={what!r} evaluates policies that are there: leave out --keep")
+            raise UserError(f"what={what!r} evaluates existing policies: leave out --keep")
         points, known = evaluation_points(analysis, policies, values, arguments, fields, smoke)
         root = out
         for each in known.values():
@@ -68,29 +82,29 @@ def analyze(
             )
     jobs = jobs if jobs is not None else min(2, available_cores())
     names = [name for point in points for name in point.runs]
-    kept = None if keep is None else MeasurementStore(keep, known)
-    todo = with_dependencies(names, known) if kept is None else kept.missing_runs(names, root)
+    store = None if keep is None else MeasurementStore(keep, known)
+    todo = with_dependencies(names, known) if store is None else store.missing_runs(names, root)
     if listed:
         print(list_of(todo, known, root, jobs))
         return QueueResult({})
     done = run_queue(todo, root, jobs) if run else QueueResult({})
-    there = {row["name"] for row in run_states(todo, root) if row["state"] == "finished"}
-    old = (
+    finished = {row["name"] for row in run_states(todo, root) if row["state"] == "finished"}
+    stored = (
         {}
-        if kept is None
-        else {n: kept.evaluation_run(n) for n in names if n in kept.entries and n not in there}
+        if store is None
+        else {n: store.evaluation_run(n) for n in names if n in store.entries and n not in finished}
     )
-    there |= set(old)
-    whole = [point for point in points if there.issuperset(point.runs)]
-    if not whole and (done.failed or done.stopped):
+    finished |= set(stored)
+    complete = [point for point in points if finished.issuperset(point.runs)]
+    if not complete and (done.failed or done.stopped):
         return done
-    rows = load_rows(whole, root, points[0], old)
-    missing = [f"{point.system} {point.value}".strip() for point in points if point not in whole]
+    rows = load_rows(complete, root, points[0], stored)
+    missing = [f"{point.system} {point.value}".strip() for point in points if point not in complete]
 
     def lines_of(evaluation: str) -> Sequence[Mapping[str, Any]]:
         name = evaluation.removesuffix("-eval")
-        if kept is not None and evaluation in old:
-            return kept.entries[name].training if name in kept.entries else ()
+        if store is not None and evaluation in stored:
+            return store.entries[name].training if name in store.entries else ()
         file = root / name / "metrics.jsonl"
         return read_metrics(file) if file.is_file() else ()
 
@@ -105,9 +119,11 @@ def analyze(
     with saving(out / "plot.png"):
         draw(analysis, rows, curves, out / "plot.png")
     logged = {name for arm in curves.values() for lines in arm for line in lines for name in line}
-    if curves and (lost := [words for name, words in analysis.curves.items() if name not in logged]):
+    if curves and (
+        missing_curves := [title for name, title in analysis.curves.items() if name not in logged]
+    ):
         print(
-            f"not drawn over the updates, for what is kept of these runs does not have it: {', '.join(lost)}"
+            f"not plotted, because the stored measurements of these runs lack them: {', '.join(missing_curves)}"
         )
     print(f"{text}\n{out}/plot.png")
     return done

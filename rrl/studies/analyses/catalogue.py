@@ -1,7 +1,9 @@
-"""Which analyses there are, of which figure or table each is, and which runs it is made of.
+"""Lists the analyses, the papers' figures and tables that they correspond to, and the runs that they need.
+The list is `ANALYSES`.
 
-Some vary a value of an evaluation (steps, passages of a search, the retriever) for policies that are there; others train policies
-in different ways over seeds, as the reproduction does, with which they share their runs.
+There are two kinds. Some vary one value of an evaluation (number of steps, passages per search,
+retriever) for existing policies. The others train policies in different ways over seeds; they share
+these runs with the reproduction.
 """
 
 import dataclasses
@@ -27,27 +29,27 @@ from rrl.studies.sweep import folder_of
 
 ONE_TO_TEN = tuple(map(str, range(1, 11)))
 STEP_LIMITS = ("max_steps", "max_searches", "expansions", "steps", "rounds", "sentences", "searches")
-"""What the most steps are called in the environments of recipes and the options of prompted methods."""
+"""Names of the field that limits the number of steps, over all recipe environments and prompted methods."""
 RETRIEVAL_ONLY = ("r2ag",)
-"""Recipes that only find."""
+"""Recipes that only retrieve; a reader writes their answers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """One command: either `policies` are evaluated at each of `values`, or `arms` are trained over seeds."""
+    """One analysis: either evaluates `policies` at each of `values`, or trains `arms` over seeds."""
 
     title: str
     source: str
     """The papers' figures and tables."""
     varies: str = ""
-    """What of an evaluation is varied: "steps", "top_k", "retriever"; "": nothing."""
+    """What is varied in the evaluation: "steps", "top_k", "retriever", or "" for nothing."""
     values: tuple[str, ...] = ()
     policies: tuple[str, ...] = (f"rsearch@{SHIPPED_POLICY}",)
-    """METHOD@FOLDER, where no others are given."""
+    """Default policies, as METHOD@FOLDER."""
     arms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of what is trained: what a row is called, and the evaluation it tells of, a run of the plan."""
+    """Label of a row -> planned evaluation, for an analysis that trains policies."""
     curves: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of what is trained: names in metrics.jsonl that are drawn over the updates, and in words."""
+    """Column of metrics.jsonl that is plotted over the updates -> title."""
 
 
 def _variant(arm: str, argument: str) -> Arm:
@@ -55,18 +57,19 @@ def _variant(arm: str, argument: str) -> Arm:
 
 
 ABLATED_PARTS = ("difficulty", "penalty", "reflect", "sufficient", "thinking")
-"""What TIRESRAG-R1's ablations leave out, beside the filter, whose arm the reproduction has."""
+"""The parts that TIRESRAG-R1's ablations leave out. The arm without the filter is one of the
+reproduction's."""
 TRAINING_ARMS: Mapping[str, Arm] = {
     **ARMS,
     **{f"tiresrag_no_{part}": _variant("tiresrag", f"ablation={part}") for part in ABLATED_PARTS},
     **{f"tiresrag_{name}": _variant("tiresrag", f"schedule={name}") for name in ("fixed", "linear", "fast")},
     "tiresrag_reinforce": _variant("tiresrag", "estimator=reinforce_pp"),
 }
-"""The reproduction's arms, and those that only analyses have, with the same sizes."""
+"""The reproduction's arms, and further arms with the same sizes that only analyses use."""
 REWARD_CURVES = {
     "reward/total": "reward",
     "reward/answer": "answer reward",
-    "train/searches": "searches a question",
+    "train/searches": "searches per question",
 }
 ANSWER_CURVES = {"reward/answer": "answer reward", "reward/thinking": "thinking reward"}
 
@@ -76,9 +79,9 @@ def _evaluation_of(arm: str) -> str:
 
 
 ANALYSES: Mapping[str, Analysis] = {
-    "max_steps": Analysis("Most steps", "R3-RAG, Figure 3", "steps", ONE_TO_TEN),
+    "max_steps": Analysis("Maximum number of steps", "R3-RAG, Figure 3", "steps", ONE_TO_TEN),
     "top_k": Analysis(
-        "Passages of a search",
+        "Passages per search",
         "R3-RAG, Figure 4; TIRESRAG-R1, Figure 3; R2AG, Table A.6",
         "top_k",
         ONE_TO_TEN,
@@ -91,7 +94,7 @@ ANALYSES: Mapping[str, Analysis] = {
         (f"rsearch@{SHIPPED_POLICY}", f"naive_rag@{SHIPPED_READER}"),
     ),
     "tokens": Analysis(
-        "Tokens of a right answer",
+        "Tokens per right answer",
         "R3-RAG, Table 4; TIRESRAG-R1, Table 5",
         policies=(
             f"rsearch@{SHIPPED_POLICY}",
@@ -149,7 +152,7 @@ ANALYSES: Mapping[str, Analysis] = {
         curves={"train/auxiliary_weight": "weight a_t", **ANSWER_CURVES},
     ),
 }
-"""By the name that a command gives them."""
+"""Name of an analysis on the command line -> analysis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,22 +162,22 @@ class AnalysisPoint:
     system: str
     """The policy or arm."""
     value: str
-    """Of what is varied; "" where nothing is."""
+    """The varied value; "" if nothing is varied."""
     runs: tuple[str, ...]
-    """Evaluations, one for each seed of training."""
+    """Names of its evaluations, one per training seed."""
 
 
 def analysis_named(what: str) -> Analysis:
-    """The analysis of that name; UserError for an unknown one."""
+    """Return the analysis of that name. Raises UserError for an unknown one."""
     if what not in ANALYSES:
-        raise UserError(f"what={what!r} is unknown; there are {', '.join(ANALYSES)}")
+        raise UserError(f"what={what!r} is unknown; choose {', '.join(ANALYSES)}")
     return ANALYSES[what]
 
 
 def training_points(
     analysis: Analysis, seeds: Sequence[int], smoke: bool = False
 ) -> tuple[list[AnalysisPoint], dict[str, PlannedRun]]:
-    """The points of an analysis of arms, and all runs that there are."""
+    """Return the points of an analysis that trains arms, and all planned runs by name."""
     points = [
         AnalysisPoint(label, "", tuple(expand_seeds(run, seeds))) for label, run in analysis.arms.items()
     ]
@@ -189,28 +192,30 @@ def evaluation_points(
     fields: Mapping[str, Any] | None = None,
     smoke: bool = False,
 ) -> tuple[list[AnalysisPoint], dict[str, PlannedRun]]:
-    """The points of an analysis of policies that are there, and their runs.
+    """Return the points of an analysis that evaluates existing policies, and their runs by name.
 
     Args:
-      policies: METHOD@FOLDER, or the FOLDER of a policy whose recipe card says the method; none: the analysis's own.
-      values: of what is varied; none: the analysis's own. A retriever that needs an encoder is KIND@FOLDER outside the
-        built-in world.
-      arguments: further ones of configs/eval.py, such as questions=100; a reader is for the recipes that leave the answer to one,
-        which in the built-in world have the shipped one.
-      fields: single fields of its config.
+      policies: METHOD@FOLDER, or the FOLDER of a policy whose recipe card names the method; default:
+        the analysis's policies.
+      values: values of what is varied; default: the analysis's values. Outside the built-in world, a
+        retriever that needs an encoder is KIND@FOLDER.
+      arguments: further arguments of configs/eval.py, such as questions=100. A reader is passed only to
+        recipes that need one; in the built-in world their default is the shipped reader.
+      fields: config fields to override: dotted name -> value.
 
-    Raises UserError for a policy without a card, one that comes twice, an argument that the analysis sets itself, and a method
-    without steps where those are varied.
+    Raises:
+      UserError: a policy has no recipe card or is listed twice, an argument is set by the analysis
+        itself, or steps are varied for a method without a step limit.
     """
     given = [_system(policy) for policy in policies or analysis.policies]
     if len(set(given)) < len(given):
-        raise UserError(f"policy={','.join(policies)}: one comes twice; give each once")
+        raise UserError(f"policy={','.join(policies)}: one is listed twice; give each once")
     if values and not analysis.varies:
         raise UserError(f"values={','.join(values)}: nothing is varied in {analysis.title!r}; leave them out")
     values = list(values or analysis.values or [""])
     taken = {"method", "policy", *({analysis.varies} & {"top_k", "retriever"})}
     if wrong := [argument for argument in arguments if argument.partition("=")[0].strip() in taken]:
-        raise UserError(f"arguments={','.join(wrong)}: the analysis sets that; leave it out")
+        raise UserError(f"arguments={','.join(wrong)}: the analysis sets this itself; leave it out")
     reader = [argument for argument in arguments if argument.startswith("reader=")]
     rest = [argument for argument in arguments if argument not in reader]
     builtin = not any(argument.startswith("dataset=") for argument in arguments)
@@ -219,34 +224,34 @@ def evaluation_points(
     for method, folder in given:
         label = method if methods.count(method) == 1 else f"{method}@{folder}"
         for value in values:
-            more, changed = _overrides(analysis.varies, method, value)
+            more, varied = _overrides(analysis.varies, method, value)
             config = with_arguments("configs/eval.py", f"method={method}", f"policy={folder}", *more, *rest)
             if method in RETRIEVAL_ONLY:
                 config = with_arguments(config, *(reader or [f"reader={SHIPPED_READER}"] * builtin))
             name = _folder_of(label, value)
             if name in known:
-                raise UserError(f"policy={label}, value={value}: two runs would have the folder {name}")
-            run = PlannedRun(name, "eval", config, 1.0, {**(fields or {}), **changed})
+                raise UserError(f"policy={label}, value={value}: two runs would share the folder {name}")
+            run = PlannedRun(name, "eval", config, 1.0, {**(fields or {}), **varied})
             known[name] = smoke_run(run) if smoke else run
             points.append(AnalysisPoint(label, value, (name,)))
     return points, known
 
 
 def _system(policy: str) -> tuple[str, str]:
-    """(method, folder) of METHOD@FOLDER or FOLDER."""
+    """Return (method, folder) of METHOD@FOLDER or FOLDER."""
     method, at, folder = policy.rpartition("@")
     if at:
         return method, folder
     card = read_card(folder)
     if card is None:
         raise UserError(
-            f"policy={policy!r}: the folder has no recipe card that says its method; give METHOD@{policy}"
+            f"policy={policy!r}: the folder has no recipe card that names its method; give METHOD@{policy}"
         )
     return card.recipe, folder
 
 
 def _overrides(varies: str, method: str, value: str) -> tuple[list[str], dict[str, str]]:
-    """The arguments and the fields of configs/eval.py that set what is varied."""
+    """Return the arguments and the fields of configs/eval.py that set the varied value."""
     if varies == "retriever":
         kind, at, encoder = value.partition("@")
         return [f"retriever={kind}", *([f"encoder={encoder}"] if at else [])], {}
@@ -256,7 +261,10 @@ def _overrides(varies: str, method: str, value: str) -> tuple[list[str], dict[st
 
 
 def _step_limit_of(method: str) -> str:
-    """The field that holds the most steps of a method. Raises UserError for one that has none, and an unknown one."""
+    """Return the dotted name of the field that limits a method's steps.
+
+    Raises UserError for an unknown method, and for one without such a field.
+    """
     if method in METHODS:
         where, names = "method", list(make_prompted_method(method).defaults)
     elif method in RECIPES:
@@ -268,7 +276,7 @@ def _step_limit_of(method: str) -> str:
         )
     found = next((name for name in STEP_LIMITS if name in names), None)
     if found is None:
-        raise UserError(f"method={method!r} has no steps that could be varied; leave it out")
+        raise UserError(f"method={method!r} has no step limit to vary; leave it out")
     return f"{where}.{found}"
 
 

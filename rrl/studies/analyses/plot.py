@@ -1,4 +1,5 @@
-"""The plot of an analysis: metrics with intervals, costs and coverage over what is varied or beside each other, and curves."""
+"""Plots an analysis: metrics with intervals, costs and retrieval coverage by varied value or by arm, and
+training curves."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,9 @@ from rrl.studies.analyses.table import AnalysisRow
 from rrl.studies.sweep import COSTS, RATES
 
 ValueWithInterval = tuple[float, float, float]
-"""A value, and how far its interval reaches below and above."""
-METRICS = {"em": "exact match", "f1": "F1", "acc": "accuracy", "judge": "right for the judge"}
+"""(mean, distance to the lower end of its interval, distance to the upper end)."""
+METRICS = {"em": "exact match", "f1": "F1", "acc": "accuracy", "judge": "correct according to the judge"}
+"""Metric -> title of its panel."""
 
 
 def draw(
@@ -31,9 +33,13 @@ def draw(
     logs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
     png: Path,
 ) -> None:
-    """Writes the plot.
+    """Write the plot.
 
-    `rows` are those of the table; `logs` has the lines of metrics.jsonl of each arm's training runs.
+    Args:
+      analysis: the analysis.
+      rows: the rows of its table.
+      logs: arm -> for each seed, the lines of its training run's metrics.jsonl.
+      png: the file to write.
     """
     metrics = [name for name in METRICS if all(name in row.metrics for row in rows)]
     facts = [name for name in (*RATES, *COSTS) if any(name in row.facts for row in rows)]
@@ -50,11 +56,15 @@ def draw(
         _points(axis, analysis, rows, f"{METRICS[name]} (percent)", [_percent(row, name) for row in rows])
     for name in facts:
         axis, scale = next(panels), 100 if name in RATES else 1
-        words = RATES[name] + " (percent)" if name in RATES else COSTS[name]
+        title_of_panel = RATES[name] + " (percent)" if name in RATES else COSTS[name]
         _points(
-            axis, analysis, rows, words, [(scale * row.facts.get(name, np.nan), 0.0, 0.0) for row in rows]
+            axis,
+            analysis,
+            rows,
+            title_of_panel,
+            [(scale * row.facts.get(name, np.nan), 0.0, 0.0) for row in rows],
         )
-        # The margin is of what is seen, from 0: points that lie close together stay below the top.
+        # The axis starts at 0 and leaves a margin of 10 % above the highest point.
         axis.set_ylim(0, 1.1 * axis.dataLim.y1 or 1)
     smoothed = 0
     for name in drawn:
@@ -71,14 +81,19 @@ def draw(
 
 
 def _percent(row: AnalysisRow, name: str) -> ValueWithInterval:
+    """Return a row's metric in percent."""
     of = row.metrics[name]
     return 100 * of.mean, 100 * (of.mean - of.low), 100 * (of.high - of.mean)
 
 
 def _points(
-    axis: Any, analysis: Analysis, rows: Sequence[AnalysisRow], title: str, told: Sequence[ValueWithInterval]
+    axis: Any,
+    analysis: Analysis,
+    rows: Sequence[AnalysisRow],
+    title: str,
+    points: Sequence[ValueWithInterval],
 ) -> None:
-    """One panel; `told` is of the rows."""
+    """Draw one panel. `points` has one entry per row."""
     systems = list(dict.fromkeys(row.point.system for row in rows))
     values = list(dict.fromkeys(row.point.value for row in rows)) if analysis.varies else systems
     style_axis(axis, title, analysis.varies.replace("_", " ") or " ")
@@ -93,10 +108,10 @@ def _points(
     margin = 0.5 if len(places) > 1 else 1.0
     axis.set_xlim(min(places.values()) - margin, max(places.values()) + margin)
     for at, (system, colour) in enumerate(_colours(rows).items()):
-        mine = [(row, point) for row, point in zip(rows, told, strict=True) if row.point.system == system]
-        # Points of several systems at one place stand beside each other, so that their intervals are told apart.
-        aside = (0.06 if numeric else 0.16) * (at - (len(systems) - 1) / 2) if analysis.varies else 0.0
-        x = [places[row.point.value if analysis.varies else system] + aside for row, _ in mine]
+        mine = [(row, point) for row, point in zip(rows, points, strict=True) if row.point.system == system]
+        # Points of several systems at one x are shifted sideways, so that their intervals do not overlap.
+        shift = (0.06 if numeric else 0.16) * (at - (len(systems) - 1) / 2) if analysis.varies else 0.0
+        x = [places[row.point.value if analysis.varies else system] + shift for row, _ in mine]
         mean, low, high = np.array([point for _, point in mine]).T
         line = "-" if numeric and len(mine) > 1 else ""
         axis.errorbar(
@@ -107,6 +122,6 @@ def _points(
 
 
 def _colours(rows: Sequence[AnalysisRow]) -> dict[str, str]:
-    """Of each policy or arm, the same in all panels."""
+    """Return the colour of each policy or arm; it is the same in all panels."""
     systems = dict.fromkeys(row.point.system for row in rows)
     return {system: COLOURS[at % len(COLOURS)] for at, system in enumerate(systems)}

@@ -1,4 +1,5 @@
-"""The table of an analysis: a row for each policy or arm and value, means over seeds with intervals, costs and coverage."""
+"""Builds the table of an analysis: one row per policy or arm and value, with means over seeds, intervals,
+costs and retrieval coverage."""
 
 import dataclasses
 import types
@@ -17,36 +18,42 @@ from rrl.studies.reproduction.page import SMOKE, markdown
 
 @dataclasses.dataclass(frozen=True)
 class AnalysisRow:
-    """What the runs of a point have measured."""
+    """The measurements of one point."""
 
     point: AnalysisPoint
     runs: Sequence[EvaluationRun]
-    """One for each seed."""
+    """One evaluation per seed."""
     metrics: Mapping[str, Interval]
-    """em, f1, ... in [0, 1]."""
+    """em, f1, ... in [0, 1], with intervals."""
     against: Interval | None
-    """The main metric's difference from the first row's, question by question and seed by seed; None in the first row, where that
-    is not finished, and where other questions were asked."""
+    """Difference of the main metric from the first row, paired by question and seed. None in the first
+    row, if the first row is not finished, and if the questions differ."""
     facts: Mapping[str, float]
-    """Costs and coverage, means over seeds."""
+    """Costs and retrieval coverage, as means over seeds."""
 
 
 def load_rows(
     points: Sequence[AnalysisPoint],
     out: Path,
     first: AnalysisPoint,
-    kept: Mapping[str, EvaluationRun] = types.MappingProxyType({}),
+    stored: Mapping[str, EvaluationRun] = types.MappingProxyType({}),
 ) -> list[AnalysisRow]:
-    """Reads the finished runs of the points from `out`, but for those that are given as `kept`.
+    """Return the rows of these points.
 
-    `first` is what the others are held against, if it is among them.
+    Args:
+      points: finished points.
+      out: folder of the runs.
+      first: the point that the others are compared with, if it is among `points`.
+      stored: run -> its evaluation from a measurement store; other runs are read from `out`.
 
-    Raises UserError for no point, for runs of one point that were asked different questions, and as `load_run`.
+    Raises:
+      UserError: no points, runs of one point have different questions, or a run cannot be read (as
+        `load_run`).
     """
     if not points:
-        raise UserError(f"{out}: no run of this analysis is finished there; leave out --norun")
+        raise UserError(f"{out}: no run of this analysis is finished in this folder; leave out --norun")
     loaded = {
-        point: [kept[name] if name in kept else load_run(out / name) for name in point.runs]
+        point: [stored[name] if name in stored else load_run(out / name) for name in point.runs]
         for point in points
     }
     base = loaded.get(first)
@@ -54,7 +61,7 @@ def load_rows(
     for point, runs in loaded.items():
         if len({run.card.questions_sha256 for run in runs}) > 1:
             raise UserError(
-                f"the runs {', '.join(point.runs)} were asked different questions; delete those out of date"
+                f"the runs {', '.join(point.runs)} answered different questions; delete those that are out of date"
             )
         names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
         metrics = {name: _share(interval([run.metrics[name] for run in runs])) for name in names}
@@ -64,7 +71,8 @@ def load_rows(
 
 
 def interval(columns: Sequence[Float[np.ndarray, "Q"]]) -> Interval:
-    """The mean over seeds and questions; its interval is the bootstrap's over questions, or Student's over seeds where wider."""
+    """Return the mean over seeds and questions. Its interval is the wider of the bootstrap over questions
+    and Student's t over seeds."""
     found = bootstrap(np.mean(columns, axis=0))
     if len(columns) < 2:
         return found
@@ -73,7 +81,7 @@ def interval(columns: Sequence[Float[np.ndarray, "Q"]]) -> Interval:
 
 
 def _share(of: Interval) -> Interval:
-    """Within 0 and 1, beyond which Student's t may reach."""
+    """Clip an interval to [0, 1], which Student's t may exceed."""
     return dataclasses.replace(of, low=max(0.0, of.low), high=min(1.0, of.high))
 
 
@@ -100,24 +108,27 @@ def as_text(
     missing: Sequence[str] = (),
     smoke: bool = False,
 ) -> str:
-    """The table as Markdown, under the papers' figure or table: what all rows share, and below it in what they differ."""
+    """Return the table as Markdown: above it the settings that all rows share, below it those in which
+    they differ."""
     runs = [run for row in rows for run in row.runs]
     first = rows[0]
     lines = [f"# {analysis.title}: {analysis.source}", "", f"Made by `{command}`.", ""]
     lines += [SMOKE, ""] * smoke
     lines += [f"- dataset: {first.runs[0].card.dataset}"]
     lines += [f"- {part}: {value}" for part, value in common(runs)]
-    lines += [f"- limits of {system}: {told}" for system, told in _limits(rows).items()]
+    lines += [f"- limits of {system}: {limits}" for system, limits in _limits(rows).items()]
     seeds = max(len(row.runs) for row in rows)
     over = (
         "over questions"
         if seeds == 1
-        else "over questions or seeds, whichever is wider; values by seed follow"
+        else "over questions or seeds, whichever is wider, followed by the value of each seed"
     )
     lines += ["", f"Percent, with 95 % intervals {over}.", ""]
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     costs = [name for name in COSTS if any(name in row.facts for row in rows)]
-    found = [name for name in ("recall", "full_recall", "passages") if any(name in row.facts for row in rows)]
+    coverage = [
+        name for name in ("recall", "full_recall", "passages") if any(name in row.facts for row in rows)
+    ]
     main = first.runs[0].main
     varied = [analysis.varies.replace("_", " ")] if analysis.varies else []
     head = [
@@ -125,15 +136,15 @@ def as_text(
         *varied,
         *metrics,
         f"{main} against the first",
-        *(name.replace("_", " ") for name in costs + found),
+        *(name.replace("_", " ") for name in costs + coverage),
     ]
     table: list[Sequence[str]] = [head]
     for row in rows:
-        told = [row.point.system, *([row.point.value] if varied else [])]
-        told += [_metric(row, name) for name in metrics]
-        told.append(_signed(row.against) if row.against is not None else "–")
-        told += [_fact(row.facts, name) for name in costs + found]
-        table.append(told)
+        cells = [row.point.system, *([row.point.value] if varied else [])]
+        cells += [_metric(row, name) for name in metrics]
+        cells.append(_signed(row.against) if row.against is not None else "–")
+        cells += [_fact(row.facts, name) for name in costs + coverage]
+        table.append(cells)
     lines += markdown(table)
     if notes := remarks(runs):
         lines += ["", "Rows differ in:", "", *(f"- {note}" for note in notes)]
@@ -143,26 +154,26 @@ def as_text(
 
 
 def csv_of(rows: Sequence[AnalysisRow]) -> str:
-    """Each run a line, with all that a report has of it."""
+    """Return one CSV line per run, with all fields of its report record."""
     runs = [run for row in rows for run in row.runs]
-    told = [{"system": row.point.system, "value": row.point.value} for row in rows for _ in row.runs]
-    return as_csv([{**which, **record} for which, record in zip(told, records(runs), strict=True)])
+    keys = [{"system": row.point.system, "value": row.point.value} for row in rows for _ in row.runs]
+    return as_csv([{**which, **record} for which, record in zip(keys, records(runs), strict=True)])
 
 
 def _limits(rows: Sequence[AnalysisRow]) -> dict[str, str]:
-    """By policy or arm, those that all its runs have."""
+    """Return, for each policy or arm, the limits that all its runs share."""
     found: dict[str, dict[str, int]] = {}
     for row in rows:
         for run in row.runs:
             shared = found.setdefault(row.point.system, dict(run.card.limits))
             for name in [name for name in shared if run.card.limits.get(name) != shared[name]]:
                 del shared[name]
-    told = {
+    texts = {
         system: ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.items())
         for system, limits in found.items()
     }
-    alike = len(set(told.values())) == 1
-    return {"all rows": next(iter(told.values()))} if alike and len(told) > 1 else told
+    alike = len(set(texts.values())) == 1
+    return {"all rows": next(iter(texts.values()))} if alike and len(texts) > 1 else texts
 
 
 def _metric(row: AnalysisRow, name: str) -> str:

@@ -1,1 +1,2 @@
-"""The reproduction in the small: a list of runs, a list of claims over what they leave, and a page of what holds."""
+"""The small-scale reproduction of the papers: the planned runs, the claims they test, and the page of
+results."""

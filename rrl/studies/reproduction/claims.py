@@ -1,6 +1,7 @@
-"""What the four papers claim, and how each claim is measured here.
+"""Lists the claims of the four papers, and how each one is measured here. The list is `CLAIMS`, at the
+end.
 
-A claim names the runs that it reads; its measure is a small function over their results.
+A claim names the runs that it reads. Its measure is a function from their results to a `ClaimEvidence`.
 """
 
 import dataclasses
@@ -20,11 +21,11 @@ from rrl.studies.reproduction.results import (
 from rrl.studies.reproduction.verdict import ClaimEvidence, judge_claim
 
 Measure = Callable[[ReproductionResults, Sequence[str]], ClaimEvidence]
-"""Of the results and the claim's runs."""
+"""(results, names of the claim's runs) -> evidence."""
 
 NO_INSTRUCTIONS_FOLLOWED = (
-    "a model of a million parameters follows no instruction it was not trained on, so that prompting it step by step is no "
-    "test of the paper's method"
+    "a model of a million parameters follows no instructions that it was not trained on, so step-by-step prompting does not "
+    "test the paper's method"
 )
 
 
@@ -35,21 +36,21 @@ class Claim:
     key: str
     statement: str
     paper: str
-    """With its table or figure."""
+    """Paper and table or figure."""
     paper_result: str
     """What the paper measured, in its own metric."""
     metric: str
     """What is measured here, in words."""
     runs: tuple[str, ...]
-    """Names of runs, with `SEED` where each seed has one."""
+    """Names of runs; `SEED` in a name stands for each seed."""
     measure: Measure
     percent: bool = True
-    """Whether values are shares, shown in percent."""
+    """Whether the values are shares, which the page shows in percent."""
     untestable: str = ""
-    """A reason known beforehand why this size can be no test of it."""
+    """A reason, known beforehand, why models of this size cannot test the claim; "": none."""
 
     def needs(self, seeds: Sequence[int]) -> list[str]:
-        """The names of all runs that it reads."""
+        """Return the names of all runs that the claim reads."""
         return [name for run in self.runs for name in expand_seeds(run, seeds)]
 
 
@@ -57,12 +58,12 @@ class Claim:
 
 
 def higher(column: str) -> Measure:
-    """The mean of a column is higher in the first run than in the second, on the same questions."""
+    """The first run has a higher mean of this column than the second, on the same questions."""
     return lambda results, runs: _compared(results, runs, lambda run: run.columns[column], 1)
 
 
 def lower(column: str) -> Measure:
-    """The same: lower."""
+    """The first run has a lower mean of this column than the second, on the same questions."""
     return lambda results, runs: _compared(results, runs, lambda run: run.columns[column], -1)
 
 
@@ -72,7 +73,7 @@ def higher_full_recall(results: ReproductionResults, runs: Sequence[str]) -> Cla
 
 
 def fewer_tokens_per_right_answer(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-    """Tokens written for a question that is answered right, a mean over these: one number a run."""
+    """The first run writes fewer tokens per correctly answered question. This is one number per run."""
 
     def cost(run: EvaluationResult) -> np.ndarray:
         right = run.columns["em"].sum()
@@ -82,29 +83,30 @@ def fewer_tokens_per_right_answer(results: ReproductionResults, runs: Sequence[s
 
 
 def higher_than_best_other(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-    """The first run's exact match is higher than that of the best of the others."""
+    """The first run has a higher exact match than the best of the others."""
     others = {name: results.evaluations(name)[0].columns["em"].mean() for name in runs[1:]}
     return higher("em")(results, (runs[0], max(others, key=lambda name: others[name])))
 
 
 def best_higher_than_last(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-    """The best exact match of all runs but the last is higher than that of the last."""
+    """The best of all runs but the last has a higher exact match than the last."""
     means = {name: results.evaluations(name)[0].columns["em"].mean() for name in runs[:-1]}
     return higher("em")(results, (max(means, key=lambda name: means[name]), runs[-1]))
 
 
 def spread_below(points: float) -> Measure:
-    """Between the best and the worst of the runs (one for each retriever) lie fewer than so many points of exact match.
+    """The best and the worst of the runs (one per retriever) differ by fewer than `points` points of exact
+    match.
 
-    Which of them is the best, and which the worst, is settled once for each seed: a bootstrap that chose them anew each time
-    would find wider spreads than there are.
+    Best and worst are chosen once per seed. A bootstrap that chose them again in each resample would
+    overestimate the spread.
     """
 
     def measure(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-        found = {name: results.evaluations(name) for name in runs}
-        refuse_incomparable({name: each[0] for name, each in found.items()})
+        evaluations = {name: results.evaluations(name) for name in runs}
+        refuse_incomparable({name: each[0] for name, each in evaluations.items()})
         spread, room = [], []
-        for seed in zip(*found.values(), strict=True):
+        for seed in zip(*evaluations.values(), strict=True):
             right = sorted((run.columns["em"] for run in seed), key=np.mean)
             apart = right[-1] - right[0]
             spread.append(float(apart.mean()))
@@ -115,9 +117,11 @@ def spread_below(points: float) -> Measure:
 
 
 def higher_with_each_retriever(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-    """With each retriever the policy's exact match is higher than the baseline's: that with the least certain lead is told.
+    """The policy has a higher exact match than the baseline with each retriever; the evidence is that of
+    the least certain lead.
 
-    `runs` are the policy's, one for each retriever, and then the baseline's in the same order.
+    `runs` are those of the policy, one per retriever, followed by those of the baseline in the same
+    order.
     """
     half = len(runs) // 2
     pairs = [higher("em")(results, pair) for pair in zip(runs[:half], runs[half:], strict=True)]
@@ -130,9 +134,12 @@ def higher_with_each_retriever(results: ReproductionResults, runs: Sequence[str]
 
 
 def higher_recall_at_equal_passages(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-    """Full recall of the first run against that of the second, cut for each question to as many passages as the first found.
+    """The first run has a higher full recall than the second, which is cut to the number of passages that
+    the first found.
 
-    The second searched once, with the question (R2AG, Table 1: "under comparable k"); no more passages than it found count.
+    The cut is made for each question. The second run searched once, with the question (R2AG, Table 1:
+    "under comparable k"). The first run is also cut, to the largest number of passages that the second
+    found.
     """
     (single,) = results.evaluations(runs[1])
     refuse_incomparable({runs[0]: results.evaluations(runs[0])[0], runs[1]: single})
@@ -140,17 +147,17 @@ def higher_recall_at_equal_passages(results: ReproductionResults, runs: Sequence
     most = max(map(len, ranked))
     left, right = [], []
     for steps in results.evaluations(runs[0]):
-        found = steps.hits
-        own = [titles[:count] for titles, count in zip(ranked, found.found.tolist(), strict=True)]
-        left.append(found.full_recall(most))
-        right.append(gold_hits(own, single.gold).full_recall())
+        hits = steps.hits
+        cut = [titles[:count] for titles, count in zip(ranked, hits.found.tolist(), strict=True)]
+        left.append(hits.full_recall(most))
+        right.append(gold_hits(cut, single.gold).full_recall())
     return _evidence(left, right, 1)
 
 
 def smaller_reward_drop(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-    """How much of its best answer reward training has lost at the end: less in the first run than in the second.
+    """The first run loses less of its best answer reward until the end of training than the second.
 
-    Both are means over a quarter of the updates, the last and the best one.
+    Both rewards are means over a quarter of the updates: the best quarter and the last one.
     """
 
     def lost(lines: Sequence[Mapping[str, float]]) -> np.ndarray:
@@ -177,7 +184,7 @@ def _compared(
 
 
 def _evidence(left: Sequence[np.ndarray], right: Sequence[np.ndarray], sign: int) -> ClaimEvidence:
-    """Seed beside seed; what has no seeds stands beside each."""
+    """Pair the seeds of both sides; a side without seeds is paired with each seed of the other."""
     pairs = [(left[at % len(left)], right[at % len(right)]) for at in range(max(len(left), len(right)))]
     return ClaimEvidence(
         [float(values.mean()) for values in left],
@@ -191,7 +198,7 @@ def _evidence(left: Sequence[np.ndarray], right: Sequence[np.ndarray], sign: int
 CLAIMS = (
     Claim(
         "rl",
-        "RL answers more than its cold start",
+        "RL answers more questions than its cold start",
         "R3-RAG, Table 5",
         "46.4 against 45.2 EM on HotpotQA",
         "EM, R-Search",
@@ -200,7 +207,7 @@ CLAIMS = (
     ),
     Claim(
         "rl-r3rag",
-        "… R3-RAG itself",
+        "… for R3-RAG",
         "R3-RAG, Table 5",
         "46.4 against 45.2 EM on HotpotQA",
         "EM, R3-RAG",
@@ -209,17 +216,17 @@ CLAIMS = (
     ),
     Claim(
         "rl-tiresrag",
-        "… TIRESRAG-R1",
+        "… for TIRESRAG-R1",
         "TIRESRAG-R1, Table 3",
         "52.8 against SFT's 28.4 EM on 2Wiki",
-        "EM, TIRESRAG-R1 against a weak cold start, of 150 demonstrations (the paper's SFT learns answers alone); from 500 RL "
-        "finds nothing to add (docs/recipes.md)",
+        "EM, TIRESRAG-R1 against a weak cold start of 150 demonstrations (the paper's SFT trains on answers only); after 500, "
+        "RL brings no gain (docs/recipes.md)",
         (f"tiresrag-{SEED}-eval", "tiresrag_cold-eval"),
         higher("em"),
     ),
     Claim(
         "cold-start",
-        "A cold start answers more than prompted iterative RAG",
+        "A cold start answers more questions than prompted iterative RAG",
         "R3-RAG, Table 5",
         "45.2 against IRCoT's 35.7 EM on HotpotQA",
         "EM, against the better of IRCoT and ITER-RETGEN",
@@ -229,7 +236,7 @@ CLAIMS = (
     ),
     Claim(
         "iterative",
-        "Prompted iterative RAG answers more than naive RAG",
+        "Prompted iterative RAG answers more questions than naive RAG",
         "R-Search, Table 2",
         "IRCoT 31.8, ITER-RETGEN 25.5, vanilla RAG 24.4, mean of multi-hop, 3B",
         "EM, the better of IRCoT and ITER-RETGEN",
@@ -239,7 +246,7 @@ CLAIMS = (
     ),
     Claim(
         "naive-rag",
-        "Naive RAG answers more than a closed book",
+        "Naive RAG answers more questions than closed-book answering",
         "R-Search, Table 2",
         "29.2 against 18.0, mean of multi-hop, 7B",
         "EM",
@@ -248,7 +255,7 @@ CLAIMS = (
     ),
     Claim(
         "process",
-        "Process reward beside outcome reward answers more than outcome alone",
+        "Process and outcome reward together answer more questions than outcome reward alone",
         "R3-RAG, Table 2",
         "46.6 against 45.2",
         "EM, R3-RAG",
@@ -257,7 +264,7 @@ CLAIMS = (
     ),
     Claim(
         "outcome",
-        "Outcome reward alone answers more than the cold start",
+        "Outcome reward alone answers more questions than the cold start",
         "R3-RAG, Table 2",
         "45.2 against 41.6",
         "EM, R3-RAG",
@@ -266,25 +273,25 @@ CLAIMS = (
     ),
     Claim(
         "evidence",
-        "With the evidence rewards R-Search answers more than without",
+        "R-Search answers more questions with its evidence rewards than without",
         "R-Search, Table 3",
-        "72.6 against 66.6 F1 on 2Wiki, 3B; without writing evidence either",
-        "F1; without its rewards evidence is still written, as the cold start shows it",
+        "72.6 against 66.6 F1 on 2Wiki, 3B; its ablation writes no evidence at all",
+        "F1; the ablated policy still writes evidence, as in its demonstrations",
         (f"rsearch-{SEED}-eval", f"rsearch_no_evidence-{SEED}-eval"),
         higher("f1"),
     ),
     Claim(
         "grpo-ppo",
-        "GRPO answers more than PPO",
+        "GRPO answers more questions than PPO",
         "R-Search, Table 4",
         "72.6 against 60.3 F1 on 2Wiki, 3B",
-        "F1, R-Search, about as many minutes each",
+        "F1, R-Search, about equal training time",
         (f"rsearch-{SEED}-eval", f"rsearch_ppo-{SEED}-eval"),
         higher("f1"),
     ),
     Claim(
         "tiresrag",
-        "TIRESRAG-R1's rewards, filter and weights answer more than naive GRPO",
+        "TIRESRAG-R1's rewards, filter and weights answer more questions than naive GRPO",
         "TIRESRAG-R1, Table 7",
         "59.6 against 53.1 F1 on 2Wiki",
         "F1",
@@ -293,7 +300,7 @@ CLAIMS = (
     ),
     Claim(
         "filter",
-        "With the group filter it answers more than without",
+        "TIRESRAG-R1 answers more questions with its group filter than without",
         "TIRESRAG-R1, Table 7",
         "59.6 against 26.5 F1 on 2Wiki",
         "F1",
@@ -302,29 +309,29 @@ CLAIMS = (
     ),
     Claim(
         "collapse",
-        "Without the filter training collapses late",
+        "Without the filter, training collapses late",
         "TIRESRAG-R1, Figure 6, appendix F",
         "the answer reward of naive GRPO drops sharply",
-        "answer reward in training that the last quarter lost of the best one, against naive GRPO; 0 where it never stopped "
-        "rising",
+        "training answer reward: best quarter of the updates less the last quarter, against naive GRPO; 0 if the last quarter "
+        "is the best",
         (f"tiresrag-{SEED}", f"tiresrag_naive-{SEED}"),
         smaller_reward_drop,
     ),
     Claim(
         "retrievers",
-        "A policy keeps its accuracy with other retrievers: within 3 points",
+        "A policy keeps its accuracy with other retrievers, within 3 points",
         "R3-RAG, Table 3",
         "61.7, 63.9, 64.7 ACC with BM25, E5, BGE",
-        "EM, R3-RAG; 3 points against the best less the worst of ScaNN, exact and BM25",
+        "EM, R3-RAG; 3 points against the difference of best and worst of ScaNN, exact and BM25",
         (f"r3rag-{SEED}-eval", f"r3rag-{SEED}-exact", f"r3rag-{SEED}-bm25"),
         spread_below(3),
     ),
     Claim(
         "retrievers-rl",
-        "… what RL brought is there with each of them",
+        "… and its gain from RL with each of them",
         "R3-RAG, Table 5",
         "44.9 against its cold start's 43.5 EM on HotpotQA with BM25",
-        "EM, R3-RAG against its cold start, where its lead is least certain",
+        "EM, R3-RAG against its cold start, with the retriever whose lead is least certain",
         (
             *(f"r3rag-{SEED}-{name}" for name in ("eval", "exact", "bm25")),
             *("r3rag_cold-eval", "r3rag_cold-exact", "r3rag_cold-bm25"),
@@ -333,10 +340,10 @@ CLAIMS = (
     ),
     Claim(
         "retrievers-lead",
-        "… and its lead with each of them",
+        "… and its lead over naive RAG with each of them",
         "R3-RAG, Table 3",
         "61.7 against 41.2 ACC of the best baseline with BM25",
-        "EM, R3-RAG against naive RAG, where its lead is least certain",
+        "EM, R3-RAG against naive RAG, with the retriever whose lead is least certain",
         (
             *(f"r3rag-{SEED}-{name}" for name in ("eval", "exact", "bm25")),
             *("naive_rag", "naive_rag_exact", "naive_rag_bm25"),
@@ -345,7 +352,7 @@ CLAIMS = (
     ),
     Claim(
         "tree",
-        "A tree of searches finds more than a single one with as many passages",
+        "A tree of searches finds more than a single search with as many passages",
         "R2AG, Table 1",
         "full recall 94.1 with 4.5 passages against 0.2 with 5 on 2Wiki",
         "full recall",
@@ -354,10 +361,10 @@ CLAIMS = (
     ),
     Claim(
         "tree-rl",
-        "RL makes the tree find more than without",
+        "RL makes the tree find more",
         "R2AG, Table 5",
-        "full recall 46.8 against 34.9 on MuSiQue, of a prompted model",
-        "full recall, against a weak cold start, of 150 demonstrations; from 500 RL adds some 4 points (docs/recipes.md)",
+        "full recall 46.8 against 34.9 on MuSiQue (prompted model)",
+        "full recall, against a weak cold start of 150 demonstrations; after 500, RL adds about 4 points (docs/recipes.md)",
         (f"r2ag-{SEED}-eval", "r2ag_cold-eval"),
         higher_full_recall,
     ),
@@ -366,7 +373,7 @@ CLAIMS = (
         "TIRESRAG-R1 writes less than naive GRPO",
         "TIRESRAG-R1, Table 5",
         "274 against 324 tokens of thinking",
-        "tokens written for a question",
+        "tokens written per question",
         (f"tiresrag-{SEED}-eval", f"tiresrag_naive-{SEED}-eval"),
         lower("tokens"),
         percent=False,
@@ -376,17 +383,17 @@ CLAIMS = (
         "… and searches less",
         "TIRESRAG-R1, Table 5",
         "2.35 against 2.93",
-        "searches for a question",
+        "searches per question",
         (f"tiresrag-{SEED}-eval", f"tiresrag_naive-{SEED}-eval"),
         lower("searches"),
         percent=False,
     ),
     Claim(
         "tokens-r3rag",
-        "Process reward needs fewer tokens for a right answer than outcome alone",
+        "With process reward, a correct answer takes fewer tokens than with outcome reward alone",
         "R3-RAG, Table 4",
-        "405 against 524 of ReSearch, which is paid for outcomes alone",
-        "tokens written for the questions answered right, against R3-RAG itself without process reward",
+        "405 against 524 of ReSearch, which has an outcome reward only",
+        "tokens written per correctly answered question, against R3-RAG without process reward",
         (f"r3rag-{SEED}-eval", f"r3rag_no_process-{SEED}-eval"),
         fewer_tokens_per_right_answer,
         percent=False,
@@ -395,7 +402,10 @@ CLAIMS = (
 
 
 def claims_named(keys: Sequence[str]) -> list[Claim]:
-    """These claims in the order of the list, all of them for none. Raises UserError for an unknown one."""
+    """Return the claims with these keys in the order of the list; all claims if `keys` is empty.
+
+    Raises UserError for an unknown key.
+    """
     known = [claim.key for claim in CLAIMS]
     if unknown := [key for key in keys if key not in known]:
         raise UserError(f"only={','.join(unknown)} is unknown; the claims are {', '.join(known)}")

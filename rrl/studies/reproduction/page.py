@@ -1,4 +1,5 @@
-"""The page: each claim with what was measured and what follows, and each run with how to make it again."""
+"""Writes the page of the reproduction: each claim with its measurement and verdict, and each run with its
+command."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,38 +24,48 @@ HEAD = """# The reproduction in the small
 
 Made by `{command}`. {what}
 
-What four papers measured with models of 3 to 8 billion parameters on real questions, measured with policies of one million
-parameters on the built-in world: same recipes, rewards and objectives, other sizes. A claim that holds here is a sign that its
-mechanism is at work in this code; one that does not says nothing of the paper's models.
+Four papers measured models of 3 to 8 billion parameters on real questions. This page measures the same recipes, rewards and
+objectives with policies of one million parameters on the built-in world. A claim that holds here is a sign that its mechanism
+works in this code. A claim that does not hold here says nothing about the paper's models.
 
-- A difference above 0 is on the claim's side. Its 95 % interval reaches as far as either of two: Student's t over seeds, and the
-  bootstrap over questions of the mean over seeds, where the measure has a value for each question (a number in "questions").
-- **can't be tested at this size**: for the reason that stands there, whatever was measured; or the interval reaches 0. Else
-  **does not hold**: the difference is 0 or on the other side, however wide its interval; **holds**: the whole interval is above
-  0.
-- All evaluations ask the same held-out questions (`test` split), greedily.
-- ScaNN and exact search rank the same vectors, and over so few passages find the same ones: beside BM25 they are one other
-  retriever, not two.
-- TIRESRAG-R1 takes 42 updates here, R2AG 48 and R3-RAG 22, from starts of 150 demonstrations, for everything to fit into three
-  hours of two cores, R2AG's of 32 questions x 8 outputs at 3e-4, R3-RAG's at 3e-4 with a critic of all layers; docs/recipes.md
-  has what the configs' own settings bring.
-- Settings of R-Search in the built-in world were found on the `dev` split. The other recipes take them over; how long those
-  train, R3-RAG's critic and the sizes of R3-RAG's, TIRESRAG-R1's and R2AG's cold starts were settled by looking at such
-  held-out questions, so that their leads over their cold starts may be a little too large.
+- A difference above 0 favours the claim. Its 95 % interval is the wider of two: Student's t over seeds, and the bootstrap over
+  questions of the mean over seeds. The bootstrap needs a value for each question (a number in the column "questions").
+- **holds**: the whole interval is above 0. **does not hold**: the difference is 0 or below, however wide its interval.
+  **can't be tested at this size**: the interval includes 0, or another reason that the row gives.
+- All evaluations use the same held-out questions (`test` split) and greedy decoding.
+- ScaNN and exact search rank the same vectors, and over so few passages they find the same ones. Beside BM25 they count as one
+  other retriever, not two.
+- To fit into three hours on two cores, TIRESRAG-R1 takes 42 updates here, R2AG 48 and R3-RAG 22, each after a cold start of 150
+  demonstrations. R2AG uses 32 questions x 8 outputs at a learning rate of 3e-4, R3-RAG 3e-4 and a critic with all layers.
+  docs/recipes.md has the results of the configs' own settings.
+- R-Search's settings for the built-in world were chosen on the `dev` split, and the other recipes use them too. The training
+  lengths of the other recipes, R3-RAG's critic and the sizes of the cold starts of R3-RAG, TIRESRAG-R1 and R2AG were chosen on
+  held-out questions like these. Their leads over their cold starts may therefore be slightly too large.
 """
-SMOKE = "**This is a smoke run: sizes at which nothing can be measured. No row is a result.**"
+SMOKE = "**This is a smoke run: its sizes are too small to measure anything. No row is a result.**"
 
 
 def reproduction_page(
     runs: Mapping[str, PlannedRun],
     out: Path,
-    kept: MeasurementStore,
+    store: MeasurementStore,
     seeds: Sequence[int],
     command: str,
     smoke: bool = False,
 ) -> str:
-    """The page as Markdown, of what is kept; claims that lack runs are listed with the command, whose folder is `out`."""
-    there, results = set(kept.entries), kept.results(seeds)
+    """Return the page as Markdown.
+
+    Claims with missing runs are listed with the command that executes them.
+
+    Args:
+      runs: all planned runs by name.
+      out: folder of the runs.
+      store: the stored measurements.
+      seeds: training seeds.
+      command: the command that made the page.
+      smoke: whether these are smoke runs.
+    """
+    there, results = set(store.entries), store.results(seeds)
     table: list[tuple[str, ...]] = []
     counts, missing = dict.fromkeys((HOLDS, FAILS, UNTESTED, MISSING), 0), list[str]()
     for claim in CLAIMS:
@@ -84,13 +95,13 @@ def reproduction_page(
     lines += markdown([head, *table])
     if missing:
         lines += ["", "Not measured yet:", "", *missing]
-    lines += ["", "## Runs", "", *_provenance(runs, out, kept)]
+    lines += ["", "## Runs", "", *_provenance(runs, out, store)]
     return "\n".join(lines) + "\n"
 
 
 def row_of(claim: Claim, evidence: ClaimEvidence, verdict: ClaimVerdict) -> tuple[str, ...]:
-    """One line of the table."""
-    said = f"**{verdict.word}**" + (f": {verdict.reason}" if verdict.reason else "")
+    """Return the table row of a claim."""
+    verdict_text = f"**{verdict.word}**" + (f": {verdict.reason}" if verdict.reason else "")
     sides = " against ".join(_values(values, claim.percent) for values in (evidence.left, evidence.right))
     return (
         claim.key,
@@ -100,7 +111,7 @@ def row_of(claim: Claim, evidence: ClaimEvidence, verdict: ClaimVerdict) -> tupl
         sides,
         _difference(verdict, claim.percent),
         str(evidence.questions or "–"),
-        said,
+        verdict_text,
     )
 
 
@@ -109,7 +120,7 @@ def _values(values: Sequence[float], percent: bool) -> str:
 
 
 def _difference(verdict: ClaimVerdict, percent: bool) -> str:
-    """With its interval, where there is one."""
+    """Return the difference with its interval, if the interval is finite."""
     scale, digits = (100, 1) if percent else (1, 2)
     mean, *ends = (
         f"{scale * value:+.{digits}f}" for value in (verdict.difference, verdict.low, verdict.high)
@@ -118,22 +129,22 @@ def _difference(verdict: ClaimVerdict, percent: bool) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table of Markdown whose first row is its head."""
+    """Return the lines of a Markdown table; the first row is the header."""
     head, *body = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
 
 
-def _provenance(runs: Mapping[str, PlannedRun], out: Path, kept: MeasurementStore) -> list[str]:
-    """Commits, versions, minutes, and the command of each finished run."""
-    found = [(name, kept.entries[name].manifest) for name in runs if name in kept.entries]
+def _provenance(runs: Mapping[str, PlannedRun], out: Path, store: MeasurementStore) -> list[str]:
+    """Return commits, versions, minutes, and the command of each finished run."""
+    found = [(name, store.entries[name].manifest) for name in runs if name in store.entries]
     if not found:
-        return ["None is finished."]
+        return ["No run is finished."]
     minutes = sum(record.seconds for _, record in found) / 60
     commits = ", ".join(sorted({record.commit for _, record in found}))
-    cards = [entry.card for entry in kept.entries.values() if entry.card is not None]
+    cards = [entry.card for entry in store.entries.values() if entry.card is not None]
     lines = [
-        f"{len(found)} of {len(runs)} runs, {minutes:.0f} minutes in all, of one core where two ran side by side: "
-        f"{minutes / 120:.1f} hours of two. Commit "
+        f"{len(found)} of {len(runs)} runs, {minutes:.0f} core minutes in total, "
+        f"{minutes / 120:.1f} hours with two runs at a time on two cores. Commit "
         f"{commits}. {'; '.join(_distinct(_versions(card) for card in cards))}.",
         "",
         *(f"- {part}: {'; '.join(values)}" for part, values in _settings(cards).items()),
@@ -152,7 +163,7 @@ def _versions(card: ResultCard) -> str:
 
 
 def _settings(cards: Sequence[ResultCard]) -> dict[str, list[str]]:
-    """What of each part of `ResultCard.setting` there was."""
+    """Return the values that occur for each part of `ResultCard.setting`."""
     settings = [card.setting for card in cards]
     return {part: _distinct(one[part] for one in settings) for part in (settings[0] if settings else ())}
 
@@ -162,12 +173,12 @@ def _distinct(values: Iterable[str]) -> list[str]:
 
 
 def list_of(runs: Sequence[PlannedRun], known: Mapping[str, PlannedRun], out: Path, jobs: int) -> str:
-    """What would be run, in order, with its state, minutes and command."""
+    """Return the runs to execute as text: order, state, minutes and command."""
     rows = run_states(with_dependencies([run.name for run in runs], known), out)
     todo = sum(row["minutes"] for row in rows if row["state"] != "finished")
     lines = [
         f"{row['minutes']:5.1f}  {row['state']:<10}  {row['name']:<24}  {row['command']}" for row in rows
     ]
     return "\n".join(
-        [*lines, f"{todo:.0f} minutes of one core to do: some {todo / jobs:.0f} with {jobs} at a time"]
+        [*lines, f"{todo:.0f} core minutes to do: about {todo / jobs:.0f} minutes with {jobs} at a time"]
     )

@@ -1,8 +1,10 @@
-"""What is run: cold starts, training runs over seeds, and an evaluation of each policy on the same held-out questions.
+"""Lists the planned runs: cold starts, training runs over seeds, and an evaluation of each policy on the
+same held-out questions. Read `planned_runs` first.
 
-Every run is one command of `launch/`, so that any row of the page can be made again by hand. Sizes are chosen so that all fit
-into three hours on two cores, one run a core: TIRESRAG-R1, R3-RAG and R2AG have numbers of updates and demonstrations of their
-own here, R3-RAG and R2AG other settings too, whatever their configs take; rates fall to 0 within those updates.
+Every run is one command of `launch/`, so each row of the page can be reproduced by hand. All runs
+together fit into three hours on two cores, with one run per core. For that, TIRESRAG-R1, R3-RAG and
+R2AG have their own numbers of updates and demonstrations here, and R3-RAG and R2AG also some other
+settings; these differ from their configs. The learning rate decays to 0 within those updates.
 """
 
 import dataclasses
@@ -18,22 +20,23 @@ SHIPPED_READER = "assets/miniwiki-reader"
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """One command, whose workdir is a folder of its name."""
+    """One command of `launch/`. Its workdir has the name of the run."""
 
     name: str
     launcher: str
-    """train, sft or eval."""
+    """"train", "sft" or "eval": the file in `launch/`."""
     config: str
     """Config file with arguments; "{out}" stands for the folder of all runs."""
     minutes: float
-    """About how long on one core of the slower machine that measured the published page; a faster one took half as long."""
+    """Estimated minutes on one core of the slower machine that measured the published page; a faster
+    machine took half as long."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Single fields of the config that are changed."""
+    """Config fields that are overridden: dotted name -> value."""
     needs: tuple[str, ...] = ()
-    """Runs whose models it starts from."""
+    """Names of the runs whose models it starts from."""
 
     def command(self, out: str | Path) -> list[str]:
-        """Arguments of `python`."""
+        """Return the arguments of `python`."""
         flags = [f"--config={self.config}", f"--workdir={{out}}/{self.name}"]
         flags += [f"--config.{field}={value}" for field, value in self.fields.items()]
         return [f"launch/{self.launcher}.py", *(flag.replace("{out}", str(out)) for flag in flags)]
@@ -41,17 +44,17 @@ class PlannedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A way to train a policy, once for each seed."""
+    """One way to train a policy; it becomes one run per seed."""
 
     recipe: str
     config: str
     minutes: float
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     start: str = ""
-    """The cold start, a run; "": the shipped policy."""
+    """Name of the cold-start run; "": the shipped policy."""
 
 
-# What the published page was measured with, where the configs have gone on.
+# Settings of the published page; the configs have changed since.
 R3RAG_FIELDS = {
     "optim.lr": 3e-4,
     "optim.warmup_ratio": 0.3,
@@ -63,9 +66,9 @@ R3RAG_FIELDS = {
 R2AG_FIELDS = {"train.questions": 32, "train.samples": 8, "optim.lr": 3e-4}
 ARMS: Mapping[str, Arm] = {
     "rsearch": Arm("rsearch", "configs/rsearch_grpo.py", 11),
-    # The evidence stays in what the policy was shown to write, and neither reward reads it.
+    # The policy still writes evidence, as in its demonstrations, but no reward uses it.
     "rsearch_no_evidence": Arm("rsearch", "configs/rsearch_grpo.py", 11, {"recipe.use_evidence": False}),
-    # As long as GRPO's run: an update learns from all answers, and teaches the critic.
+    # As many minutes as GRPO: an update uses all trajectories and also trains the critic.
     "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=30", 14),
     "r3rag": Arm("r3rag", "configs/r3rag_ppo.py:steps=22", 15, R3RAG_FIELDS, start="r3rag_cold"),
     "r3rag_no_process": Arm(
@@ -82,29 +85,30 @@ ARMS: Mapping[str, Arm] = {
 }
 COLD_STARTS = {
     "r3rag_cold": "recipe=r3rag,demonstrations=150",
-    # As few as R3-RAG's: after 500 the shipped policy answers 74 %, and RL finds nothing to add.
+    # As few as R3-RAG's: after 500 demonstrations the policy answers 74 % and RL no longer improves it.
     "tiresrag_cold": "recipe=tiresrag,demonstrations=150",
     "r2ag_cold": "recipe=r2ag,demonstrations=150",
 }
-"""Arguments of configs/miniwiki_cold_start.py beside the shipped policy, where each begins."""
+"""Cold-start run -> arguments of configs/miniwiki_cold_start.py. Each one starts from the shipped policy."""
 PROMPTED: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {
     "direct": ("method=direct", 0.2, {}),
     "naive_rag": ("method=naive_rag", 0.3, {}),
     "naive_rag_bm25": ("method=naive_rag,retriever=bm25", 0.3, {}),
     "naive_rag_exact": ("method=naive_rag,retriever=exact", 0.3, {}),
-    # What a tree of searches is held against: as many of these as it found.
+    # The baseline of the tree of searches, cut to as many passages as the tree found.
     "naive_rag_top16": ("method=naive_rag,top_k=16", 0.5, {"prompted.most_passages": 4}),
     "iter_retgen": ("method=iter_retgen", 0.4, {}),
     "ircot": ("method=ircot", 0.6, {"method.steps": 4}),
 }
-"""Prompted methods: arguments of configs/eval.py, minutes, fields. The shipped reader is asked: of the shipped models it is
-the one that was trained to answer a question from passages."""
+"""Prompted method -> arguments of configs/eval.py, minutes, overridden fields. The model is the shipped
+reader, the only shipped model that was trained to answer a question from passages."""
 EVALUATION = {"rsearch": 0.5, "r3rag": 0.6, "tiresrag": 0.5, "r2ag": 1.0}
-"""Minutes of an evaluation, by recipe."""
+"""Recipe -> estimated minutes of an evaluation."""
 RETRIEVERS = ("exact", "bm25")
-"""Other ones than R3-RAG's policy is trained with."""
+"""Retrievers that R3-RAG's policies are evaluated with, beside the one they are trained with."""
 SHORT_HELD_OUT = {"data.held_out_per_kind": 20, "train.eval_every": 0}
-"""Training looks at few held-out questions: each policy is evaluated on all of them afterwards."""
+"""Fields of every training run. It evaluates on few held-out questions only, since each policy gets a full
+evaluation afterwards."""
 
 SMOKE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "train": (
@@ -123,40 +127,41 @@ SMOKE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "eval": ("questions=10", {"data.worlds": 1, "rollout.rows": 16}),
 }
-"""Arguments and fields that make a run so small that it is only looked at whether it goes through."""
+"""Launcher -> arguments and fields of a smoke run, which only checks that the command completes."""
 
 
 def planned_runs(
     seeds: Sequence[int], smoke: bool = False, arms: Mapping[str, Arm] | None = None
 ) -> dict[str, PlannedRun]:
-    """All runs of these arms (none given: of `ARMS`) by name, in an order in which each comes after those that it needs."""
-    found = [_prompted_evaluation(name, *told) for name, told in PROMPTED.items()]
+    """Return all runs of these arms (default: `ARMS`) by name; each run comes after those that it needs."""
+    found = [_prompted_evaluation(name, *settings) for name, settings in PROMPTED.items()]
     found.append(_policy_evaluation("rsearch_cold-eval", "rsearch", SHIPPED_POLICY))
-    for arm, how in (ARMS if arms is None else arms).items():
-        if how.start and how.start not in {run.name for run in found}:
-            shown = f"configs/miniwiki_cold_start.py:{COLD_STARTS[how.start]},init={SHIPPED_POLICY}"
-            found.append(PlannedRun(how.start, "sft", shown, 4))
-            found += _evaluations(how.start, how.recipe, f"{{out}}/{how.start}/model")
+    for name, arm in (ARMS if arms is None else arms).items():
+        if arm.start and arm.start not in {run.name for run in found}:
+            config = f"configs/miniwiki_cold_start.py:{COLD_STARTS[arm.start]},init={SHIPPED_POLICY}"
+            found.append(PlannedRun(arm.start, "sft", config, 4))
+            found += _evaluations(arm.start, arm.recipe, f"{{out}}/{arm.start}/model")
         for seed in seeds:
-            found += _training(arm, how, seed)
+            found += _training(name, arm, seed)
     return {run.name: smoke_run(run) if smoke else run for run in found}
 
 
-def _training(arm: str, how: Arm, seed: int) -> list[PlannedRun]:
-    """A training run and the evaluations of its policy."""
-    name = f"{arm}-{seed}"
-    start = [f"policy={{out}}/{how.start}/model"] * bool(how.start)
-    config = with_arguments(how.config, f"seed={seed}", *start)
-    needs = (how.start,) if how.start else ()
+def _training(arm_name: str, arm: Arm, seed: int) -> list[PlannedRun]:
+    """Return a training run and the evaluations of its policy."""
+    name = f"{arm_name}-{seed}"
+    start = [f"policy={{out}}/{arm.start}/model"] * bool(arm.start)
+    config = with_arguments(arm.config, f"seed={seed}", *start)
+    needs = (arm.start,) if arm.start else ()
     policy = f"{{out}}/{name}/policy"
-    found = [PlannedRun(name, "train", config, how.minutes, {**SHORT_HELD_OUT, **how.fields}, needs)]
-    if arm == "r3rag":
-        return found + _evaluations(name, how.recipe, policy)
-    return [*found, _policy_evaluation(f"{name}-eval", how.recipe, policy, (name,))]
+    found = [PlannedRun(name, "train", config, arm.minutes, {**SHORT_HELD_OUT, **arm.fields}, needs)]
+    if arm_name == "r3rag":
+        return found + _evaluations(name, arm.recipe, policy)
+    return [*found, _policy_evaluation(f"{name}-eval", arm.recipe, policy, (name,))]
 
 
 def _evaluations(name: str, recipe: str, policy: str) -> list[PlannedRun]:
-    """The evaluations of a run's policy; R3-RAG's with the other retrievers too."""
+    """Return the evaluations of a run's policy; R3-RAG's policies are also evaluated with the other
+    retrievers."""
     others = RETRIEVERS if recipe == "r3rag" else ()
     found = [
         _policy_evaluation(f"{name}-{other}", recipe, policy, (name,), f"retriever={other}")
@@ -168,7 +173,7 @@ def _evaluations(name: str, recipe: str, policy: str) -> list[PlannedRun]:
 def _policy_evaluation(
     name: str, recipe: str, policy: str, needs: tuple[str, ...] = (), *more: str
 ) -> PlannedRun:
-    # R2AG's: a passage for each query, as it is trained.
+    # R2AG retrieves one passage per query, as in training.
     tree = [f"reader={SHIPPED_READER}", "top_k=1"] * (recipe == "r2ag")
     config = with_arguments("configs/eval.py", f"method={recipe}", f"policy={policy}", *tree, *more)
     return PlannedRun(name, "eval", config, EVALUATION[recipe], needs=needs)
@@ -179,14 +184,14 @@ def _prompted_evaluation(name: str, arguments: str, minutes: float, fields: Mapp
 
 
 def smoke_run(run: PlannedRun) -> PlannedRun:
-    """The same run so small that it is only looked at whether it goes through."""
+    """Return the same run with the sizes of a smoke run."""
     arguments, fields = SMOKE[run.launcher]
     config = with_arguments(run.config, *arguments.split(","))
     return dataclasses.replace(run, config=config, fields={**run.fields, **fields})
 
 
 def with_dependencies(names: Sequence[str], known: Mapping[str, PlannedRun]) -> list[PlannedRun]:
-    """These runs and all that they need, in the order of `known`."""
+    """Return these runs and all runs that they need, in the order of `known`."""
     wanted, todo = set[str](), list(names)
     while todo:
         name = todo.pop()

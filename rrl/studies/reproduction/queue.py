@@ -1,7 +1,9 @@
-"""Runs side by side, each on cores of its own, and what each took.
+"""Executes planned runs as subprocesses, several at a time, each on its own share of the cores. Read
+`run_queue` first.
 
-Beside a run's folder lie its log and its manifest: the command and the settings that make it, the commit, the seconds of all its
-lives, and whether it is finished. What is finished is not run again; what was broken off goes on.
+Beside the folder of a run lie its log and its manifest: command, resolved settings, commit, seconds
+over all attempts, and whether the run is finished. Finished runs are skipped; interrupted ones
+continue.
 """
 
 import dataclasses
@@ -31,37 +33,38 @@ from rrl.studies.reproduction.plan import PlannedRun
 from rrl.train import experiment
 
 CAN_PIN_CORES = hasattr(os, "sched_setaffinity")
-"""Whether the system (Linux) gives a process cores of its own."""
+"""Whether the system (Linux) can pin a process to cores."""
 POLL_SECONDS = 0.2
-"""Seconds between looks at what runs."""
+"""Seconds between two checks of the running processes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunManifest:
-    """What is known of a run that was started."""
+    """The state of a run that was started, as stored beside its folder."""
 
     command: Sequence[str]
-    """With "{out}" for the folder of all runs."""
+    """Arguments of `python`, with "{out}" for the folder of all runs."""
     settings: Mapping[str, Any]
-    """All that the command's config comes to: what a comment says is none of them, and a value that several config files have
-    from one place is one."""
+    """All fields of the resolved config. Comments in a config file and the file that defines a value
+    therefore make no difference."""
     commit: str
-    """Where its last process began."""
+    """Commit at which its last attempt started."""
     seconds: float = 0.0
-    """Of all lives."""
+    """Sum over all attempts."""
     finished: bool = False
 
     def save(self, file: Path) -> None:
-        """Writes it as JSON."""
+        """Write the manifest as JSON."""
         with atomic_stream(file) as stream:
             stream.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
 
 
 def load_manifest(run: PlannedRun, out: Path, allow_mismatch: bool = False) -> RunManifest | None:
-    """The manifest of a run, if it was ever started.
+    """Return the manifest of a run, or None if it was never started.
 
-    Raises UserError for a damaged one, and for one that another command or other settings made, unless that is given too
-    (`allow_mismatch`).
+    Raises:
+      UserError: the file is damaged; or another command or other settings produced the run, unless
+        `allow_mismatch`.
     """
     file = _manifest_file(run, out)
     if not file.exists():
@@ -76,10 +79,11 @@ def load_manifest(run: PlannedRun, out: Path, allow_mismatch: bool = False) -> R
 
 
 def manifest_mismatch(manifest: RunManifest, run: PlannedRun) -> str:
-    """Why the command as it is today would not make what the manifest is of; "" where it would.
+    """Return why today's command would not produce the run of the manifest; "" if it would.
 
-    Where the command is the same, settings that came later are taken for what was done before there was a choice. Another command
-    may come to the same settings, as where a config has moved on and the plan names what it was.
+    Config fields that were added since are ignored if the command is the same. A different command is
+    accepted if it resolves to the same settings, for example if a default has changed and the plan now
+    states the old value.
     """
     was, now, settings = list(manifest.command), run.command("{out}"), resolved_settings(run)
     if was != now and (
@@ -94,8 +98,11 @@ def _without_config(command: Sequence[str]) -> list[str]:
 
 
 def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
-    """The settings of a manifest, with those that came later: a field at its default, all else as its command has it today; None
-    where that is no command today."""
+    """Return the settings of a manifest, extended by the fields that were added since.
+
+    Added fields have their defaults. Sections that the manifest lacks are as its command resolves
+    today. None if that command is no longer valid.
+    """
     flags = [part.removeprefix("--config") for part in manifest.command if part.startswith("--config")]
     if not flags or not flags[0].startswith("="):
         return None
@@ -109,17 +116,18 @@ def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
         was = filled[run.launcher](
             ConfigDict(_overlaid(_empty_sections(today), rename_stored(manifest.settings)))
         )
-    except (UserError, AttributeError, KeyError):  # a manifest too old to be a config
+    except (UserError, AttributeError, KeyError):  # the stored settings no longer form a config
         return None
     return _overlaid(today, json.loads(json.dumps(was.to_dict(), default=str)))
 
 
 def _empty_sections(settings: Any) -> dict[str, Any]:
-    """Its sections, without fields."""
+    """Return the sections of a config, without fields."""
     return {key: _empty_sections(value) for key, value in settings.items() if isinstance(value, Mapping)}
 
 
 def _overlaid(below: Any, above: Any) -> Any:
+    """Return nested mappings merged; `above` wins."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     both = {key: _overlaid(below[key], above[key]) for key in below.keys() & above.keys()}
@@ -127,7 +135,7 @@ def _overlaid(below: Any, above: Any) -> Any:
 
 
 def _first_change(was: Any, now: Any, name: str = "") -> str:
-    """The first setting that is another one now, in words."""
+    """Return a phrase for the first setting that has another value now; "" if there is none."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         inside = (
             _first_change(value, now.get(key), f"{name}.{key}" if name else key) for key, value in was.items()
@@ -142,10 +150,20 @@ def run_queue(
     jobs: int,
     progress: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
 ) -> "QueueResult":
-    """Does what is not finished, `jobs` runs at a time.
+    """Execute the runs that are not finished, `jobs` at a time.
 
-    What needs a failed run is left. On a signal the runs are told to save and end. Raises UserError as `core_shares` and
-    `load_manifest`, and where another process runs in `out`, before anything is written.
+    Runs that need a failed run are skipped. On a signal, the running processes are asked to save and
+    end.
+
+    Args:
+      runs: planned runs, each after those that it needs.
+      out: folder of all runs.
+      jobs: number of runs at a time.
+      progress: receives one line per event; default: prints to stderr.
+
+    Raises:
+      UserError: as `core_shares` and `load_manifest`, or another process is running in `out`. Nothing
+        is written then.
     """
     cores = core_shares(jobs)
     found = {run.name: load_manifest(run, out) for run in runs}
@@ -158,7 +176,7 @@ def run_queue(
     codes: set[int] = set()
     active: dict[int, _RunProcess] = {}
     with (
-        exclusive_lock(out, f"out {out}: another process runs there. Wait for that, or stop it.") as lock,
+        exclusive_lock(out, f"out {out}: another process is running there. Wait for it, or stop it.") as lock,
         stop_requested() as stop,
     ):
         try:
@@ -169,7 +187,7 @@ def run_queue(
                         todo.remove(ready)
                         active[place] = _RunProcess(ready, out, found[ready.name], cores[place], lock)
                         progress(f"{ready.name} ...")
-                if not active:  # what is left needs what failed
+                if not active:  # all remaining runs need a failed one
                     failed |= {run.name: f"needs {', '.join(run.needs)}" for run in todo}
                     break
                 time.sleep(POLL_SECONDS)
@@ -187,8 +205,8 @@ def run_queue(
                         done.add(running.run.name)
                         left = sum(r.minutes for r in [*todo, *(a.run for a in active.values())]) / jobs
                         progress(
-                            f"{running.run.name}: {manifest.seconds / 60:.1f} minutes; {len(done)} of {len(runs)} are there, "
-                            f"some {left:.0f} minutes left"
+                            f"{running.run.name}: {manifest.seconds / 60:.1f} minutes; {len(done)} of {len(runs)} finished, "
+                            f"about {left:.0f} minutes left"
                         )
         finally:
             for running in active.values():
@@ -200,18 +218,18 @@ def run_queue(
 
 @dataclasses.dataclass(frozen=True)
 class QueueResult:
-    """What came of it."""
+    """Outcome of `run_queue`."""
 
     failed: Mapping[str, str]
-    """Runs that failed, or need one that did, with the reason."""
+    """Run that failed, or that needs a failed one -> reason."""
     stopped: bool = False
-    """By a signal; the same call goes on."""
+    """Whether a signal ended it; the same call continues."""
     retryable: bool = False
-    """Whether all that failed did so because a service was away; the same call goes on."""
+    """Whether all failures are due to an unavailable service; the same call continues."""
 
 
 class _RunProcess:
-    """A run's process, from its start to its end."""
+    """The process of one run, from its start to its end."""
 
     def __init__(
         self, run: PlannedRun, out: Path, before: RunManifest | None, cores: Sequence[int], lock: int
@@ -226,7 +244,7 @@ class _RunProcess:
         )
         self._manifest.save(self._file)
         with self.log.open("a", encoding="utf-8") as stream:
-            # A run that outlives us, when we are killed, keeps others out as well.
+            # The child inherits the lock: if this process is killed, the surviving run still holds it.
             launcher, *flags = run.command(out)
             self.process = subprocess.Popen(
                 [sys.executable, str(shipped(launcher)), *flags],
@@ -234,11 +252,11 @@ class _RunProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=[lock],
             )
-        if cores:  # its threads, which come later, have the same
+        if cores:  # threads that it starts later inherit the affinity
             os.sched_setaffinity(self.process.pid, cores)
 
     def end(self, code: int) -> RunManifest:
-        """Writes down how long it took, and whether it is done."""
+        """Store how long the run took and whether it is finished."""
         took = self._manifest.seconds + time.monotonic() - self._began
         manifest = dataclasses.replace(self._manifest, seconds=took, finished=code == 0)
         manifest.save(self._file)
@@ -246,13 +264,13 @@ class _RunProcess:
 
 
 def core_shares(jobs: int) -> list[list[int]]:
-    """The cores of each of so many runs; empty lists where the system has no such thing.
+    """Return the cores of each of `jobs` concurrent runs; empty lists if the system cannot pin cores.
 
     Raises UserError for more runs than cores.
     """
     known = sorted(os.sched_getaffinity(0)) if CAN_PIN_CORES else []
     if not 1 <= jobs <= available_cores():
-        raise UserError(f"jobs={jobs} must be 1 to {available_cores()}, the cores that there are")
+        raise UserError(f"jobs={jobs} must be 1 to {available_cores()}, the number of available cores")
     return [known[place::jobs] for place in range(jobs)]
 
 
@@ -261,26 +279,27 @@ def _manifest_file(run: PlannedRun, out: Path) -> Path:
 
 
 def resolved_settings(run: PlannedRun) -> dict[str, Any]:
-    """All that the config of a run's command comes to today, as JSON holds it."""
+    """Return all fields of the config that the run's command resolves to today, as JSON values."""
     file = Path(run.config.partition(":")[0])
     if not file.is_file():
-        raise UserError(f"config file {file} is not there; start from the repository's folder")
+        raise UserError(f"config file {file} does not exist; start in the root folder of the repository")
     overrides = (f"{field}={value}" for field, value in run.fields.items())
     return json.loads(_settings(file.read_bytes(), run.config, *overrides))
 
 
 @functools.cache
 def _settings(_: bytes, config: str, *overrides: str) -> str:
-    """The file's bytes stand among the arguments so that an edited file is read again."""
+    """Return the resolved config as JSON. The bytes of the file are part of the cache key, so an edited
+    file is read again."""
     return json.dumps(load_config(config, overrides).to_dict(), sort_keys=True, default=str)
 
 
 def run_states(runs: Sequence[PlannedRun], out: Path) -> list[dict[str, Any]]:
-    """Each run with its state and minutes: those that it took, or about those that it will."""
+    """Return name, state, minutes (measured, or estimated if unfinished), command and commit of each run."""
     rows = []
     for run in runs:
         manifest = load_manifest(run, out)
-        state = "to do" if manifest is None else "finished" if manifest.finished else "broken off"
+        state = "to do" if manifest is None else "finished" if manifest.finished else "interrupted"
         finished = manifest is not None and manifest.finished
         rows.append(
             {

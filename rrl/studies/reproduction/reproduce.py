@@ -1,4 +1,4 @@
-"""All of it in one call: what is missing is run, what it measured is kept, and the page is written."""
+"""Runs the whole reproduction: executes missing runs, stores what they measured, and writes the page."""
 
 import sys
 from collections.abc import Sequence
@@ -27,32 +27,45 @@ def reproduce(
     run: bool = True,
     command: str = "python launch/reproduce.py",
 ) -> QueueResult:
-    """Runs in `out` what the claims `only` (none: all) lack, keeps what that measured in `keep` (default: `out`/kept), and
-    writes the page of all that is kept, also when a signal ended the runs.
+    """Execute the missing runs of the claims, store their measurements and write the page.
 
-    `listed`: prints what would be run instead. `run` false: writes the page of what is there. `command` is what the page says
-    of itself. Raises UserError for unknown claims, and as `rrl.studies.reproduction.queue.run_queue` and
-    `rrl.studies.reproduction.store.MeasurementStore`, and where nothing is finished; no page is written then.
+    The page covers all stored measurements. It is also written if a signal ended the runs.
+
+    Args:
+      out: folder of the runs.
+      file: the page, Markdown.
+      keep: folder of the measurement store; default: `out`/kept.
+      only: keys of claims; empty: all.
+      seeds: training seeds.
+      jobs: number of runs at a time; default: 2, or 1 on a single core.
+      smoke: use sizes that only check whether all commands complete.
+      listed: print the runs that would be executed, and do nothing else.
+      run: if false, execute nothing and write the page of what is stored.
+      command: the command that the page names as its origin.
+
+    Raises:
+      UserError: unknown claims, wrong input as in `run_queue` and `MeasurementStore`, or nothing is
+        finished. No page is written then.
     """
     known = planned_runs(seeds, smoke)
     names = [name for claim in claims_named(only) for name in claim.needs(seeds)]
     jobs = jobs if jobs is not None else min(2, available_cores())
-    kept = MeasurementStore(keep or out / "kept", known)
-    for name, why in kept.outdated.items():
-        print(f"{kept.folder}: {name} {why}: it does not count", file=sys.stderr)
-    todo = kept.missing_runs(names, out)
+    store = MeasurementStore(keep or out / "kept", known)
+    for name, why in store.outdated.items():
+        print(f"{store.folder}: {name} {why}: ignored", file=sys.stderr)
+    todo = store.missing_runs(names, out)
     if listed:
         print(list_of(todo, known, out, jobs))
         return QueueResult({})
     done = run_queue(todo, out, jobs) if run else QueueResult({})
-    kept.add_finished(out)
-    if not kept.entries:
+    store.add_finished(out)
+    if not store.entries:
         if done.failed or done.stopped:
             return done
         raise UserError(
-            f"nothing is finished in {out}, and nothing kept in {kept.folder}: there is no page to write"
+            f"no run is finished in {out}, and no measurement is stored in {store.folder}: there is no page to write"
         )
-    text = reproduction_page(known, out, kept, seeds, command, smoke)
+    text = reproduction_page(known, out, store, seeds, command, smoke)
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_stream(file) as stream:
         stream.write(text.encode())
@@ -61,7 +74,8 @@ def reproduce(
 
 
 def seeds_of(given: Sequence[str]) -> list[int]:
-    """Seeds from a flag. Raises UserError for none, one that comes twice, or no whole number."""
+    """Parse seeds from a flag. Raises UserError for an empty list, duplicates, or anything but whole
+    numbers."""
     if not given or len(set(given)) < len(given) or not all(seed.isdigit() for seed in given):
         raise UserError(f"seeds={','.join(given)} must be whole numbers, one or more, each once")
     return [int(seed) for seed in given]

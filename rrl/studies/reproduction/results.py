@@ -1,4 +1,4 @@
-"""What finished runs have measured, as the claims ask for it: a value a question, for each seed."""
+"""Reads what finished runs measured, in the form that claims need: one value per question, for each seed."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,32 +13,33 @@ from rrl.eval.results import read_lines
 from rrl.retrieval.gold import GoldHits, gold_hits
 
 SEED = "{seed}"
-"""In a run's name: each seed has one of its own."""
+"""Placeholder in a run's name that stands for each of the seeds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationResult:
-    """One evaluation, in the order of its questions."""
+    """The result of one evaluation; all arrays are in the order of its questions."""
 
     ids: Sequence[str]
     columns: Mapping[str, Float[np.ndarray, "Q"]]
-    """em and f1 in [0, 1]; searches, and tokens (written)."""
+    """em and f1 in [0, 1]; number of searches; number of tokens that the policy wrote."""
     titles: Sequence[Sequence[str]]
-    """What all searches of a question found, best first."""
+    """For each question, the titles of the passages that all its searches returned, best first."""
     gold: Sequence[Sequence[str]]
+    """For each question, the titles of the gold passages."""
     questions_sha256: str = ""
-    """Of the result card, as the next."""
+    """From the result card."""
     corpus_sha256: str = ""
-    """ "" where nothing was searched."""
+    """From the result card; "" if nothing was searched."""
 
     @property
     def hits(self) -> GoldHits:
-        """Which of what was found is gold."""
+        """Which of the retrieved passages are gold."""
         return gold_hits(self.titles, self.gold)
 
 
 def read_evaluation(folder: Path) -> EvaluationResult:
-    """Reads what launch/eval.py left. Raises UserError for a folder that is no finished evaluation."""
+    """Read the folder of a launch/eval.py run. Raises UserError if it is not a finished evaluation."""
     run = load_run(folder)
     file = folder / "results.jsonl"
     lines = {line["id"]: line for line in read_lines(file, "id", "searches", "tokens")}
@@ -53,41 +54,45 @@ def read_evaluation(folder: Path) -> EvaluationResult:
 
 
 def refuse_incomparable(evaluations: Mapping[str, EvaluationResult]) -> None:
-    """Raises UserError where evaluations, by their runs' names, had other questions or another corpus than the first."""
+    """Raise UserError if an evaluation has other questions or another corpus than the first.
+
+    Args:
+      evaluations: by the name of their run.
+    """
     first, *others = evaluations
     for name in others:
         one, two = evaluations[first], evaluations[name]
         corpora = {one.corpus_sha256, two.corpus_sha256} - {""}
         asked = [(list(each.ids), each.questions_sha256) for each in (one, two)]
         if asked[0] != asked[1] or len(corpora) > 1:
-            what = "searched different corpora" if asked[0] == asked[1] else "were asked different questions"
+            what = "searched different corpora" if asked[0] == asked[1] else "answered different questions"
             raise UserError(f"the runs {first} and {name} {what}; delete those that are out of date")
 
 
 @dataclasses.dataclass(frozen=True)
 class ReproductionResults:
-    """The finished runs of a folder."""
+    """The finished runs of a reproduction."""
 
     seeds: Sequence[int]
     evaluation: Callable[[str], EvaluationResult]
-    """By the run's name."""
+    """Name of a run -> its evaluation."""
     training: Callable[[str], Sequence[Mapping[str, float]]]
-    """The lines of metrics.jsonl, by the run's name."""
+    """Name of a run -> the lines of its metrics.jsonl."""
 
     def evaluations(self, name: str) -> list[EvaluationResult]:
-        """That of each seed, or the only one of a name without `SEED`.
+        """Return one evaluation per seed, or a single one if the name has no `SEED`.
 
-        Raises UserError where they were not asked the same questions over the same corpus.
+        Raises UserError if their questions or corpora differ.
         """
         found = {each: self.evaluation(each) for each in expand_seeds(name, self.seeds)}
         refuse_incomparable(found)
         return list(found.values())
 
     def trainings(self, name: str) -> list[Sequence[Mapping[str, float]]]:
-        """The same of training runs."""
+        """Return the metrics of one training run per seed, or of a single one."""
         return [self.training(each) for each in expand_seeds(name, self.seeds)]
 
 
 def expand_seeds(name: str, seeds: Sequence[int]) -> list[str]:
-    """The runs that a name with `SEED` stands for, or the one without."""
+    """Return the run names that a name with `SEED` stands for, or the name itself."""
     return [name.replace(SEED, str(seed)) for seed in seeds] if SEED in name else [name]

@@ -1,8 +1,9 @@
-"""What finished runs have measured, in small files that outlive their folders, so that a page can be made again without them.
+"""Stores what finished runs measured in small files, so that the page can be made again after the runs'
+folders are deleted.
 
-A folder of kept results has a file for each run: its manifest, those of the runs whose models it started from, and what the
-claims read of it; of an evaluation the result card too. What is kept is not run again, unless the plan has changed, or a run
-that it started from was done anew since.
+The folder of the store has one file per run: its manifest, the manifests of the runs whose models it
+started from, the data that the claims read, and for an evaluation its result card. A stored run is not
+executed again, unless the plan changed or a run that it started from was repeated since.
 """
 
 import dataclasses
@@ -33,62 +34,66 @@ STORED_COLUMNS = (
     "train/auxiliary_weight",
     "train/searches",
 )
-"""Columns of metrics.jsonl that are kept."""
+"""Columns of metrics.jsonl that are stored."""
 SUFFIX = ".json.gz"
 _KEYS = {"manifest": "record"}
-"""Field -> its key on disk, where they differ."""
+"""Field of `StoredMeasurement` -> its key in the file, if they differ."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredMeasurement:
-    """What is kept of a run."""
+    """The stored data of one run."""
 
     manifest: RunManifest
     needs: Mapping[str, RunManifest]
-    """Of the runs whose models it started from, as they were then."""
+    """Manifests of the runs whose models it started from, as they were at that time."""
     evaluation: EvaluationResult | None = None
     card: ResultCard | None = None
-    """Of an evaluation, with "{out}" for the folder of all runs."""
+    """Result card of an evaluation, with "{out}" for the folder of all runs."""
     training: Sequence[Mapping[str, float]] = ()
-    """Of a training run the lines of metrics.jsonl, as far as `STORED_COLUMNS` goes."""
+    """Lines of a training run's metrics.jsonl, with the columns `STORED_COLUMNS`."""
 
     def save(self, file: Path) -> None:
-        """Writes it as JSON, gzipped. No time is in it: the same results are the same bytes."""
-        told = {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+        """Write it as gzipped JSON. The file has no timestamp: equal results give equal bytes."""
+        values = {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         if self.evaluation is not None:
-            told["evaluation"]["columns"] = {n: v.tolist() for n, v in self.evaluation.columns.items()}
+            values["evaluation"]["columns"] = {n: v.tolist() for n, v in self.evaluation.columns.items()}
         with atomic_stream(file) as stream:
-            stream.write(gzip.compress(json.dumps(told).encode(), mtime=0))
+            stream.write(gzip.compress(json.dumps(values).encode(), mtime=0))
 
     @staticmethod
     def load(file: Path) -> "StoredMeasurement":
-        """Raises UserError for a damaged file."""
+        """Read a file. Raises UserError if it is damaged."""
         try:
-            told = json.loads(gzip.decompress(file.read_bytes()))
-            found, card = told["evaluation"], told["card"]
-            if found is not None:
-                columns = {name: np.array(values, float) for name, values in found["columns"].items()}
-                found = EvaluationResult(**{**found, "columns": columns})
-            needs = {name: RunManifest(**manifest) for name, manifest in told["needs"].items()}
-            known = None if card is None else card_of(card)
-            return StoredMeasurement(RunManifest(**told["record"]), needs, found, known, told["training"])
+            values = json.loads(gzip.decompress(file.read_bytes()))
+            evaluation, card = values["evaluation"], values["card"]
+            if evaluation is not None:
+                columns = {name: np.array(column, float) for name, column in evaluation["columns"].items()}
+                evaluation = EvaluationResult(**{**evaluation, "columns": columns})
+            needs = {name: RunManifest(**manifest) for name, manifest in values["needs"].items()}
+            card = None if card is None else card_of(card)
+            return StoredMeasurement(
+                RunManifest(**values["record"]), needs, evaluation, card, values["training"]
+            )
         except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{file} is damaged ({error!r}); delete it, and its run is done again") from error
+            raise UserError(
+                f"{file} is damaged ({error!r}); delete it, and its run is executed again"
+            ) from error
 
 
 class MeasurementStore:
-    """A folder of kept results for a plan."""
+    """The measurements of planned runs in one folder."""
 
     def __init__(self, folder: Path, known: Mapping[str, PlannedRun]) -> None:
-        """Raises UserError for a damaged file, and where `folder` is a file."""
+        """Load the folder. Raises UserError for a damaged file, and if `folder` is a file."""
         if folder.exists() and not folder.is_dir():
             raise UserError(f"keep={str(folder)!r} is a file; give a folder")
         self.folder = folder
         self._planned = known
         self.entries: dict[str, StoredMeasurement] = {}
-        """Of the runs that are kept, by name."""
+        """Run -> its valid measurement."""
         self.outdated: dict[str, str] = {}
-        """Runs that are there and do not count, and why."""
+        """Run whose stored measurement is not used -> reason."""
         for name, run in known.items():
             if self._file(name).exists():
                 entry = StoredMeasurement.load(self._file(name))
@@ -99,8 +104,11 @@ class MeasurementStore:
         self._drop_outdated()
 
     def missing_runs(self, names: Sequence[str], out: Path) -> list[PlannedRun]:
-        """The runs that are to be done for these: those that are not kept, what they need, and what is kept but started from a
-        model that this makes anew."""
+        """Return the runs to execute for these names.
+
+        They are: runs without a stored measurement, the runs that those need, and stored runs that
+        started from a model which is trained again by this.
+        """
         missing = [name for name in names if name not in self.entries]
         while True:
             todo = with_dependencies(missing, self._planned)
@@ -116,10 +124,9 @@ class MeasurementStore:
             missing += stale
 
     def add_finished(self, out: Path) -> None:
-        """Keeps what the runs of the plan that are finished in `out` measured, in place of what was kept of them.
+        """Store the measurements of planned runs that are finished in `out`, replacing older ones.
 
-        What other settings made there is left. Raises UserError as `rrl.studies.reproduction.queue.load_manifest` for a damaged
-        manifest.
+        Runs that other settings produced are ignored. Raises UserError for a damaged manifest.
         """
         for name, run in self._planned.items():
             manifest = load_manifest(run, out, allow_mismatch=True)
@@ -142,7 +149,8 @@ class MeasurementStore:
         self._drop_outdated()
 
     def evaluation_run(self, name: str) -> EvaluationRun:
-        """A kept evaluation as reports and analyses read one: metrics, coverage, searches and tokens written."""
+        """Return a stored evaluation in the form that reports read: metrics, retrieval coverage, searches
+        and tokens."""
         entry = self.entries[name]
         assert entry.evaluation is not None and entry.card is not None, name
         columns = dict(entry.evaluation.columns)
@@ -153,7 +161,7 @@ class MeasurementStore:
         return EvaluationRun(name, self._file(name), entry.card, found, metrics, entry.evaluation.ids)
 
     def results(self, seeds: Sequence[int]) -> ReproductionResults:
-        """What the claims read."""
+        """Return the measurements in the form that claims read."""
 
         def evaluation(name: str) -> EvaluationResult:
             found = self.entries[name].evaluation
@@ -163,18 +171,18 @@ class MeasurementStore:
         return ReproductionResults(seeds, evaluation, lambda name: self.entries[name].training)
 
     def _drop_outdated(self) -> None:
-        """Leaves out what started from a model that is no longer the one that is kept."""
-        for name in self._planned:  # each after what it needs
+        """Drop measurements whose starting model has been trained again since."""
+        for name in self._planned:  # each run comes after those that it needs
             entry = self.entries.get(name)
             if entry is not None and any(self._was_replaced(need, was) for need, was in entry.needs.items()):
                 del self.entries[name]
-                self.outdated[name] = f"started from {', '.join(entry.needs)}, which was done anew since"
+                self.outdated[name] = f"started from {', '.join(entry.needs)}, which was repeated since"
 
     def _was_replaced(self, need: str, was: RunManifest) -> bool:
         return need in self.outdated or (need in self.entries and self.entries[need].manifest != was)
 
     def _is_current(self, run: PlannedRun, out: Path) -> bool:
-        """Whether what is kept of a run is of the life that is finished in `out`."""
+        """Return whether the stored measurement is that of the finished run in `out`."""
         manifest = load_manifest(run, out, allow_mismatch=True)
         return run.name in self.entries and manifest == self.entries[run.name].manifest
 
@@ -182,7 +190,7 @@ class MeasurementStore:
         manifest = load_manifest(self._planned[need], out, allow_mismatch=True)
         if manifest is None:
             raise UserError(
-                f"{out / need}.json is not there, so that nobody knows what was measured of it; do it again"
+                f"{out / need}.json is missing, so the starting model is unknown; execute the run {need} again"
             )
         return manifest
 
@@ -191,6 +199,6 @@ class MeasurementStore:
 
 
 def _relocatable(card: ResultCard, out: Path) -> ResultCard:
-    """A card with "{out}" for the folder of all runs."""
-    model, command = (told.replace(str(out), "{out}") for told in (card.model, card.command))
+    """Return a card with "{out}" for the folder of all runs."""
+    model, command = (text.replace(str(out), "{out}") for text in (card.model, card.command))
     return dataclasses.replace(card, model=model, command=command)

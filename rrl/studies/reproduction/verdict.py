@@ -1,7 +1,9 @@
-"""From a measured difference to one of three words.
+"""Turns a measured difference into a verdict: a claim holds, does not hold, or cannot be tested at this
+size.
 
-A difference has two sources of chance: which questions were asked, and which seeds were trained. Its interval reaches as far as
-either says: that of Student's t over seeds, and that of the bootstrap over questions of the mean over seeds.
+A difference has two sources of randomness: the questions and the training seeds. Its interval is the
+wider of two on each side: Student's t over seeds, and the bootstrap over questions of the mean over
+seeds.
 """
 
 import dataclasses
@@ -17,45 +19,52 @@ HOLDS, FAILS, UNTESTED, MISSING = "holds", "does not hold", "can't be tested at 
 
 @dataclasses.dataclass(frozen=True)
 class ClaimEvidence:
-    """What was measured for a claim; a difference above 0 is on the claim's side."""
+    """The measurements for a claim. A difference above 0 favours the claim."""
 
     left: Sequence[float]
-    """What the claim says is better, by seed."""
+    """Mean of the side that the claim favours, by seed."""
     right: Sequence[float]
-    """What it is held against; one value where it has no seeds."""
+    """Mean of the baseline, by seed; one value if the baseline has no seeds."""
     differences: Sequence[Float[np.ndarray, "Q"]]
-    """By seed, of each question; of one element where the measure is none of single questions."""
+    """For each seed, the difference of each question; one element if the measure has no value per
+    question."""
     trained: bool = True
-    """Whether seeds of training are part of it, so that a single one says nothing of their spread."""
+    """Whether training seeds are involved. If so, a single seed is no estimate of their spread."""
 
     @property
     def questions(self) -> int:
-        """0 where the measure is none of single questions."""
+        """Number of questions; 0 if the measure has no value per question."""
         return len(self.differences[0]) if len(self.differences[0]) > 1 else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class ClaimVerdict:
-    """What is said of a claim, and by what."""
+    """The verdict on a claim, with the difference and its interval."""
 
     word: str
     difference: float
     low: float
     high: float
     reason: str = ""
-    """Why it can't be tested."""
+    """Why the claim cannot be tested."""
 
 
 def judge_claim(evidence: ClaimEvidence, untestable: str = "", level: float = 0.95) -> ClaimVerdict:
-    """Holds where the whole interval is above 0; does not where the mean is not; else the size is too small to tell.
+    """Return the verdict on a claim.
 
-    A difference on the claim's other side is "does not hold" however wide the interval. `untestable` is a reason known
-    beforehand for which the measurement, whatever it says, is no test of the paper's claim.
+    The claim holds if the whole interval is above 0. It does not hold if the mean difference is 0 or
+    below, however wide the interval. Otherwise the size is too small to decide.
+
+    Args:
+      evidence: the measurements.
+      untestable: a reason, known beforehand, why the measurement is no test of the paper's claim; "":
+        none.
+      level: level of the interval.
     """
     means = [float(values.mean()) for values in evidence.differences]
     difference = float(np.mean(means))
     if not np.isfinite(difference):
-        return ClaimVerdict(UNTESTED, difference, difference, difference, "a run has no right answer")
+        return ClaimVerdict(UNTESTED, difference, difference, difference, "a run has no correct answer")
     intervals = []
     if evidence.trained and len(means) > 1:
         intervals.append(student(means, level=level))
@@ -69,7 +78,7 @@ def judge_claim(evidence: ClaimEvidence, untestable: str = "", level: float = 0.
     elif difference <= 0:
         word = FAILS
     elif evidence.trained and len(means) < 2:
-        word, reason = UNTESTED, "one seed says nothing of how far seeds differ"
+        word, reason = UNTESTED, "one seed does not show how much seeds differ"
     elif low <= 0:
-        word, reason = UNTESTED, "the interval reaches 0"
+        word, reason = UNTESTED, "the interval includes 0"
     return ClaimVerdict(word, difference, low, high, reason)

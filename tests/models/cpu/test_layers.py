@@ -74,7 +74,7 @@ def made(entries, time, group, kv_heads, width, seed=0):
 )
 def test_it_gives_the_numbers_of_xla(compiled, entries, time, group, kv_heads, width):
     q, k, v, at, rows = made(entries, time, group, kv_heads, width)
-    layer, groups = jnp.int32(1), KVCache(k, v, SLOTS, slots_last=True).groups(at)
+    layer, groups = jnp.int32(1), KVCache(k, v, SLOTS, slots_last=True).read_groups(at)
     expected = jax.jit(lambda: cache_attention(q, k, v, layer, at, rows, groups, (), slots_last=True))()
     found = jax.jit(lambda: cpu_attention(q, k, v, layer, at, rows, SLOTS))()
     real = np.asarray(at < SLOTS)
@@ -411,7 +411,7 @@ def test_adapters_are_left_to_xla_or_added_before(compiled):
         held = getattr(decoder.layers, name)
         held[...] = jax.random.normal(jax.random.key(1), held.shape) * 0.1
     tokens, (ours, theirs) = draw(BASE, 2, 9), caches(BASE, 2, 20)
-    assert not decoder._in_kernel(ours) and merge_lora(decoder)._in_kernel(ours)
+    assert not decoder._uses_cpu_kernel(ours) and merge_lora(decoder)._uses_cpu_kernel(ours)
     wanted, _ = extend(decoder, tokens, places(2, 9), theirs)
     for model in (decoder, merge_lora(decoder)):
         found, _ = extend(model, tokens, places(2, 9), ours)
@@ -448,7 +448,10 @@ def test_it_is_compiled_once(compiled, tmp_path, monkeypatch):
         return run(command, **how)
 
     monkeypatch.setattr(subprocess, "run", only_asked)
-    assert kernel._library(tmp_path) == first and {*tmp_path.iterdir()} == {first, kernel._seal(first)}
+    assert kernel._library(tmp_path) == first and {*tmp_path.iterdir()} == {
+        first,
+        kernel._checksum_file(first),
+    }
 
 
 def test_it_runs_where_vectors_are_short(compiled, tmp_path, monkeypatch):
@@ -462,7 +465,7 @@ def test_it_runs_where_vectors_are_short(compiled, tmp_path, monkeypatch):
             f"{target}_short", jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
         )
     q, k, v, at, rows = made(4, 21, 2, 2, 32)
-    groups = KVCache(k, v, SLOTS, slots_last=True).groups(at)
+    groups = KVCache(k, v, SLOTS, slots_last=True).read_groups(at)
     expected = cache_attention(q, k, v, jnp.int32(1), at, rows, groups, (), slots_last=True)
     found = cpu_attention(q, k, v, jnp.int32(1), at, rows, SLOTS)
     real = np.asarray(at < SLOTS)
@@ -485,9 +488,7 @@ def test_a_kernel_that_is_there_needs_no_compiler(compiled, tmp_path, monkeypatc
     first = kernel._library(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert (
-        kernel._library(tmp_path) == first and "CXX=no-such-compiler: there is no such program" in caplog.text
-    )
+    assert kernel._library(tmp_path) == first and "CXX=no-such-compiler: no such program" in caplog.text
     monkeypatch.setattr(kernel, "FLAGS", (*kernel.FLAGS, "-g"))
     with pytest.raises(FileNotFoundError, match="There is no"):
         kernel._library(tmp_path)
@@ -536,25 +537,28 @@ def harmless(compiled, tmp_path, monkeypatch):
     compiler = next(name for name in ("c++", "g++", "clang++") if shutil.which(name))
     subprocess.run([compiler, "-shared", "-fPIC", str(planted), "-o", str(library)], check=True)
     library.chmod(0o755)
-    kernel._seal(library).write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+    kernel._checksum_file(library).write_text(hashlib.sha256(library.read_bytes()).hexdigest())
     return library
 
 
 def test_a_kernel_that_this_user_alone_may_write_is_loaded(harmless, caplog):
-    assert hasattr(kernel._loaded(), "theirs") and not caplog.messages
+    assert hasattr(kernel._load_library(), "theirs") and not caplog.messages
 
 
 @pytest.mark.parametrize("size", [0, 2000])
 def test_a_kernel_that_is_there_in_part_is_compiled_anew(harmless, caplog, size):
     os.truncate(harmless, size)
-    assert hasattr(kernel._loaded(), "ours") and f"{harmless} is not what was compiled there" in caplog.text
+    assert (
+        hasattr(kernel._load_library(), "ours")
+        and f"{harmless} differs from what was compiled" in caplog.text
+    )
     caplog.clear()
-    assert hasattr(kernel._loaded(), "ours") and not caplog.messages
+    assert hasattr(kernel._load_library(), "ours") and not caplog.messages
 
 
 def test_a_kernel_in_a_folder_that_others_may_write_to_is_compiled_apart(harmless, caplog):
     harmless.parent.chmod(0o777)
-    before, made = harmless.read_bytes(), kernel._loaded()
+    before, made = harmless.read_bytes(), kernel._load_library()
     assert hasattr(made, "ours") and not hasattr(made, "theirs")
     assert f"{harmless.parent} may be written to by other users" in caplog.text
     assert harmless.read_bytes() == before and not Path(made._name).exists()
@@ -562,10 +566,13 @@ def test_a_kernel_in_a_folder_that_others_may_write_to_is_compiled_apart(harmles
 
 def test_a_kernel_that_others_may_write_is_compiled_anew_in_its_place(harmless, caplog):
     harmless.chmod(0o757)
-    assert hasattr(kernel._loaded(), "ours") and f"{harmless} may be written to by other users" in caplog.text
+    assert (
+        hasattr(kernel._load_library(), "ours")
+        and f"{harmless} may be written to by other users" in caplog.text
+    )
     assert stat.S_IMODE(harmless.stat().st_mode) == 0o700
     caplog.clear()
-    assert hasattr(kernel._loaded(), "ours") and not caplog.messages
+    assert hasattr(kernel._load_library(), "ours") and not caplog.messages
 
 
 def test_without_a_compiler_a_kernel_that_others_may_write_is_left_alone(harmless, monkeypatch):

@@ -1,4 +1,4 @@
-"""A model that says what a script says and a retriever that finds what it is told, for methods without an engine."""
+"""A scripted model and a scripted retriever, to test prompted methods without an engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,11 +18,13 @@ PERSON = Passage("1", "Ada Berg", "Ada Berg was born in Oslo.")
 WORLD = {"Silver Harbour": [FILM], "Ada Berg": [PERSON]}
 
 VOCABULARY: list[bytes] = [b""]
-"""Bytes of each token id that a script has used."""
+"""Bytes of each token id in use; scripts extend it."""
 
 
-def said(text: str, stops: Sequence[str] = (), chances: Mapping[str, float] | None = None) -> Generated:
-    """What a model writes: a token a word (its leading space in it), each as likely as `chances` says, else certain."""
+def generated(
+    text: str, stops: Sequence[str] = (), probabilities: Mapping[str, float] | None = None
+) -> Generated:
+    """Return a model output with one token per word (with its leading space); `probabilities` by word, default 1."""
     stop = next((stop for stop in stops if stop in text), "eos")
     words = [word if at == 0 else f" {word}" for at, word in enumerate(text.split(" "))]
     tokens = []
@@ -30,7 +32,7 @@ def said(text: str, stops: Sequence[str] = (), chances: Mapping[str, float] | No
         if word.encode() not in VOCABULARY:
             VOCABULARY.append(word.encode())
         tokens.append(VOCABULARY.index(word.encode()))
-    logps = [float(np.log((chances or {}).get(word.strip(), 1.0))) for word in words]
+    logps = [float(np.log((probabilities or {}).get(word.strip(), 1.0))) for word in words]
     count = len(tokens)
     trajectory = Trajectory(
         question=QUESTION,
@@ -56,9 +58,17 @@ def play(
     settings: PromptedSettings | None = None,
     **options: int | float,
 ) -> tuple[PromptedResult, list[str]]:
-    """Runs a method. Each reply is (what the prompt must hold, what is said); a query finds what stands under a name in it.
+    """Run a method with scripted replies.
 
-    Returns the outcome and all prompts. Fails where the method asks for more or less than was scripted.
+    Args:
+      name: the method.
+      replies: (text that the prompt must contain, output[, probabilities by word]) per request.
+      question: the question.
+      found: passages by a name that the query contains; None: the search fails.
+      settings: shared settings.
+      **options: options of the method.
+
+    Returns the result and all prompts. Fails if the method makes more or fewer requests than scripted.
     """
     method, script, prompts = make_prompted_method(name, options), list(replies), list[str]()
     settings = settings or PromptedSettings(token_bytes=VOCABULARY)
@@ -71,10 +81,10 @@ def play(
         assert isinstance(ask, Generate) and isinstance(ask.prompt, str)
         assert not ask.stops or ask.stops in method.stops
         assert 0 < ask.tokens <= method.completion(settings).turn_tokens
-        wanted, text, *chances = script.pop(0)
-        assert wanted in ask.prompt, f"{wanted!r} is not in the prompt:\n{ask.prompt}"
+        expected, text, *probabilities = script.pop(0)
+        assert expected in ask.prompt, f"{expected!r} is not in the prompt:\n{ask.prompt}"
         prompts.append(ask.prompt)
-        return said(text, ask.stops, *chances)
+        return generated(text, ask.stops, *probabilities)
 
     flow = method.workflow(question, settings)
     reply = None
@@ -85,21 +95,21 @@ def play(
                 answer(asked) if isinstance(asked, Generate | Retrieve) else [answer(part) for part in asked]
             )
     except StopIteration as end:
-        assert not script, f"never asked for: {script}"
+        assert not script, f"unused replies: {script}"
         return end.value, prompts
 
 
 def ramble(name: str, text: str, most: int = 100) -> tuple[str, int]:
-    """The answer of a method whose model always writes the same and whose searches all fail, and how much it asked for."""
+    """Run a method whose model always writes `text` and whose searches all fail. Return its answer and number of requests."""
     flow = make_prompted_method(name).workflow(QUESTION, PromptedSettings(token_bytes=VOCABULARY))
-    reply, asks = None, 0
-    while asks < most:
+    reply, count = None, 0
+    while count < most:
         try:
             asked = flow.send(reply)
         except StopIteration as end:
-            return end.value.answer, asks
+            return end.value.answer, count
         parts = [asked] if isinstance(asked, Generate | Retrieve) else asked
-        asks += len(parts)
-        results = [said(text, part.stops) if isinstance(part, Generate) else None for part in parts]
+        count += len(parts)
+        results = [generated(text, part.stops) if isinstance(part, Generate) else None for part in parts]
         reply = results if parts is asked else results[0]
-    raise AssertionError(f"{name} asked {asks} times and has no answer")
+    raise AssertionError(f"{name} made {count} requests and has no answer")

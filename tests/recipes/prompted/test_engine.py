@@ -1,4 +1,4 @@
-"""Every method runs on the engine, all of them in one batch, with their stop strings and the bytes of its tokens."""
+"""All prompted methods run in one batch of the engine, with their stop strings and token bytes."""
 
 import jax
 import pytest
@@ -14,7 +14,7 @@ from tests.rollout.world import make_world
 pytestmark = pytest.mark.slow
 
 
-def test_all_methods_share_one_batch_and_do_not_depend_on_it() -> None:
+def test_methods_share_one_batch_and_do_not_depend_on_it() -> None:
     decoder, tokenizer, retriever, requests = make_world()
     config = EngineConfig(
         rows=4, context=2048, wake_threshold=2, prefill_tokens=256, max_wait_steps=4, top_k=2

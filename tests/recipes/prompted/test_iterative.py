@@ -1,17 +1,17 @@
-"""Methods that search step by step, each on a two-hop question with a scripted model."""
+"""Methods with several searches, each on a two-hop question with a scripted model."""
 
 import pytest
 
 from rrl.errors import UserError
 from rrl.recipes.prompted.base import PromptedSettings
 from rrl.recipes.prompted.iterative import first_sentence, token_probabilities
-from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, VOCABULARY, play, said
+from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, VOCABULARY, generated, play
 
 LAST = (
     "Answer the question with the help of the passages; where they say nothing",
     "So.\nThe final answer: Oslo",
 )
-"""The closing step that methods fall back on."""
+"""The final reasoning step of methods that end without an answer."""
 
 
 def test_react_searches_reads_and_finishes() -> None:
@@ -31,7 +31,7 @@ def test_react_searches_reads_and_finishes() -> None:
     assert "made up" not in prompts[1]
 
 
-def test_react_does_what_is_named_as_its_action() -> None:
+def test_react_uses_the_text_after_action() -> None:
     thought = "Thought: I could use Search[Silver Harbour] next.\nAction: Finish[Oslo]"
     outcome, _ = play("react", [("", thought)])
     assert outcome.answer == "Oslo" and not outcome.searches
@@ -41,7 +41,7 @@ def test_react_does_what_is_named_as_its_action() -> None:
     assert play("react", said)[0].answer == "x"
 
 
-def test_react_answers_from_what_it_found_when_steps_run_out_or_no_action_comes() -> None:
+def test_react_without_finish_answers_from_its_passages() -> None:
     step = ("", "Action: Search[Silver Harbour]")
     outcome, prompts = play("react", [step, step, LAST], steps=2)
     assert outcome.answer == "Oslo" and prompts[-1].count("(Title: Silver Harbour)") == 1
@@ -67,13 +67,13 @@ def test_self_ask_answers_follow_ups_from_their_own_passages() -> None:
     assert "directed by" not in prompts[3]
 
 
-def test_self_ask_closes_after_its_last_step() -> None:
+def test_self_ask_answers_from_its_passages_after_its_last_step() -> None:
     script = [("", "Follow up: Silver Harbour?"), ("", "x"), LAST]
     assert play("self_ask", script, steps=1)[0].answer == "Oslo"
     assert play("self_ask", [("", "Follow up: "), LAST])[0].answer == "Oslo"
 
 
-def test_ircot_searches_with_each_sentence_and_keeps_only_the_first() -> None:
+def test_ircot_searches_with_the_first_sentence_of_each_output() -> None:
     outcome, prompts = play(
         "ircot",
         [
@@ -101,7 +101,7 @@ def test_ircot_stops_searching_when_it_has_enough_passages() -> None:
     assert len(outcome.searches) == 1
 
 
-def test_iter_retgen_searches_with_what_it_wrote() -> None:
+def test_iter_retgen_searches_with_its_last_output() -> None:
     outcome, _ = play(
         "iter_retgen",
         [
@@ -114,7 +114,7 @@ def test_iter_retgen_searches_with_what_it_wrote() -> None:
     assert outcome.searches[1][0] == f"{QUESTION.text} By Ada Berg. The final answer: Rome"
 
 
-def test_flare_writes_an_unlikely_sentence_again_and_searches_without_its_least_likely_words() -> None:
+def test_flare_rewrites_an_unlikely_sentence_and_masks_unlikely_tokens_in_the_query() -> None:
     unsure = {"Bergen.": 0.1, "born": 0.6}
     outcome, _ = play(
         "flare",
@@ -129,14 +129,14 @@ def test_flare_writes_an_unlikely_sentence_again_and_searches_without_its_least_
     assert [query for query, _ in outcome.searches] == [QUESTION.text, "Ada Berg was born in"]
 
 
-def test_flare_does_not_search_for_unlikely_words_behind_the_sentence() -> None:
+def test_flare_ignores_unlikely_tokens_after_the_sentence() -> None:
     outcome, _ = play(
         "flare", [("", "Ada Berg made it. Perhaps", {"Perhaps": 0.1}), ("", "The final answer: Oslo")]
     )
     assert len(outcome.searches) == 1
 
 
-def test_flare_thresholds_are_options_and_a_fully_masked_sentence_asks_the_question() -> None:
+def test_flare_thresholds_are_options_and_an_empty_query_becomes_the_question() -> None:
     script = [("", "Perhaps here. And", {"Perhaps": 0.5, "here.": 0.5}), ("", "The final answer: Oslo")]
     assert len(play("flare", script, look_below=0.4)[0].searches) == 1
     masked = [script[0], ("", "Here it is. And"), script[1]]
@@ -144,21 +144,23 @@ def test_flare_thresholds_are_options_and_a_fully_masked_sentence_asks_the_quest
     assert [query for query, _ in outcome.searches] == [QUESTION.text, QUESTION.text]
 
 
-def test_flare_closes_when_sentences_run_out_and_needs_the_bytes_of_tokens() -> None:
+def test_flare_answers_after_its_last_sentence_and_needs_token_bytes() -> None:
     assert play("flare", [("", "Well then. So"), LAST], sentences=1)[0].answer == "Oslo"
-    with pytest.raises(UserError, match="flare needs the bytes of tokens"):
+    with pytest.raises(UserError, match="flare needs the bytes of each token"):
         play("flare", [], settings=PromptedSettings())
 
 
-def test_chances_belong_to_the_tokens_of_the_sentence() -> None:
+def test_token_probabilities_cover_only_the_sentence() -> None:
     words = token_probabilities(
-        said("Ada Berg made it. Then", chances={"made": 0.25}), VOCABULARY, len("Ada Berg made it.")
+        generated("Ada Berg made it. Then", probabilities={"made": 0.25}),
+        VOCABULARY,
+        len("Ada Berg made it."),
     )
     assert [word for word, _ in words] == ["Ada", " Berg", " made", " it."]
     assert [chance for _, chance in words] == pytest.approx([1, 1, 0.25, 1])
 
 
-def test_search_o1_reasons_over_what_was_condensed() -> None:
+def test_search_o1_reasons_over_condensed_passages() -> None:
     outcome, prompts = play(
         "search_o1",
         [
@@ -178,14 +180,14 @@ def test_search_o1_reasons_over_what_was_condensed() -> None:
     assert "Who made it?" in prompts[2] and "and on" not in prompts[2]
 
 
-def test_search_o1_closes_after_its_last_search() -> None:
+def test_search_o1_answers_after_its_last_search() -> None:
     script = [("", "<|begin_search_query|>Ada Berg<|end_search_query|>"), ("", "born in Oslo"), LAST]
     outcome, _ = play("search_o1", script, searches=1)
     assert outcome.answer == "Oslo" and outcome.titles == [PERSON.title]
     assert play("search_o1", [("", "I can't say."), LAST])[0].answer == "Oslo"
 
 
-def test_decomposition_answers_independent_parts_side_by_side_and_the_others_with_their_answers() -> None:
+def test_decomposition_answers_independent_parts_in_parallel_and_then_dependent_ones() -> None:
     outcome, prompts = play(
         "decomposition",
         [
@@ -208,7 +210,7 @@ def test_decomposition_answers_independent_parts_side_by_side_and_the_others_wit
     assert prompts[-1].count("(Title:") == 2
 
 
-def test_decomposition_of_nothing_or_of_a_circle_still_ends() -> None:
+def test_decomposition_ends_for_no_parts_and_for_circular_parts() -> None:
     assert (
         play("decomposition", [("", " "), ("", "Oslo"), ("", "The final answer: Oslo")])[0].answer == "Oslo"
     )
@@ -232,13 +234,13 @@ def test_decomposition_of_nothing_or_of_a_circle_still_ends() -> None:
         ("A: I know it. B is not needed", 0),
     ],
 )
-def test_adaptive_rag_goes_the_way_the_model_says(reply: str, searches: int) -> None:
+def test_adaptive_rag_uses_the_method_that_the_model_chooses(reply: str, searches: int) -> None:
     outcome, _ = play("adaptive_rag", [("one letter", reply), ("step by step", "The final answer: Oslo")])
     assert outcome.answer == "Oslo" and len(outcome.searches) == searches
 
 
 @pytest.mark.parametrize("reply", ["C", "hard to say", "A single search is not enough here, so C."])
-def test_adaptive_rag_takes_many_steps_where_it_is_hard_or_unclear(reply: str) -> None:
+def test_adaptive_rag_uses_ircot_for_hard_or_unparsed_replies(reply: str) -> None:
     outcome, _ = play("adaptive_rag", [("", reply), ("next sentence", "The final answer: Rome"), LAST])
     assert outcome.answer == "Oslo" and outcome.titles == [FILM.title]
 
@@ -255,5 +257,5 @@ def test_adaptive_rag_takes_many_steps_where_it_is_hard_or_unclear(reply: str) -
         (" ", ""),
     ],
 )
-def test_sentences_end_where_readers_see_their_end(text: str, sentence: str) -> None:
+def test_first_sentence_handles_initials_and_titles(text: str, sentence: str) -> None:
     assert first_sentence(text) == sentence

@@ -1,4 +1,4 @@
-"""Methods of one search or none, and what all methods share."""
+"""Methods with at most one search, and what all methods share."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from rrl.errors import UserError
 from rrl.recipes.prompted.base import PromptedSettings, merge_passages, parse_list
 from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.rollout.workflow import PromptTooLong, Retrieve
-from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play, ramble, said
+from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, generated, play, ramble
 
 
 def test_options_are_those_of_the_docs_table() -> None:
@@ -26,14 +26,14 @@ def test_options_are_those_of_the_docs_table() -> None:
     }
 
 
-def test_direct_asks_once_and_never_searches() -> None:
+def test_direct_generates_once_and_never_searches() -> None:
     outcome, prompts = play("direct", [(QUESTION.text, " Oslo ")])
     assert outcome.answer == "Oslo" and outcome.searches == () and outcome.titles == []
     assert len(outcome.generations) == 1 and outcome.sampled_tokens == 3 and outcome.prompt_tokens == 1
     assert "passages" not in prompts[0].lower()
 
 
-def test_cot_gives_what_stands_behind_the_final_answer() -> None:
+def test_cot_returns_the_text_after_the_final_answer() -> None:
     outcome, _ = play("cot", [("step by step", "She was born there.\nThe final answer: Oslo")])
     assert outcome.answer == "Oslo"
     assert play("cot", [("", "just Oslo")])[0].answer == "just Oslo"
@@ -50,20 +50,20 @@ def test_rag_with_cot_reasons_over_the_passages() -> None:
     assert outcome.answer == "Oslo" and "step by step" in prompts[0]
 
 
-def test_a_failed_or_empty_search_is_said_and_survived() -> None:
+def test_a_failed_or_empty_search_is_shown_in_the_prompt() -> None:
     for found in ({"Silver Harbour": None}, {}):
         outcome, _ = play("naive_rag", [("(nothing found)", "Oslo")], found=found)
         assert outcome.answer == "Oslo" and outcome.titles == []
     assert play("naive_rag", [("", "x")], found={"Silver": None})[0].searches == ((QUESTION.text, None),)
 
 
-def test_thoughts_that_came_to_an_end_are_no_answer() -> None:
+def test_finished_thoughts_are_not_part_of_the_answer() -> None:
     thought = "<think>\nHm, Rome? No.\n</think>\n\n"
     outcome, _ = play("direct", [("", f"{thought}Oslo")])
     assert outcome.answer == "Oslo" and "Rome" in outcome.generations[0].trajectory.segments[0][1]
     assert (
         play("direct", [("", "<think> Rome")])[0].answer == "<think> Rome"
-    )  # cut: no answer it could be taken for
+    )  # truncated inside the thought: no answer
     script = [
         ("", f"{thought}Bergen\nOslo"),
         *[("", f"{thought}{text}") for text in ("a", "b", "False", "True", "2")],
@@ -71,17 +71,17 @@ def test_thoughts_that_came_to_an_end_are_no_answer() -> None:
     assert play("sure", script)[0].answer == "Oslo"
 
 
-def test_a_line_after_the_final_answer_is_none_of_it() -> None:
+def test_a_line_after_the_final_answer_is_not_part_of_it() -> None:
     assert play("cot", [("", "Hm.\nThe final answer: Oslo\nOslo is a capital.")])[0].answer == "Oslo"
 
 
-def test_choices_are_shown_with_letters_and_not_searched_with() -> None:
+def test_choices_are_shown_with_letters_but_not_searched() -> None:
     question = dataclasses.replace(QUESTION, choices=("Oslo", "Rome"), answers=("A",))
     outcome, _ = play("naive_rag", [("(A) Oslo\n(B) Rome\nAnswer with the letter", "A")], question)
     assert outcome.searches[0][0] == QUESTION.text
 
 
-def test_passages_are_cut_and_counted_as_the_settings_say() -> None:
+def test_settings_limit_number_and_length_of_passages() -> None:
     settings = PromptedSettings(passage_chars=6, most_passages=1)
     _, prompts = play(
         "naive_rag",
@@ -92,7 +92,7 @@ def test_passages_are_cut_and_counted_as_the_settings_say() -> None:
     assert "Ada Berg" not in prompts[0]
 
 
-def test_sure_takes_the_candidate_whose_summary_holds() -> None:
+def test_sure_takes_the_candidate_with_a_valid_summary() -> None:
     outcome, prompts = play(
         "sure",
         [
@@ -113,7 +113,7 @@ def test_sure_takes_the_candidate_whose_summary_holds() -> None:
     [
         (("True", "True"), "1", "Bergen"),
         (("True", "True"), "2", "Oslo"),
-        (("True", "False"), "2", "Bergen"),  # a point each: the earlier candidate
+        (("True", "False"), "2", "Bergen"),  # a tie: the earlier candidate wins
         (("False", "False"), "either 1 or 2", "Bergen"),
         (("False", "True"), "either 1 or 2", "Oslo"),
         (("True", "True"), "Summary 2 is more informative, as it names the year 1912.", "Oslo"),
@@ -127,12 +127,12 @@ def test_sure_counts_validity_and_ranking(valid: tuple[str, str], preferred: str
     assert play("sure", script)[0].answer == answer
 
 
-def test_sure_with_one_candidate_or_none_asks_no_further() -> None:
+def test_sure_with_fewer_than_two_candidates_stops_early() -> None:
     assert play("sure", [("", "Oslo\nOslo")])[0].answer == "Oslo"
     assert play("sure", [("", " \n")])[0].answer == ""
 
 
-def test_sure_compares_every_two_of_more_candidates() -> None:
+def test_sure_compares_each_pair_of_candidates() -> None:
     script = (
         [("3 different", "a\nb\nc")] + [("", "s")] * 3 + [("", "no")] * 3 + [("", "1"), ("", "2"), ("", "2")]
     )
@@ -140,18 +140,18 @@ def test_sure_compares_every_two_of_more_candidates() -> None:
     assert play("sure", script, candidates=3)[0].answer == "c"
 
 
-def test_lists_lose_their_bullets_and_nothing_else() -> None:
+def test_parse_list_removes_only_bullets_and_numbers() -> None:
     assert parse_list("1. x\n2) y\n- z\n* x\n\n3 May 1990\n(4) w") == ["x", "y", "z", "3 May 1990", "w"]
     assert merge_passages([FILM], [PERSON, FILM]) == [FILM, PERSON]
     assert merge_passages([FILM], None) == [FILM]
 
 
-def test_methods_and_options_are_known_by_name() -> None:
+def test_unknown_methods_and_options_are_refused() -> None:
     assert len(METHODS) == 13 and all(method.source for method in METHODS.values())
     assert make_prompted_method("ircot", {"steps": 3}).defaults == {"steps": 3}
     for name, options, words in (
-        ("rag", {}, r"method='rag' is unknown; there are direct, cot"),
-        ("ircot", {"rounds": 3}, r"ircot.rounds is no option of the method; its options are steps"),
+        ("rag", {}, r"method='rag' is unknown; choose one of direct, cot"),
+        ("ircot", {"rounds": 3}, r"ircot.rounds is not an option of the method; its options are steps"),
         ("direct", {"steps": 3}, r"its options are none"),
         ("ircot", {"steps": 0}, r"ircot.steps=0 must be a whole number above 0"),
         ("ircot", {"steps": 1.5}, r"must be a whole number above 0"),
@@ -176,14 +176,12 @@ RAMBLINGS = (
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("text", RAMBLINGS)
-def test_every_method_ends_whatever_the_model_writes_and_though_every_search_fails(
-    name: str, text: str
-) -> None:
+def test_every_method_ends_for_any_output_and_failed_searches(name: str, text: str) -> None:
     answer, asks = ramble(name, text)
     assert isinstance(answer, str) and asks < 60
 
 
-def test_a_prompt_that_outgrows_the_context_leaves_the_question_without_an_answer() -> None:
+def test_a_prompt_that_exceeds_the_context_ends_without_an_answer() -> None:
     flow = make_prompted_method("naive_rag").workflow(QUESTION, PromptedSettings())
     assert isinstance(next(flow), Retrieve)
     flow.send([FILM])
@@ -194,10 +192,10 @@ def test_a_prompt_that_outgrows_the_context_leaves_the_question_without_an_answe
     assert outcome.searches == ((QUESTION.text, (FILM,)),)
 
 
-def test_a_text_that_broke_off_as_not_finite_leaves_the_question_without_an_answer() -> None:
+def test_non_finite_logits_end_without_an_answer() -> None:
     flow = make_prompted_method("direct").workflow(QUESTION, PromptedSettings())
     next(flow)
-    broken = dataclasses.replace(said("Os"), stop=NOT_FINITE)
+    broken = dataclasses.replace(generated("Os"), stop=NOT_FINITE)
     with pytest.raises(StopIteration) as end:
         flow.send(broken)
     outcome = end.value.value

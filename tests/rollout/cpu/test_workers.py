@@ -1,4 +1,4 @@
-"""One worker where a decode step costs what reading the weights costs, one a core where it costs what its rows cost."""
+"""Workers on a CPU: one if reading the weights dominates a decode step, else one per core."""
 
 import dataclasses
 from pathlib import Path
@@ -20,7 +20,7 @@ QWEN = DecoderConfig(
 ASSETS = Path(__file__).parents[3] / "assets"
 
 
-def test_the_weights_that_a_step_reads_are_all_matrices():
+def test_weight_bytes_count_all_matrices():
     decoder = make_world()[0]
     matrices = [leaf for leaf in jax.tree.leaves(nnx.state(decoder)) if leaf.ndim > 2 or leaf.shape[0] == 416]
     biases = sum(leaf.size for leaf in matrices if leaf.ndim == 3 and leaf.shape[-1] == 16)
@@ -37,14 +37,14 @@ def test_a_model_whose_weights_dominate_has_one_worker(monkeypatch, cores):
 
 
 @pytest.mark.parametrize("name", ["miniwiki-policy", "miniwiki-reader", "miniwiki-judge"])
-def test_the_shipped_models_have_a_worker_a_core(monkeypatch, name):
+def test_the_shipped_models_have_one_worker_per_core(monkeypatch, name):
     monkeypatch.setattr(workers, "available_cores", lambda: 4)
     shape = DecoderConfig.from_hf(read_config(ASSETS / name))
     found = [workers.worker_count(EngineConfig(rows=rows), shape) for rows in (8, 16, 24, 32, 64)]
     assert found == [1, 2, 3, 4, 4] and not workers.weights_dominate(shape)
 
 
-def test_the_vocabulary_counts_as_much_as_the_layers():
+def test_weight_bytes_include_the_output_embedding():
     shape = dataclasses.replace(QWEN, layers=1, mlp=16)
     assert workers.weights_dominate(shape)
     assert not workers.weights_dominate(dataclasses.replace(shape, vocab_size=4096))

@@ -1,4 +1,4 @@
-"""A recipe of one's own, as a user has it in a module."""
+"""A user's recipe in a module outside `rrl`."""
 
 import dataclasses
 
