@@ -94,9 +94,9 @@ def load_folder(path: str | Path, on_error: OnError = "refuse", corpus: bool = T
             f"no question file (a name that begins with {', '.join(SPLITS[:-1])} or {SPLITS[-1]})"
         )
     if problems:
-        found = ", ".join(sorted(file.name for file in folder.iterdir())) or "no files"
+        names = ", ".join(sorted(file.name for file in folder.iterdir())) or "no files"
         raise UserError(
-            f"data folder {folder}: {'; '.join(problems)}. Found: {found}. "
+            f"data folder {folder}: {'; '.join(problems)}. Found: {names}. "
             f"Allowed endings: {', '.join(CONTAINER_ENDINGS)}, each with or without {' or '.join(COMPRESSED)}."
         )
     return DataFolder(folder, load_passages(corpora[0], on_error) if corpus else [], files, on_error)

@@ -37,7 +37,7 @@ def shared_questions(train: Sequence[Question], held_out: Sequence[Question]) ->
     for question in train:
         by_text.setdefault(_normalized(question.text), []).append(question)
     leaks = ([Leak(same, q) for same in by_text.get(_normalized(q.text), ())] for q in held_out)
-    return [next((leak for leak in some if leak.same_answer), some[0]) for some in leaks if some]
+    return [next((leak for leak in pairs if leak.same_answer), pairs[0]) for pairs in leaks if pairs]
 
 
 def _normalized(text: str) -> str:

@@ -101,6 +101,7 @@ class SeenIds:
 
 
 def _digest(*parts: str) -> bytes:
+    """Return a 128-bit hash of texts, to recognise repeated passages."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -130,8 +131,8 @@ def passage_of(position: int, record: Any) -> Passage:
     name = next((name for name in (*TEXTS, "contents") if fields.get(name)), "")
     known = "title" in fields and not fields.keys() - {*PASSAGE_IDS, *_METADATA_FIELDS}
     if not known and not {*TEXTS, "contents"} & fields.keys():
-        found = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
-        raise ValueError(f"{' or '.join(TEXTS)}: missing; found the fields {found or '(none)'}")
+        present = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
+        raise ValueError(f"{' or '.join(TEXTS)}: missing; found the fields {present or '(none)'}")
     text = fields.get(name, "")
     if isinstance(text, list):
         text = join_sentences(title, [part for entry in text for part in _flat(entry)])
@@ -169,6 +170,7 @@ def _contents(title: str, contents: str) -> tuple[str, str]:
 
 
 def _unquoted(title: str) -> str:
+    """Return a title without CSV quoting."""
     title = title.strip()
     if len(title) >= 2 and title[0] == title[-1] == '"':
         title = title[1:-1]

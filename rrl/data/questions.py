@@ -121,7 +121,6 @@ def has_answers(path: str | Path) -> bool:
     """Return whether a question file has any gold answer.
 
     Also True for an empty file and for one with a broken record before the first answer: `load_questions` names their fault.
-
     """
     empty = True
     for position, (_, record) in enumerate(read_records(path)):
@@ -136,21 +135,21 @@ def has_answers(path: str | Path) -> bool:
 
 def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
     """Read a file of gold answers (`truth` of `load_questions`) as fields by question id."""
-    found: dict[str, dict[str, Any]] = {}
+    answers_by_id: dict[str, dict[str, Any]] = {}
     for position, (place, record) in enumerate(read_records(path)):
         try:
             if isinstance(record, BrokenRecord):
                 raise ValueError(record.reason)
             fields = fields_of(record)
             identity = id_field(fields, position)
-            if identity in found:
+            if identity in answers_by_id:
                 raise ValueError(f"id: {identity!r} occurs twice")
         except ValueError as error:
             raise UserError(
                 f"{path}, {place}: {error}. Allowed: {{id: {{answer, ...}}}}, or a list of {{id, answer, ...}}."
             ) from error
-        found[identity] = fields
-    return found
+        answers_by_id[identity] = fields
+    return answers_by_id
 
 
 def with_choices(question: Question) -> str:
@@ -197,23 +196,24 @@ def question_of(
 def _answers(
     fields: dict[str, Any], choices: tuple[str, ...], unanswered: bool, unanswerable: Unanswerable
 ) -> tuple[str, ...]:
+    """Return the gold answers of a question, as letters if it has choices."""
     if _unanswerable(fields):
         if unanswered or unanswerable == "empty":
             return () if unanswered else UNANSWERABLE
         raise ExcludedRecord("its publisher marks it as unanswerable")
-    found: dict[str, None] = {}
+    gold_answers: dict[str, None] = {}
     for name in (*ANSWER_FIELDS, "output"):
         for answer in _answer_values(fields, name):
             if choices and type(answer) is int and 0 <= answer < len(choices):
                 answer = string.ascii_uppercase[answer]  # FlashRAG's golden_answers are indices of choices
             text = answer_text(name, answer)
             if text.strip():
-                found.setdefault(_letter(name, text.strip(), choices) if choices else text.strip())
-    if not found and not unanswered:
+                gold_answers.setdefault(_letter(name, text.strip(), choices) if choices else text.strip())
+    if not gold_answers and not unanswered:
         raise ValueError(
             f"no gold answer in any of the fields {', '.join(ANSWER_FIELDS)}; found the fields {', '.join(list(fields)[:8])}"
         )
-    return tuple(found)
+    return tuple(gold_answers)
 
 
 def answer_text(name: str, answer: Any) -> str:
@@ -301,10 +301,10 @@ def _answers_in_object(name: str, value: dict[str, Any]) -> list[Any]:
 def _choices(fields: dict[str, Any]) -> tuple[str, ...]:
     """Return the choices of a multiple choice, from `choice_A`, `choice_B`, ... or the list `choices`."""
     names = [f"choice_{letter}" for letter in string.ascii_uppercase if f"choice_{letter}" in fields]
-    found = [fields[name] for name in names] or list_field(fields, "choices")
-    if not all(isinstance(choice, str) for choice in found) or len(found) > len(string.ascii_uppercase):
+    texts = [fields[name] for name in names] or list_field(fields, "choices")
+    if not all(isinstance(choice, str) for choice in texts) or len(texts) > len(string.ascii_uppercase):
         raise ValueError("choices: not a list of at most 26 strings")
-    return tuple(found)
+    return tuple(texts)
 
 
 def _gold(fields: dict[str, Any]) -> Iterator[str]:
@@ -315,9 +315,8 @@ def _gold(fields: dict[str, Any]) -> Iterator[str]:
     """
     facts = fields.get("supporting_facts")
     if isinstance(facts, dict):
-        fields = fields | {
-            "supporting_facts": list_field(facts, "title")
-        }  # the format of the datasets library
+        # The datasets library stores parallel lists.
+        fields = fields | {"supporting_facts": list_field(facts, "title")}
     for fact in list_field(fields, "gold") or list_field(fields, "supporting_facts"):
         title = fact[0] if isinstance(fact, list) and fact else fact
         if not isinstance(title, str):
@@ -366,8 +365,12 @@ def _gold_passages(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the passages of the first non-empty field of `GOLD_PASSAGES`."""
     for name in GOLD_PASSAGES:
         value = fields.get(name)
-        if found := [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []:
-            return found
+        if (
+            passages := [entry for entry in value if isinstance(entry, dict)]
+            if isinstance(value, list)
+            else []
+        ):
+            return passages
     return []
 
 

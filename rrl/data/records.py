@@ -26,8 +26,8 @@ from rrl.text.characters import replace_lone_surrogates
 OnError = Literal["refuse", "skip"]
 """How to treat a broken record: refuse its file with a UserError, or skip it."""
 OnFault = Literal["refuse", "skip", "stop"]
-"""How a run treats faults of its data. A broken record refuses its file ("refuse", "stop") or is skipped ("skip"). A question
-that is too long for the context refuses the start of the run ("stop"); otherwise its episode ends as "context_limit"."""
+"""How a run treats faults of its data. "refuse" and "stop" refuse a file with a broken record, "skip" skips the record. If the
+prompt of a question is too long for the context, "stop" does not start the run; otherwise the episode ends as "context_limit"."""
 T = TypeVar("T")
 
 LIST_FIELDS = ("Data", "data", "queries", "questions", "examples")
@@ -46,7 +46,7 @@ def on_broken(on_fault: OnFault) -> OnError:
 
 
 class ExcludedRecord(ValueError):
-    """A valid record with nothing to use, such as a document without title and text."""
+    """A valid record that cannot be used, such as a document without title and text, or an unanswerable question."""
 
 
 def read_records(path: str | Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
@@ -146,12 +146,12 @@ def parse_records(
         count += len(items)
         yield from items
     if not count:
-        found = "the file is empty"
+        problem = "the file is empty"
         if broken.count:
-            found = f"all {broken.count} records are broken (first: {broken.first[0]})"
+            problem = f"all {broken.count} records are broken (first: {broken.first[0]})"
         if empty.count:
-            found = f"none of its {total} records can be used (first: {[*broken.first, *empty.first][0]})"
-        raise UserError(f"{path}: {found}. Allowed: {allowed}.")
+            problem = f"none of its {total} records can be used (first: {[*broken.first, *empty.first][0]})"
+        raise UserError(f"{path}: {problem}. Allowed: {allowed}.")
     for event, records in (("skipped %d broken records", broken), ("excluded %d records", empty)):
         if records.count:
             more = "; ..." if records.count > len(records.first) else ""
@@ -207,8 +207,8 @@ def text_field(record: dict[str, Any], *names: str) -> str:
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"{name}: got {_short(value)}, not a non-empty string")
             return value.strip()
-    found = ", ".join(list(map(str, record))[:8]) + (", ..." if len(record) > 8 else "")
-    raise ValueError(f"{' or '.join(names)}: missing; found the fields {found or '(none)'}")
+    present = ", ".join(list(map(str, record))[:8]) + (", ..." if len(record) > 8 else "")
+    raise ValueError(f"{' or '.join(names)}: missing; found the fields {present or '(none)'}")
 
 
 def list_field(record: dict[str, Any], name: str) -> list[Any]:
@@ -241,13 +241,13 @@ def list_in_text(text: str) -> list[Any] | None:
     except ValueError:
         pass
     try:
-        found = ast.literal_eval(text)
+        parsed = ast.literal_eval(text)
         whole = not re.search(r"""["']\s+[A-Za-z]{0,2}["']""", text) or _commas_between(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError):
-        found = whole = None
-    if not isinstance(found, list) or not whole:
+        parsed = whole = None
+    if not isinstance(parsed, list) or not whole:
         raise ValueError(f"got {_short(text)}, not a list in JSON or Python")
-    return found
+    return parsed
 
 
 def _commas_between(text: str) -> bool:
@@ -278,11 +278,13 @@ def record_places(path: str | Path, identity: str) -> list[str]:
 
 
 def _short(value: Any) -> str:
+    """Return at most 60 characters of a value's representation, for error messages."""
     shown = repr(value)
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def _parse(text: str) -> Any:
+    """Parse a JSON text; return a `BrokenRecord` if it is invalid."""
     try:
         value = json.loads(text, object_pairs_hook=_unique_names)
         return _without_lone_surrogates(value) if "\\ud" in text.lower() else value
@@ -318,21 +320,22 @@ class _DuplicateName(ValueError):
 
 def _second_place(text: str, name: str) -> str:
     """Return " (line N)" for the second occurrence of a name in a JSON document, or "" if that is ambiguous or line 1."""
-    places = [found.start() for found in re.finditer(re.escape(json.dumps(name)) + r"\s*:", text)]
+    places = [match.start() for match in re.finditer(re.escape(json.dumps(name)) + r"\s*:", text)]
     line = text.count("\n", 0, places[-1]) + 1 if len(places) == 2 else 1
     return f" (line {line})" if line > 1 else ""
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object. Raises `_DuplicateName` if a name occurs twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         (twice, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
         raise _DuplicateName(twice)
-    return found
+    return fields
 
 
 def _json_lines(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """Yield the record of each non-empty line."""
     for number, line in enumerate(stream, 1):
         text = decode(line)
         if isinstance(text, BrokenRecord):

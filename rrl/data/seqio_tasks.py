@@ -193,13 +193,15 @@ def add_task(
     if not splits:
         raise UserError(f"task {name}: splits is empty; give a question file for one split or more")
     questions = {split: _load(source) for split, source in splits.items()}
-    for split, some in questions.items():
-        if not some:
+    for split, split_questions in questions.items():
+        if not split_questions:
             raise UserError(
                 f"task {name}: the split {split!r} has no questions; give some, or omit the split"
             )
-    choosing = {bool(question.choices) for some in questions.values() for question in some}
-    if len(choosing) > 1:
+    has_choices = {
+        bool(question.choices) for split_questions in questions.values() for question in split_questions
+    }
+    if len(has_choices) > 1:
         raise UserError(
             f"task {name}: some questions are multiple choices and others are not; register two tasks"
         )
@@ -215,7 +217,7 @@ def add_task(
             "targets": seqio.Feature(tokenizer, add_eos=True),
         },
         postprocess_fn=_postprocess,
-        metric_fns=[choice_accuracy if True in choosing else functools.partial(mean_scores, rule=rule)],
+        metric_fns=[choice_accuracy if True in has_choices else functools.partial(mean_scores, rule=rule)],
     )
 
 

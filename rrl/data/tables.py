@@ -392,5 +392,5 @@ def _has_inline_titles(rows: Iterable[_Row]) -> bool:
 
 def _split_inline_title(text: str) -> dict[str, str]:
     """Return title and text of a text of the form `_INLINE_TITLE`; an empty dict for any other text."""
-    found = _INLINE_TITLE.fullmatch(text)
-    return {"title": found[1], "text": found[2]} if found else {}
+    match = _INLINE_TITLE.fullmatch(text)
+    return {"title": match[1], "text": match[2]} if match else {}

@@ -37,9 +37,9 @@ class Search:
     @classmethod
     def of(cls, turn: int, query: str, passages: Sequence[Passage] | None) -> "Search":
         """Return the search that returned these passages; None: the search failed."""
-        found = tuple(passages or ())
-        titles, ids = tuple(p.title for p in found), tuple(p.id for p in found)
-        return cls(turn, query, titles, passages is None, found, ids)
+        returned = tuple(passages or ())
+        titles, ids = tuple(p.title for p in returned), tuple(p.id for p in returned)
+        return cls(turn, query, titles, passages is None, returned, ids)
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,12 +61,13 @@ class Trajectory:
     turns: Int[np.ndarray, "T"]
     """Index of the turn of each token. A turn is the policy's tokens and the environment's answer to them."""
     segments: list[tuple[int, str]]
-    """(role, text) in order, decoded from the bytes of the ids; each turn and each answer of the environment is one segment."""
+    """(role, text) in order, decoded from the bytes of the ids. Each prompt, each text of the policy and each answer of the
+    environment is one segment."""
     searches: list[Search]
     ended: str
     """End reason: "answer", "turn_limit", "context_limit", ...; docs/metrics.md lists all of them."""
     starts: tuple[int, ...] = (0,)
-    """Index of the first token of each context. The policy conditions a token on those from the last start up to it."""
+    """Index of the first token of each context. The policy saw only the tokens from the last start on when it wrote a token."""
     cuts: tuple[tuple[int, str], ...] = ()
     """(turn, limit) for each limit that was reached, in order. "turn_tokens" and "context" truncated the policy's text,
     "observation_tokens" truncated the environment's; with "room" the environment's text did not fit into the context. The
@@ -106,7 +107,7 @@ class Trajectory:
 
     @property
     def token_rewards(self) -> Float[np.ndarray, "T"]:
-        """Reward of each token: `turn_rewards` at the last policy token of each turn, or the total at the very last one.
+        """Reward of each token: `turn_rewards` at the last policy token of each turn, or the total at that of the episode.
 
         Raises ValueError if a turn with a reward has no policy token.
         """

@@ -107,8 +107,8 @@ def _elsewhere(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     before, wrong, relations, after = _split_at_hop(item, rng)
     subject = lookup.entity_named(wrong.subject)
     other = lookup.entity_named(lookup.sample_names(rng, item.world, subject.kind, 1)[0])
-    found = _chain(lookup, other, [wrong.relation, *relations])
-    return (*before, *found, *after) or item.plan.hops, NO_HOPS
+    detour = _chain(lookup, other, [wrong.relation, *relations])
+    return (*before, *detour, *after) or item.plan.hops, NO_HOPS
 
 
 def _skipped(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:

@@ -153,15 +153,15 @@ BRIDGE_QUESTIONS = (
 
 def chains(hops: int) -> tuple[Chain, ...]:
     """Return all chains of `hops` different relations."""
-    found: list[Chain] = [((r.subject, r.name),) for r in RELATIONS]
+    paths: list[Chain] = [((r.subject, r.name),) for r in RELATIONS]
     for _ in range(hops - 1):
-        found = [
+        paths = [
             (*path, (r.subject, r.name))
-            for path in found
+            for path in paths
             for r in RELATIONS
             if r.subject == RELATION[path[-1]].value and (r.subject, r.name) not in path
         ]
-    return tuple(found)
+    return tuple(paths)
 
 
 def follow(world: World, chain: Chain) -> Int[np.ndarray, "H n"]:
@@ -191,11 +191,11 @@ def generate_questions(world: World, kind: str, n: int, seed: int) -> list[MiniQ
         raise UserError(f"n={n}, seed={seed}: both must be 0 or more")
     rng = np.random.default_rng((seed, KINDS.index(kind), world.seed))
     if "comparison" in kind:
-        made = _comparisons(world, rng, n, bridge=kind == "bridge_comparison")
+        generated = _comparisons(world, rng, n, bridge=kind == "bridge_comparison")
     else:
-        made = _paths(world, rng, n, chains(KINDS.index(kind) + 1))
+        generated = _paths(world, rng, n, chains(KINDS.index(kind) + 1))
     questions = []
-    for i, (text, answers, plan, where) in enumerate(itertools.islice(made, n)):
+    for i, (text, answers, plan, where) in enumerate(itertools.islice(generated, n)):
         gold = tuple(dict.fromkeys(hop.title for hop in plan.hops))
         name = f"miniwiki-{world.split}-{world.seed}.{seed}-{kind}-{i}"
         questions.append(MiniQuestion(Question(name, text, answers, kind, gold), plan, where))

@@ -18,5 +18,5 @@ def canonical_unicode(text: str) -> str:
     In this form, texts from sources that encode the same characters differently compare as equal.
     """
     if "&" in text:
-        text = _REFERENCE.sub(lambda found: html.unescape(found[0]), text)
+        text = _REFERENCE.sub(lambda match: html.unescape(match[0]), text)
     return text if text.isascii() else unicodedata.normalize("NFKC", text)

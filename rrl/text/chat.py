@@ -152,8 +152,8 @@ def opened_thought(prompt: str) -> str:
     The templates of DeepSeek-R1's distilled models, QwQ and Qwen3-Thinking end with it. The model's text then continues the
     thought.
     """
-    found = _OPENED.search(prompt)
-    return found[0] if found else ""
+    match = _OPENED.search(prompt)
+    return match[0] if match else ""
 
 
 def opened_by_template(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt) -> bool:

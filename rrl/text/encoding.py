@@ -49,8 +49,8 @@ def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, 
 def special_name(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return the first name of a special token in a text; "" if there is none."""
     names = _facts(tokenizer).names
-    found = names.search(text) if names is not None else None
-    return found[0] if found else ""
+    match = names.search(text) if names is not None else None
+    return match[0] if match else ""
 
 
 def split_names(tokenizer: PreTrainedTokenizerBase, text: str, separator: str) -> str:
@@ -113,9 +113,9 @@ def _facts(tokenizer: PreTrainedTokenizerBase) -> _TokenizerFacts:
 def _split_at_names(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
     """Yield parts of the text that contain no name of a special token: each name is split after its first character."""
     names, start = _facts(tokenizer).names, 0
-    while names is not None and (found := names.search(text, start)):
-        yield text[start : found.start() + 1]
-        start = found.start() + 1
+    while names is not None and (match := names.search(text, start)):
+        yield text[start : match.start() + 1]
+        start = match.start() + 1
     yield text[start:]
 
 

@@ -51,11 +51,11 @@ def score_answers(
         for gold in wanted:
             _refuse_no_gold(gold)
         raw = [text for pair in zip(given, wanted, strict=True) for texts in pair for text in texts]
-        texts, at = rule.normalize_all(raw), 0
-        for some, gold in zip(given, wanted):
-            middle, end = at + len(some), at + len(some) + len(gold)
-            scores.append(_scored(some, texts[at:middle], gold, texts[middle:end], rule))
-            at = end
+        texts, first = rule.normalize_all(raw), 0
+        for candidates, gold in zip(given, wanted):
+            middle, end = first + len(candidates), first + len(candidates) + len(gold)
+            scores.append(_scored(candidates, texts[first:middle], gold, texts[middle:end], rule))
+            first = end
     return scores
 
 

@@ -40,12 +40,12 @@ def listed_answers(reply: str) -> list[str] | None:
     None if there is no such list, or if it holds anything but strings and numbers.
     """
     for match in re.finditer(r"(?<!\[)\[", reply):
-        found = _list_at(reply[match.start() :])
-        if found is None:
+        items = _list_at(reply[match.start() :])
+        if items is None:
             continue  # "Short answers [all equal]: [...]"
-        if not all(isinstance(item, str | int | float) for item in found):
+        if not all(isinstance(item, str | int | float) for item in items):
             return None
-        return [str(item).strip() for item in found if str(item).strip()]
+        return [str(item).strip() for item in items if str(item).strip()]
     return None
 
 
@@ -69,9 +69,9 @@ def chosen_letter(text: str, choices: int) -> str:
     """
     allowed = {chr(ord("A") + at) for at in range(choices)}
     for form in _LETTERS:
-        found = [letter for match in form.finditer(text) for letter in match.groups() if letter in allowed]
-        if found:
-            return found[-1]
+        letters = [letter for match in form.finditer(text) for letter in match.groups() if letter in allowed]
+        if letters:
+            return letters[-1]
     return ""
 
 

@@ -105,5 +105,5 @@ def box_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
 
 def enclosed_content(text: str) -> str | None:
     """Return the content of a text that is enclosed by one pair of any markers; None for any other text."""
-    found = _ONE_BOX.fullmatch(text)
-    return found[1] if found else None
+    match = _ONE_BOX.fullmatch(text)
+    return match[1] if match else None
