@@ -87,7 +87,6 @@ def read_table(
 ) -> Iterator[tuple[str, dict[str, Any] | BrokenRecord]]:
     """Yield ("line 7", {column: cell}) for each record of a CSV or TSV file. Only a few records are held in memory.
 
-
     A record whose number of cells differs from that of the header is broken. If it has fewer cells, the record before it is
     broken too, since its text may continue on this line.
 
@@ -183,6 +182,7 @@ class _RowReader:
         return usual
 
     def _row(self, line: int, text: str) -> _Row:
+        """Return the record that begins with a line, and consume the further lines that it has."""
         if '"' not in text:
             return _Row(line, text.split(self._delimiter))
         try:
@@ -202,25 +202,25 @@ class _RowReader:
         Returns None if no line closes the cell, if the result has the wrong number of cells, or if each line is a whole record
         and the file is not known to quote cells.
         """
-        size, group, faults = self._width or self._count(text), [text], [""]
+        size, lines, faults = self._width or self._count_cells(text), [text], [""]
         quotes = _count_quotes(text)
-        while (ahead := self._peek(len(group) - 1)) is not None and len(group) < MAX_CELL_LINES:
-            _, more, broken = ahead
-            group.append(more)
+        while (ahead := self._peek(len(lines) - 1)) is not None and len(lines) < MAX_CELL_LINES:
+            _, next_line, broken = ahead
+            lines.append(next_line)
             faults.append(broken)
-            quotes += _count_quotes(more)
+            quotes += _count_quotes(next_line)
             if quotes % 2:
                 continue  # the cell is still open
             try:
-                cells = _cells("\n".join(group), self._delimiter)
+                cells = _cells("\n".join(lines), self._delimiter)
             except csv.Error:
                 return None
             if self._width and len(cells) != self._width:
                 return None
-            removed = sum(map(_count_quotes, group)) - sum(map(_count_quotes, cells))
-            if not self._quoted and removed <= 2 and all(self._count(one) == size for one in group):
+            removed = sum(map(_count_quotes, lines)) - sum(map(_count_quotes, cells))
+            if not self._quoted and removed <= 2 and all(self._count_cells(each) == size for each in lines):
                 return None  # each line is a whole record, and nothing else shows that the file quotes cells
-            for _ in group[1:]:
+            for _ in lines[1:]:
                 self._ahead.popleft()
             self._quoted = True
             return _Row(line, cells, next(filter(None, faults), ""))
@@ -231,9 +231,9 @@ class _RowReader:
 
         A wrong guess could truncate a passage, or read a part of one as a record.
         """
-        size, after = self._width or self._count(text), self._peek(0)
-        whole = not self._quoted and self._count(text) == size > 1
-        if whole and (after is None or not after[1].strip() or self._count(after[1]) == size):
+        size, after = self._width or self._count_cells(text), self._peek(0)
+        whole = not self._quoted and self._count_cells(text) == size > 1
+        if whole and (after is None or not after[1].strip() or self._count_cells(after[1]) == size):
             return _Row(line, text.split(self._delimiter))
         raise UserError(
             f"{self._path}, line {line}: {error}, so it is not clear where this record ends. Write a quotation mark "
@@ -248,7 +248,7 @@ class _RowReader:
         removed = _count_quotes(text) - sum(map(_count_quotes, cells))
         return removed > 2 or (removed > 0 and any(self._delimiter in cell for cell in cells))
 
-    def _count(self, text: str) -> int:
+    def _count_cells(self, text: str) -> int:
         return text.count(self._delimiter) + 1
 
 
@@ -268,10 +268,12 @@ def _cells(text: str, delimiter: str) -> list[str]:
 
 
 def _is_open(error: csv.Error) -> bool:
+    """Return whether the error is that the last cell of a record is not closed."""
     return "unexpected end of data" in str(error)
 
 
 def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    """Raise UserError if `columns` are not names of `COLUMNS`, each once, with a text or a title."""
     named = [name for name in columns if name != "-"]
     if columns and (
         not set(columns) <= set(COLUMNS) or len(set(named)) < len(named) or not {"text", "title"} & set(named)
@@ -345,8 +347,8 @@ def _is_unknown_header(rows: Sequence[_Row], columns: Sequence[str]) -> bool:
     """Return whether the first row is a header with unknown names: its id is not a number, but all other ids are."""
     if "id" not in columns or len(rows) < 2:
         return False
-    at = columns.index("id")
-    ids = [row.cells[at] for row in rows if len(row.cells) == len(columns)]
+    column = columns.index("id")
+    ids = [row.cells[column] for row in rows if len(row.cells) == len(columns)]
     return len(ids) > 1 and not ids[0].isdigit() and all(identity.isdigit() for identity in ids[1:])
 
 

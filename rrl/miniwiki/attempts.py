@@ -41,15 +41,15 @@ def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float
       rng: source of all random choices.
       faulty: probability of a fault, in [0, 1].
     """
-    right = Attempt(item.plan.hops, item.plan.conclusion, item.plan.facts, item.question.answers[0])
+    correct = Attempt(item.plan.hops, item.plan.conclusion, item.plan.facts, item.question.answers[0])
     if rng.random() >= faulty:
-        return right
+        return correct
     # Miscopied names are the most frequent fault of weak agents.
     names = [*FAULTS, "misspelt", "misspelt"]
     hops, failed = FAULTS[names[int(rng.integers(len(names)))]](item, lookup, rng)
     conclusion = item.plan.conclusion
     if hops == item.plan.hops and not failed:
-        return right
+        return correct
     if conclusion and rng.random() < 0.5:
         conclusion = ""
     # Most faulty attempts announce the required facts and then look up others; some announce what they look up.
@@ -60,6 +60,7 @@ def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float
 FaultyPlan = tuple[tuple[Hop, ...], frozenset[int]]
 """The hops of a plan with a fault, and the indices of hops whose search fails."""
 NO_HOPS: frozenset[int] = frozenset()
+"""No search fails."""
 
 
 def _early(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
@@ -141,7 +142,7 @@ FAULTS: dict[str, Callable[[MiniQuestion, WikiLookup, Rng], FaultyPlan]] = {
     "again": _again,
     "unfound": _failed_search,
 }
-"""Faults by name. Each returns a plan with the fault, or the correct plan if the fault does not apply to the question."""
+"""Faults by name. Each function returns a plan with the fault, or the correct plan if the fault does not apply."""
 
 
 def wrong_answer(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> str:

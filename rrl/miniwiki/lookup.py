@@ -63,6 +63,7 @@ class WikiLookup:
                     self._by_word[self.world_of(entity), word].append(entity)
 
     def _in_order(self) -> list[Entity]:
+        """Return all entities in the order of the wiki's passages."""
         starts = self.world.layout.starts
         return [
             Entity(kind, i)
@@ -113,7 +114,8 @@ class WikiLookup:
     def sample_entities(self, rng: np.random.Generator, n: int) -> SeenEntities:
         """Sample `n` different entities of one sub-world, in random order.
 
-        Each is linked to another one by a fact, shares a word of its name, has its type, or is unrelated.
+        After the first, each is the value of a fact of an earlier one, shares a word of its name, has the same type, or is
+        unrelated.
         """
         world = int(rng.integers(len(self.spans)))
         chosen: dict[Entity, None] = {self.sample_entity(rng, world): None}

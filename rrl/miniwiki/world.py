@@ -102,7 +102,7 @@ def build_world(split: str, seed: int, passages: int, worlds: int = 1) -> World:
     _check(split, seed, passages, worlds)
     rng = np.random.default_rng((seed, SPLITS.index(split), passages, worlds))
     layout = _lay_out(passages, worlds)
-    names = _name(rng, layout, split, seed)
+    names = _draw_names(rng, layout, split, seed)
     facts = _draw_facts(rng, layout)
     wording, first_slot = {}, {}
     for kind in TYPES:
@@ -114,6 +114,7 @@ def build_world(split: str, seed: int, passages: int, worlds: int = 1) -> World:
 
 
 def _check(split: str, seed: int, passages: int, worlds: int) -> None:
+    """Raise UserError if an argument of `build_world` is out of range."""
     if split not in SPLITS:
         raise UserError(f"split={split!r}: allowed are {', '.join(SPLITS)}")
     if seed < 0:
@@ -138,7 +139,9 @@ def _lay_out(passages: int, worlds: int) -> EntityLayout:
     return EntityLayout(starts, world)
 
 
-def _name(rng: np.random.Generator, layout: EntityLayout, split: str, seed: int) -> dict[str, list[str]]:
+def _draw_names(
+    rng: np.random.Generator, layout: EntityLayout, split: str, seed: int
+) -> dict[str, list[str]]:
     """Draw the names of all entities, by type."""
     names = {}
     for family, kinds in {

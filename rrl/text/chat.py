@@ -13,6 +13,7 @@ from rrl.text.encoding import NONCHARACTERS, plain_ids, special_name, split_name
 from rrl.text.encoding import text_ids as text_ids
 
 _OPENED = re.compile(r"<think>\s*\Z")
+"""Matches an opening `<think>` at the end of a text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,9 +121,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     messages = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": reply}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False)) if tokenizer.chat_template else ""
-    except (
-        Exception
-    ):  # the code of a template may raise anything; `chat_text` reports it when the template is used
+    except Exception:
+        # The code of a template may raise anything; `chat_text` reports it when the template is used.
         return None
     after = text.rpartition(reply)[2].lstrip()
     ids = template_ids(tokenizer, after).tolist()

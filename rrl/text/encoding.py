@@ -98,6 +98,7 @@ _CACHE: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerFacts]" = 
 
 
 def _facts(tokenizer: PreTrainedTokenizerBase) -> _TokenizerFacts:
+    """Return the properties of a tokenizer, from the cache unless tokens were added to it."""
     facts = _CACHE.get(tokenizer)
     if facts is None or facts.tokens != len(tokenizer):
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
