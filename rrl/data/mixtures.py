@@ -79,21 +79,21 @@ def draw_part(
     """
     if not 0 < scale <= 1:
         raise UserError(f"scale={scale} must be above 0 and at most 1")
-    after, train, validation = (round(scale * n) for n in (part.skip_first, part.train, part.validation))
-    left = len(questions) - after
+    skip, train, validation = (round(scale * n) for n in (part.skip_first, part.train, part.validation))
+    left = len(questions) - skip
     if not part.train:
         train = round(scale * left) - validation
     if train < 1 or train + validation > left or (part.validation and not validation):
-        wanted = f"{train} to train on" + (f" and {validation} for validation" if part.validation else "")
+        required = f"{train} to train on" + (f" and {validation} for validation" if part.validation else "")
         raise UserError(
             f"{name}: {max(left, 0)} questions"
-            + (f" after the first {after}" if after else "")
-            + f", but {wanted} are required (scale={scale:g}); give the dataset's whole training file, or another scale"
+            + (f" after the first {skip}" if skip else "")
+            + f", but {required} are required (scale={scale:g}); give the dataset's whole training file, or another scale"
         )
     order = np.arange(left) if part.in_order else np.random.default_rng(seed).permutation(left)
     taken = {"train": order[:train], "validation": order[train : train + validation]}
     return {
-        split: [questions[after + at] for at in np.sort(places).tolist()]
+        split: [questions[skip + at] for at in np.sort(places).tolist()]
         for split, places in taken.items()
         if len(places)
     }

@@ -193,9 +193,9 @@ def question_fields_of(record: Any) -> dict[str, Any]:
     record = fields_of(record)
     question = record.get("question")
     if isinstance(question, dict) and isinstance(question.get("text"), str):
-        own = {name: value for name, value in record.items() if name != "answer"}
+        others = {name: value for name, value in record.items() if name != "answer"}
         prediction = {"prediction": record["answer"]} if "answer" in record else {}
-        return {**prediction, **own, **question, "question": question["text"]}
+        return {**prediction, **others, **question, "question": question["text"]}
     return record
 
 

@@ -290,15 +290,16 @@ def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple
     if not good:
         return list(columns), rows
     head = good[0]
-    given = [cell.strip() for cell in head.cells]
+    head_cells = [cell.strip() for cell in head.cells]
     names = list(columns)
-    header = _is_header(given) or (bool(columns) and _is_unknown_header(good, columns))
+    header = _is_header(head_cells) or (bool(columns) and _is_unknown_header(good, columns))
     if not names and header:
-        names = [KNOWN_COLUMNS.get(name.lower(), name) for name in given]
+        names = [KNOWN_COLUMNS.get(name.lower(), name) for name in head_cells]
         twice = [name for name, count in collections.Counter(filter(None, names)).items() if count > 1]
         if twice:
             raise UserError(
-                f"{path}, line {head.line}: the column {twice[0]!r} occurs twice in the header {', '.join(given)}. Rename one."
+                f"{path}, line {head.line}: the column {twice[0]!r} occurs twice in the header {', '.join(head_cells)}. "
+                "Rename one."
             )
     elif not names:
         names = _infer_columns(path, good)
@@ -306,7 +307,9 @@ def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple
         "%s: %s; %s",
         path,
         ", ".join(
-            _describe_columns(names, given if header else [f"column {at}" for at in range(1, len(names) + 1)])
+            _describe_columns(
+                names, head_cells if header else [f"column {at}" for at in range(1, len(names) + 1)]
+            )
         ),
         "as given" if columns else "from the header" if header else "inferred, because there is no header",
     )

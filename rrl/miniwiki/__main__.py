@@ -52,18 +52,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--vocabulary", type=int, default=VOCABULARY_SIZE, help="number of tokens of the tokenizer"
     )
-    given = parser.parse_args(arguments)
-    if given.out is None and given.tokenizer is None:
+    args = parser.parse_args(arguments)
+    if args.out is None and args.tokenizer is None:
         parser.error("nothing to do: give --out=FOLDER, --tokenizer=FOLDER or both")
     try:
-        for flag, folder in (("--out", given.out), ("--tokenizer", given.tokenizer)):
+        for flag, folder in (("--out", args.out), ("--tokenizer", args.tokenizer)):
             if folder is not None and folder.is_file():
                 raise UserError(f"{flag}={folder} is a file; give a new or an existing folder")
-        if given.out is not None:
-            wiki = generate(given.split, given.seed, given.passages, given.worlds)
-            write(wiki, given.out, given.questions, given.seed)
-        if given.tokenizer is not None:
-            build_tokenizer(given.seed, given.vocabulary).save_pretrained(given.tokenizer)
+        if args.out is not None:
+            wiki = generate(args.split, args.seed, args.passages, args.worlds)
+            write(wiki, args.out, args.questions, args.seed)
+        if args.tokenizer is not None:
+            build_tokenizer(args.seed, args.vocabulary).save_pretrained(args.tokenizer)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -164,7 +164,7 @@ def chains(hops: int) -> tuple[Chain, ...]:
     return tuple(paths)
 
 
-def follow(world: World, chain: Chain) -> Int[np.ndarray, "H n"]:
+def follow(world: World, chain: Chain) -> Int[np.ndarray, "steps n"]:
     """Return the entities along a chain for every start entity n.
 
     Row h has the entity before hop h, the last row the value of the last hop; -1 from the first missing fact on.

@@ -46,13 +46,18 @@ def score_answers(
     """Compute `score_answer` for each prediction and its gold answers, several times faster than one by one."""
     scores: list[AnswerScores] = []
     for start in range(0, len(predictions), CHUNK):
-        given = [[p] if isinstance(p, str) else p for p in predictions[start : start + CHUNK]]
-        wanted = answers[start : start + CHUNK]
-        for gold in wanted:
+        prediction_lists = [[p] if isinstance(p, str) else p for p in predictions[start : start + CHUNK]]
+        gold_lists = answers[start : start + CHUNK]
+        for gold in gold_lists:
             _refuse_no_gold(gold)
-        raw = [text for pair in zip(given, wanted, strict=True) for texts in pair for text in texts]
+        raw = [
+            text
+            for pair in zip(prediction_lists, gold_lists, strict=True)
+            for texts in pair
+            for text in texts
+        ]
         texts, first = rule.normalize_all(raw), 0
-        for candidates, gold in zip(given, wanted):
+        for candidates, gold in zip(prediction_lists, gold_lists):
             middle, end = first + len(candidates), first + len(candidates) + len(gold)
             scores.append(_scored(candidates, texts[first:middle], gold, texts[middle:end], rule))
             first = end
@@ -60,21 +65,25 @@ def score_answers(
 
 
 def _scored(
-    given: Sequence[str], texts: Sequence[str], answers: Sequence[str], wanted: Sequence[str], rule: Rule
+    predictions: Sequence[str],
+    texts: Sequence[str],
+    answers: Sequence[str],
+    gold_texts: Sequence[str],
+    rule: Rule,
 ) -> AnswerScores:
-    """Best scores of the predictions `given` for the gold `answers`; `texts` and `wanted` are their normalised forms."""
+    """Return the best scores of the predictions for the gold `answers`; `texts` and `gold_texts` are their normalised forms."""
     em = f1 = cem = 0.0
-    for raw, text in zip(given, texts):
-        if text and text in wanted:
+    for raw, text in zip(predictions, texts):
+        if text and text in gold_texts:
             return AnswerScores(1.0, 1.0, 1.0)
         words = frozenset(text.split())
-        for gold, target in zip(answers, wanted):
-            shared = not words.isdisjoint(target.split())
-            if shared or not text or not target:
-                em = max(em, _exact(raw, text, gold, target, rule))
-                f1 = max(f1, _f1(raw, text, gold, target, rule))
-            if not cem and (shared or not target or rule.cover == "substring"):
-                cem = _cover(raw, text, gold, target, rule)
+        for gold, gold_text in zip(answers, gold_texts):
+            shared = not words.isdisjoint(gold_text.split())
+            if shared or not text or not gold_text:
+                em = max(em, _exact(raw, text, gold, gold_text, rule))
+                f1 = max(f1, _f1(raw, text, gold, gold_text, rule))
+            if not cem and (shared or not gold_text or rule.cover == "substring"):
+                cem = _cover(raw, text, gold, gold_text, rule)
     return AnswerScores(em, f1, cem)
 
 
@@ -130,20 +139,20 @@ def _bare(raw: str, gold: str, rule: Rule) -> float:
     return float(raw == gold)
 
 
-def _exact(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
-    if not wanted and rule.empty == "written":
+def _exact(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
+    if not gold_text and rule.empty == "written":
         return _bare(raw, gold, rule)
-    return float(text == wanted)
+    return float(text == gold_text)
 
 
-def _f1(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
-    if not wanted or not text:
-        if wanted or rule.empty == "zero":
+def _f1(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
+    if not gold_text or not text:
+        if gold_text or rule.empty == "zero":
             return 0.0
-        return _bare(raw, gold, rule) if rule.empty == "written" else float(text == wanted)
-    if rule.yes_no_whole and text != wanted and (text in YES_NO or wanted in YES_NO):
+        return _bare(raw, gold, rule) if rule.empty == "written" else float(text == gold_text)
+    if rule.yes_no_whole and text != gold_text and (text in YES_NO or gold_text in YES_NO):
         return 0.0
-    predicted, gold_words = text.split(), wanted.split()
+    predicted, gold_words = text.split(), gold_text.split()
     if not (shared := _overlap(predicted, gold_words)):
         return 0.0
     f1 = 2 * shared / (len(predicted) + len(gold_words))
@@ -160,13 +169,13 @@ def _overlap(predicted: list[str], gold_words: list[str]) -> int:
     return (Counter(predicted) & Counter(gold_words)).total()
 
 
-def _cover(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
-    if not wanted and rule.empty == "written":
+def _cover(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
+    if not gold_text and rule.empty == "written":
         return _bare(raw, gold, rule)
     if rule.cover == "substring":
-        return float(wanted in text)  # every text contains "", as in FlashRAG's and Search-R1's scripts
-    if not wanted:
-        return float(text == wanted)
+        return float(gold_text in text)  # every text contains "", as in FlashRAG's and Search-R1's scripts
+    if not gold_text:
+        return float(text == gold_text)
     if rule.cover == "words":
-        return float(set(text.split()).issuperset(wanted.split()))
-    return float(f" {wanted} " in f" {text} ")
+        return float(set(text.split()).issuperset(gold_text.split()))
+    return float(f" {gold_text} " in f" {text} ")

@@ -319,8 +319,8 @@ def test_passages_of_reader_datasets_and_long_contexts_are_read(tmp_path: Path, 
 
 def test_the_squad_file_is_read_as_a_corpus_of_its_paragraphs(tmp_path: Path) -> None:
     file = tmp_path / "dev-v2.0.json"
-    asked = [{"id": "1", "question": "?", "answers": []}, {"id": "2", "question": "?", "answers": []}]
-    article = {"title": "Oslo", "paragraphs": [{"context": "A city.", "qas": asked}]}
+    questions = [{"id": "1", "question": "?", "answers": []}, {"id": "2", "question": "?", "answers": []}]
+    article = {"title": "Oslo", "paragraphs": [{"context": "A city.", "qas": questions}]}
     file.write_text(json.dumps({"version": "v2.0", "data": [article]}))
     assert load_passages(file) == [PAIR[0]]
 

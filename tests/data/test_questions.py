@@ -413,7 +413,7 @@ def test_unanswerable_questions_are_excluded_and_counted(tmp_path: Path, record:
 
 
 def test_the_squad_file_is_read_as_questions(tmp_path: Path) -> None:
-    asked = [
+    qas = [
         {
             "id": "1",
             "question": "Who?",
@@ -429,7 +429,7 @@ def test_the_squad_file_is_read_as_questions(tmp_path: Path) -> None:
         },
     ]
     file = tmp_path / "dev-v2.0.json"
-    file.write_text(json.dumps({"data": [{"title": "T", "paragraphs": [{"context": "x", "qas": asked}]}]}))
+    file.write_text(json.dumps({"data": [{"title": "T", "paragraphs": [{"context": "x", "qas": qas}]}]}))
     assert load_questions(file) == [Question("1", "Who?", ("A",))]
 
 
@@ -447,15 +447,15 @@ def test_a_folder_may_hold_tables_and_unused_files_are_not_read(tmp_path: Path) 
 def test_a_split_without_gold_answers_is_skipped_and_a_broken_split_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = {"question": "Who?", "answer": ""}
+    unanswered = {"question": "Who?", "answer": ""}
     test, dev = tmp_path / "test.json", tmp_path / "dev.json"
-    test.write_text(json.dumps([asked, {"question": "Why?"}]))
-    dev.write_text(json.dumps([asked | {"answer": "A"}]))
+    test.write_text(json.dumps([unanswered, {"question": "Why?"}]))
+    dev.write_text(json.dumps([unanswered | {"answer": "A"}]))
     folder = load_folder(tmp_path, corpus=False)
     assert folder.first_answered(("test", "dev")) == ("dev", [Question("0", "Who?", ("A",))])
     assert "test.json has no gold answers and is not used" in caplog.text
     assert folder.first_answered(("test", "dev"), exclude="dev") is None
-    for faulty in ([asked, asked | {"answer": "A"}], [{"title": "T", "text": "x"}], []):
+    for faulty in ([unanswered, unanswered | {"answer": "A"}], [{"title": "T", "text": "x"}], []):
         test.write_text(json.dumps(faulty))
         with pytest.raises(UserError, match=r"test\.json"):
             folder.first_answered(("test", "dev"))

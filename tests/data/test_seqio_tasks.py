@@ -30,11 +30,11 @@ CHOICES = [Question("m", "Which?", ("B",), choices=("red", "blue"))]
 
 
 def test_only_one_module_imports_seqio_and_no_module_imports_it() -> None:
-    wanted = re.compile(
+    imports = re.compile(
         r"^\s*(?:import|from) (?:seqio|tensorflow)\b|import.* seqio_tasks|seqio_tasks import", re.M
     )
     files = [file for top in ("rrl", "launch", "configs") for file in (ROOT / top).rglob("*.py")]
-    found = [file.name for file in files if wanted.search(file.read_text())]
+    found = [file.name for file in files if imports.search(file.read_text())]
     assert found == ["seqio_tasks.py"]
 
 
@@ -73,7 +73,7 @@ def test_the_vocabulary_has_the_ids_of_the_tokenizer(tasks: Any, vocabulary: Any
     padded = [*known, vocabulary.eos_id, *known, 0]
     assert vocabulary.decode(padded) == text
     both = vocabulary.decode_tf(tasks.tf.constant([padded, [*known, *[0] * (len(padded) - len(known))]]))
-    assert [said.decode() for said in both.numpy()] == [text, text]
+    assert [row.decode() for row in both.numpy()] == [text, text]
     assert vocabulary.decode_tf(tasks.tf.constant(known)).numpy().decode() == text
     assert vocabulary == tasks.TokenizerVocabulary(TOKENIZER) and vocabulary != 1
     assert vocabulary.vocab_size == max(vocabulary.tokenizer.get_vocab().values()) + 1
@@ -123,8 +123,8 @@ def test_the_order_is_that_of_the_file_or_seed_and_shards_partition_it(tasks: An
 def test_the_seqio_evaluator_reports_the_metrics_of_rrl(tasks: Any, vocabulary: Any) -> None:
     tasks.add_task("rrl_free", {"dev": QUESTIONS[:2]}, vocabulary, "hotpotqa")
     tasks.add_task("rrl_choice", {"dev": CHOICES}, vocabulary)
-    said = {"rrl_free": ["a berg!", "yes it is"], "rrl_choice": ["The answer is (B)"]}
-    for name, texts in said.items():
+    predictions = {"rrl_free": ["a berg!", "yes it is"], "rrl_choice": ["The answer is (B)"]}
+    for name, texts in predictions.items():
         rows = [[*vocabulary.encode(text), vocabulary.eos_id] for text in texts]
         width = max(map(len, rows))
         padded = [(at, row + [0] * (width - len(row))) for at, row in enumerate(rows)]

@@ -21,19 +21,19 @@ from tests.shared_data import shared
 
 
 def words(text: str) -> list[str]:
-    kept = "".join(character for character in text.lower() if character not in set(string.punctuation))
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+    plain = "".join(character for character in text.lower() if character not in set(string.punctuation))
+    return [word for word in plain.split() if word not in ("a", "an", "the")]
 
 
 def reference_f1(prediction: str, answer: str) -> float:
     """F1 from precision and recall, with the overlap counted by matching blocks of the sorted words."""
-    given, wanted = sorted(words(prediction)), sorted(words(answer))
-    blocks = difflib.SequenceMatcher(None, given, wanted, autojunk=False).get_matching_blocks()
+    predicted, gold = sorted(words(prediction)), sorted(words(answer))
+    blocks = difflib.SequenceMatcher(None, predicted, gold, autojunk=False).get_matching_blocks()
     # The blocks may be smaller than the multiset overlap, so count that too.
-    overlap = max(sum(b.size for b in blocks), sum(min(given.count(w), wanted.count(w)) for w in set(wanted)))
+    overlap = max(sum(b.size for b in blocks), sum(min(predicted.count(w), gold.count(w)) for w in set(gold)))
     if not overlap:
         return 0.0
-    precision, recall = overlap / len(given), overlap / len(wanted)
+    precision, recall = overlap / len(predicted), overlap / len(gold)
     return 2 * precision * recall / (precision + recall)
 
 

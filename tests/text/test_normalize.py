@@ -13,8 +13,8 @@ from rrl.text.normalize import RULES, Rule, answer_tokens, normalize_answer, rul
 
 def reference(text: str) -> str:
     """An independent implementation of the description in the SQuAD paper (section 6.1)."""
-    kept = "".join(character for character in text.lower() if character not in set(string.punctuation))
-    return " ".join(word for word in kept.split() if word not in ("a", "an", "the"))
+    plain = "".join(character for character in text.lower() if character not in set(string.punctuation))
+    return " ".join(word for word in plain.split() if word not in ("a", "an", "the"))
 
 
 @pytest.mark.parametrize(
