@@ -10,7 +10,7 @@ import numpy as np
 from rrl.data.folder import load_folder
 from rrl.data.passages import Passage, fingerprint, load_passages
 from rrl.data.questions import Question, load_questions
-from rrl.data.records import OnFault, on_broken, places_of
+from rrl.data.records import OnFault, on_broken, record_places
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.retrieval.retriever import Retriever
@@ -218,7 +218,7 @@ def _refuse_repeated(file: Path, questions: Sequence[Question]) -> None:
     seen: set[str] = set()
     for question in questions:
         if question.id in seen:
-            first, second, *_ = places_of(file, question.id)
+            first, second, *_ = record_places(file, question.id)
             raise UserError(
                 f"{file}, {second}: the id {question.id!r} is there twice, first at {first}; ids must be unique, since results "
                 "are kept by them"

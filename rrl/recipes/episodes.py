@@ -172,7 +172,7 @@ def find_long_prompts(
     long: dict[int, int] = {}
     for index, question in enumerate(questions):
         prompt = _prompt(recipe, question)
-        text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.said}{prompt.prefill}"
+        text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
         size = len(text.encode())
         if template_bytes is None:
             template_bytes = len(chat_text(engine.tokenizer, prompt).encode()) - size

@@ -55,7 +55,7 @@ class ObservedEnvironment:
         if isinstance(action, Append):
             self._emit(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
         elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):
-            message = action.prompt if isinstance(action.prompt, str) else action.prompt.said
+            message = action.prompt if isinstance(action.prompt, str) else action.prompt.user_message
             self._emit(Event("message", message))
         return action
 

@@ -153,7 +153,7 @@ def _apply_action(state: _TeacherEpisode, action: Action) -> None:
 
 
 def _prompt_text(prompt: str | Prompt) -> str:
-    return prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.said}{prompt.prefill}"
+    return prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
 
 
 def _trajectory(state: _TeacherEpisode) -> Trajectory:

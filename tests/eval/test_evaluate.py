@@ -236,7 +236,10 @@ def test_a_field_or_argument_that_is_not_there_is_named() -> None:
             "has no field 'rounds'; its fields are name, steps",
         ),
         (lambda: config("method=react", "method.steps=x"), "config.method.steps='x' must be a whole number"),
-        (lambda: config("dataset=dev.jsonl"), "policy='': the shipped policy works in the built-in world only"),
+        (
+            lambda: config("dataset=dev.jsonl"),
+            "policy='': the shipped policy works in the built-in world only",
+        ),
         (lambda: config("judge=oracle,judge_model=x"), "judge_model='x' names a service's model"),
     ):
         with pytest.raises(UserError, match=words):

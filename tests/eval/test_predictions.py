@@ -112,10 +112,10 @@ def test_what_cannot_be_read_is_named_with_its_line(tmp_path: Path, records: lis
 def test_an_id_that_one_object_holds_twice_is_named(tmp_path: Path) -> None:
     for document in ('{"a": "x", "b": "wrong", "b": "y"}', '{"answer": {"a": "x", "b": "1", "b": "y"}}'):
         (tmp_path / "a.json").write_text(document)
-        with pytest.raises(UserError, match="'b' is there twice in one object"):
+        with pytest.raises(UserError, match="'b' occurs twice in one object"):
             load_predictions(tmp_path / "a.json")
     (tmp_path / "a.json").write_text('{\n"a": "x",\n"b": "1",\n"c": "z",\n"b": "y"\n}\n')
-    with pytest.raises(UserError, match=r"'b' is there twice in one object \(line 5\)"):
+    with pytest.raises(UserError, match=r"'b' occurs twice in one object \(line 5\)"):
         load_predictions(tmp_path / "a.json")
 
 

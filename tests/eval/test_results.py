@@ -109,8 +109,8 @@ def test_em_and_f1_of_long_answers_are_of_the_short_forms_that_the_judge_extract
     asked: list[str] = []
 
     def says(prompts):
-        asked.extend(prompt.said for prompt in prompts)
-        return ['["Oslo", "the city"]' if "I read" in prompt.said else "Hm." for prompt in prompts]
+        asked.extend(prompt.user_message for prompt in prompts)
+        return ['["Oslo", "the city"]' if "I read" in prompt.user_message else "Hm." for prompt in prompts]
 
     file, rule = tmp_path / "short.jsonl", RULES["squad"]
     found = short_scores(file, ModelJudge(says), rule, questions, answers)

@@ -51,9 +51,9 @@ def test_a_turn_without_search_and_answer_ends_the_episode():
 
 def test_prompts_for_instruct_base_and_small_models():
     instruct, base, bare = (ReSearch(opening=o).prompt(QUESTION) for o in ("instruct", "base", "bare"))
-    assert (instruct.system, instruct.said) == (INSTRUCTION, QUESTION.text)
-    assert base.said == f"{INSTRUCTION}\n\nUser: {QUESTION.text}\nAssistant:" and not base.system
-    assert bare.said == QUESTION.text and not bare.system and not bare.prefill
+    assert (instruct.system, instruct.user_message) == (INSTRUCTION, QUESTION.text)
+    assert base.user_message == f"{INSTRUCTION}\n\nUser: {QUESTION.text}\nAssistant:" and not base.system
+    assert bare.user_message == QUESTION.text and not bare.system and not bare.prefill
     assert [uses_chat(ReSearch(opening=o)) for o in ("instruct", "base", "bare")] == [True, False, True]
     for part in ("<think>", "<search>", "<result>", "<answer>", "\\boxed{}"):
         assert part in INSTRUCTION

@@ -49,7 +49,7 @@ def test_thinking_prompt_has_documents_question_and_reasoning_but_no_gold_answer
     assert case.prompt.system == THINKING_SYSTEM
     assert "directed by Marta" in case.prompt.body and "Search the film" not in case.prompt.body
     assert "Who?" in case.prompt.after and "Search the film" in case.prompt.after
-    assert "The Gold" not in case.prompt.said
+    assert "The Gold" not in case.prompt.user_message
 
 
 def test_prompts_have_the_words_of_the_papers_figures():
@@ -81,11 +81,11 @@ def test_prompts_have_the_words_of_the_papers_figures():
 
 
 def test_correctness_and_validation_prompts_have_question_gold_and_prediction():
-    text = Correctness(QUESTION, "Velikov {x}").prompt.said
+    text = Correctness(QUESTION, "Velikov {x}").prompt.user_message
     assert "Question: Who directed Silver Harbour?\nGolden Answer: Marta Velikov or M. Velikov" in text
     assert text.endswith("Predicted Answer: Velikov {x}")
     prompt = Validation(QUESTION, "Velikov").prompt
-    assert prompt.system == VALIDATION_SYSTEM and 'Student\'s Answer: "Velikov"' in prompt.said
+    assert prompt.system == VALIDATION_SYSTEM and 'Student\'s Answer: "Velikov"' in prompt.user_message
 
 
 def test_relevance_prompt_has_question_and_documents():
@@ -234,7 +234,7 @@ def test_short_answers_are_scored_from_the_listed_answers(reply, em, f1):
     long = "It was Marta Velikov who directed it."
     cases = [ShortAnswer(QUESTION, long, name) for name in ("em", "f1")]
     assert cases[0].prompt == cases[1].prompt  # so a model answers it once
-    assert QUESTION.text in cases[0].prompt.said and long in cases[0].prompt.said
+    assert QUESTION.text in cases[0].prompt.user_message and long in cases[0].prompt.user_message
     assert [case.parse(reply) for case in cases] == [em, f1]
 
 
