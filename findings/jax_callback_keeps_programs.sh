@@ -10,7 +10,7 @@
 #           (vm.max_map_count), and a process that needs more of them ends in a crash inside the compiler.
 # Matters:  a rollout loop that asks a search engine from inside jit is made this way: its callback is a method of the engine.
 #           A notebook or a sweep that makes engine after engine keeps every one, with its tokenizer, index and programs.
-# In rrl:   `rrl.rollout.engine.WeakCallback`, `Engine.close`; tests/rollout/test_programs.py.
+# In rrl:   `rrl.rollout.loop.WeakCallback`, `Engine.close`; tests/rollout/test_programs.py.
 set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT

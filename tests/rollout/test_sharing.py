@@ -175,7 +175,7 @@ def test_sharing_observations_between_equal_trajectories_changes_no_bits(world, 
             return (slot, own, True) if own else find_source(self, slot, tokens)
 
         monkeypatch.setattr(PrefixIndex, "find_source", find_source if share_observations else prompts_only)
-        results.append(engine.run(nnx.state(decoder), diverging, Reads(engine.encode), KEY))
+        results.append(engine.run(nnx.state(decoder), diverging, Reads(engine.text.encode), KEY))
         prefilled.append(engine.stats.prefilled_tokens)
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
@@ -189,7 +189,7 @@ def test_the_reference_loop_and_a_mesh_share_observations_too(world, diverging):
     decoder, tokenizer = world[:2]
     config = dataclasses.replace(CONFIG, rows=12, context=400)
     engine = Engine(decoder, tokenizer, config)
-    reads = Reads(engine.encode)
+    reads = Reads(engine.text.encode)
     results = engine.run(nnx.state(decoder), diverging, reads, KEY)
     assert_same(engine.run(nnx.state(decoder), diverging, reads, KEY, reference=True), results)
     mesh = make_mesh(2, 2, 2)
@@ -202,7 +202,7 @@ def test_oversubscribed_slots_keep_the_rows_busy_and_change_no_bits(world, diver
     decoder, tokenizer = world[:2]
     config = dataclasses.replace(CONFIG, context=400)
     engine = Engine(decoder, tokenizer, config)
-    reads = Reads(engine.encode)
+    reads = Reads(engine.text.encode)
     results = engine.run(nnx.state(decoder), diverging, reads, KEY)
     busy = engine.stats.busy
     config = dataclasses.replace(config, oversubscribed_slots=8)
