@@ -79,7 +79,9 @@ def run_requests(
     for index, request in enumerate(requests):
         if not engine.fits(request.prompt):
             truncated = request.prompt[: engine.config.context]
-            state = EpisodeState(dataclasses.replace(request, prompt=truncated), engine.decode(truncated))
+            state = EpisodeState(
+                dataclasses.replace(request, prompt=truncated), engine.text.decode(truncated)
+            )
             state.hit_limit("room")
             trajectories[index] = state.trajectory("context_limit")
             if jax.process_index() == 0:

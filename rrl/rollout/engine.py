@@ -9,19 +9,16 @@ jitted steps from Python; tests compare the two. Read `Engine.run`, then `rrl.ro
 import collections
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Int, Key, PyTree
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +26,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError, integer_at_least
 from rrl.models.decoder import Decoder
-from rrl.models.tokenizer import check_tokenizer, end_ids, token_bytes
+from rrl.models.tokenizer import check_tokenizer, end_ids
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets, StopTables
@@ -37,22 +34,18 @@ from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.episodes import Request, check_tokens
 from rrl.rollout.exchange import PAUSED, DeviceReport
-from rrl.rollout.loop import QueryEncoder, RolloutPrograms
+from rrl.rollout.loop import QueryEncoder, RolloutPrograms, WeakCallback
 from rrl.rollout.protocol import Environment, check_stops
 from rrl.rollout.scheduler import DEVICE_STAGES, Scheduler
 from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches
-from rrl.rollout.shards import assign_to_shards, gather_results
+from rrl.rollout.shards import assign_to_shards, gather_results, replicate
 from rrl.rollout.stats import RolloutStats
+from rrl.rollout.text_codec import TextCodec
 from rrl.rollout.watchdog import Watchdog
 from rrl.rollout.workflow import Completion, Workflow, WorkflowRunner, numbered_workflows
 from rrl.text.chat import chat_ids
-from rrl.text.encoding import plain_ids, special_name, text_ids
 
 log = logging.getLogger(__name__)
-
-CACHED_TEXTS, MAX_CACHED_CHARACTERS = 4096, 4096
-"""Size of the cache of encoded texts, and the maximum length of a text in it. Samples of a question read the same passages, and
-tags repeat."""
 
 
 class Engine:
@@ -84,18 +77,16 @@ class Engine:
         self.retriever = retriever
         self.mesh = mesh or make_mesh(data=1, devices=jax.devices()[:1])
         check_tokenizer(tokenizer, decoder.config)
-        self.bytes = token_bytes(tokenizer)
+        self.text = TextCodec(tokenizer, decoder.config.vocab_size)
+        self.bytes = self.text.bytes
         """The bytes of each token id; empty for special tokens."""
-        self._encoded = functools.lru_cache(CACHED_TEXTS)(self._encode)
-        special_tokens = [token for token, number in tokenizer.get_vocab().items() if not self.bytes[number]]
-        self.bytes += [b""] * (decoder.config.vocab_size - len(self.bytes))
         encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
         text_encoder = retriever.text_encoder if retriever is not None and encoder is not None else None
         self.encoder_state: Any = None
         query_encoder = None
         if text_encoder is not None:
             graph, state = nnx.split(encoder)
-            self.encoder_state = self._replicated(state)
+            self.encoder_state = replicate(state, self.mesh)
             query_encoder = QueryEncoder(
                 graph,
                 pad_token_id=text_encoder.tokenizer.pad_token_id,
@@ -117,7 +108,7 @@ class Engine:
         self._preparing = ""
         """The work before the device first calls a scheduler; "" once it has called one."""
         self._logged_errors: set[type] = set()
-        self._stop_tables = StopTables(self.bytes, special_tokens)
+        self._stop_tables = StopTables(self.bytes, self.text.special_tokens)
         self._compiled_loops: dict[Any, Callable] = {}
         self._closed = self._running = False
         self._lock = threading.Lock()
@@ -156,23 +147,6 @@ class Engine:
                 f"the prompt of question {question.id!r} has {len(prompt)} tokens; the context holds {self.config.context}, "
                 "two of which are for the policy: raise rollout.context or shorten the prompt"
             )
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the token ids of `text`, without added special tokens. The array is read-only, since it may be cached."""
-        return self._encoded(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode(text)
-
-    def encode_plain(self, text: str) -> np.ndarray:
-        """Return the token ids of foreign text: names of special tokens in it are encoded as ordinary text."""
-        return plain_ids(self.tokenizer, text) if special_name(self.tokenizer, text) else self.encode(text)
-
-    def _encode(self, text: str) -> np.ndarray:
-        ids = text_ids(self.tokenizer, text)
-        ids.setflags(write=False)
-        return ids
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of token ids, from their bytes. Special tokens are omitted."""
-        return b"".join(map(self.bytes.__getitem__, np.asarray(ids).tolist())).decode(errors="replace")
 
     def run(
         self,
@@ -313,9 +287,9 @@ class Engine:
             environment,
             stops,
             self.programs.sizes,
-            encode=self.encode,
-            encode_body=self.encode_plain,
-            decode=self.decode,
+            encode=self.text.encode,
+            encode_body=self.text.encode_plain,
+            decode=self.text.decode,
             encode_prompt=lambda text: chat_ids(self.tokenizer, text),
             vocab_size=len(self.bytes),
             retriever=self._checked(retriever or self.retriever),
@@ -377,10 +351,7 @@ class Engine:
         Args:
           schedulers: all schedulers. Those of other processes are called there.
           results: filled by the schedulers of this process.
-          params: as in `run`.
-          environment: as in `run`.
-          key: as in `run`.
-          reference: as in `run`.
+          params, environment, key, reference: as in `run`.
           starts: functions that schedulers call before the loop.
 
         Returns:
@@ -457,12 +428,12 @@ class Engine:
             turns = f"turns of {environment.turn_tokens} tokens, {len(stops.strings)} stop strings"
             self._preparing = f"compiling {self.programs.describe()}, {turns}"
             log.info(self._preparing)
-        key, table = self._replicated((key, stops.table))
+        key, table = replicate((key, stops.table), self.mesh)
         # The reference loop moves arrays between host and device at every step.
         transfers = "allow" if reference else "disallow"
 
         def run(worker: int) -> np.ndarray:
-            number = self._replicated(np.int32(worker))
+            number = replicate(np.int32(worker), self.mesh)
             with jax.set_mesh(self.mesh), jax.transfer_guard(transfers):
                 counts = self._compiled_loops[signature](params, self.encoder_state, key, table, number)
             return np.asarray(counts)
@@ -485,19 +456,6 @@ class Engine:
             except BaseException:  # Ctrl-C, or a worker failed: the others must end too
                 aborted.set()
                 raise
-
-    def _replicated(self, tree: PyTree) -> PyTree:
-        """Return the arrays on all devices of the mesh, including those of other processes."""
-        place = NamedSharding(self.mesh, PartitionSpec())
-
-        def put(leaf: Any) -> jax.Array:
-            if jax.process_count() == 1:
-                return jax.device_put(leaf, place)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                return jax.random.wrap_key_data(put(jax.random.key_data(leaf)))
-            return jax.device_put(np.asarray(leaf), place)
-
-        return jax.tree.map(put, tree)
 
     def _host_callback(self, message: Any) -> np.ndarray:
         """Pass a device's message to its scheduler and return the reply. NumPy only: a callback must not call JAX."""
@@ -538,19 +496,3 @@ class Engine:
                     f"turn_tokens={request.turn_tokens} of question {request.question.id!r} must be 0 to "
                     f"{environment.turn_tokens}, the environment's turn_tokens"
                 )
-
-
-class WeakCallback:
-    """A weakly held method, for the callback of a jitted program.
-
-    JAX's caches hold a program's callback as long as the program, and the program as long as the jitted function, which the
-    engine holds. If the callback held the engine, neither would ever be collected.
-    """
-
-    def __init__(self, method: Callable) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, message: Any) -> np.ndarray:
-        method = self._method()
-        assert method is not None, "the caller of a run holds the engine"
-        return method(message)

@@ -49,6 +49,22 @@ HostCallback = Callable[[Int[np.ndarray, "message"]], Int[np.ndarray, "message"]
 slots of all shards that decode or are paused, and the message of `DeviceReport.from_message`."""
 
 
+class WeakCallback:
+    """A weakly held method, for the callback of a jitted program.
+
+    JAX's caches hold a program's callback as long as the program, and the program as long as the jitted function, which the
+    engine holds. If the callback held the engine, neither would ever be collected.
+    """
+
+    def __init__(self, method: Callable) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, message: Any) -> np.ndarray:
+        method = self._method()
+        assert method is not None, "the caller of a run holds the engine"
+        return method(message)
+
+
 @dataclasses.dataclass(frozen=True)
 class QueryEncoder:
     """The part of a text encoder that the loop runs on the device."""

@@ -1,10 +1,13 @@
-"""Distribution over data shards and processes: which requests a shard gets, and how results are gathered."""
+"""Distribution over data shards, devices and processes: requests to shards, arrays to devices, results to processes."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int, PyTree
 
 from rrl.errors import describe_error
 from rrl.parallel.gather import gather_objects
@@ -49,3 +52,17 @@ def gather_results(schedulers: Sequence[Scheduler], value: T) -> list[T]:
         if messages:
             raise RuntimeError(f"the rollout failed in process {process}: {messages[0]}")
     return [value for value, _ in parts]
+
+
+def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Return the arrays on all devices of the mesh, including those of other processes."""
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def put(leaf: Any) -> jax.Array:
+        if jax.process_count() == 1:
+            return jax.device_put(leaf, place)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(leaf)))
+        return jax.device_put(np.asarray(leaf), place)
+
+    return jax.tree.map(put, tree)

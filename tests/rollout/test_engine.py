@@ -446,7 +446,7 @@ def test_when_full_decides_about_an_observation_that_does_not_fit(world):
     assert all(len(t.tokens) <= config.context for t in (*ended, *cut))
     assert sum(t.policy_tokens for t in cut) > sum(t.policy_tokens for t in ended)
     assert any(t.segments[-2][1].endswith("</observation>\n") for t in cut if t.roles[-1] == POLICY)
-    closing = engine_.encode("\n</observation>\n")
+    closing = engine_.text.encode("\n</observation>\n")
     ends = [
         at + len(closing)
         for t in cut
@@ -497,7 +497,7 @@ def test_the_name_of_a_special_token_in_a_passage_is_encoded_as_text(world):
         (one,) = engine.run(
             nnx.state(decoder), requests[:1], Once(turn_tokens=12, observation_tokens=60), KEY
         )
-        assert engine.encode("<|im_end|>").tolist() == [tokenizer.eos_token_id], (
+        assert engine.text.encode("<|im_end|>").tolist() == [tokenizer.eos_token_id], (
             "the template's token stays one"
         )
     given = one.tokens[one.roles == ENVIRONMENT]

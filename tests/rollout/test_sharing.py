@@ -19,7 +19,6 @@ from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.rollout.prefixes import PrefixIndex
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
-from rrl.rollout.shards import assign_to_shards
 from rrl.text.chat import chat_ids
 from tests.rollout.world import make_world
 
@@ -108,31 +107,6 @@ def test_sharing_prefixes_of_long_prompts_changes_no_bits(world):
     assert prefilled[0] < 0.7 * prefilled[1]
 
 
-def test_samples_of_a_prompt_go_to_one_shard_if_there_are_enough_prompts():
-    prompts = [np.array([n // 4]) for n in range(16)]
-    assert assign_to_shards(prompts, 2) == [
-        [[*range(4)], [*range(8, 12)]],
-        [[*range(4, 8)], [*range(12, 16)]],
-    ]
-    assert assign_to_shards(prompts[:4], 2) == [[[0], [2]], [[1], [3]]]
-    assert assign_to_shards(prompts, 2, workers=3) == [
-        [[place] for place in range(start, 16, 2)] for start in (0, 1)
-    ]
-
-
-def test_long_prompts_come_first_and_equal_lengths_in_their_order():
-    prompts = [np.arange(length) for length in (1, 3, 2, 3)] + [np.arange(3)]
-    assert assign_to_shards(prompts, 1) == [[[1, 3, 4], [2], [0]]]
-    prompts = [np.full(length, place) for place, length in enumerate((1, 3, 2, 3))]
-    assert assign_to_shards(prompts, 2) == [[[1], [2]], [[3], [0]]]
-
-
-def test_the_samples_of_remaining_prompts_are_spread_over_the_shards():
-    shares = assign_to_shards([np.array([n // 8]) for n in range(9 * 8)], 8)
-    assert [sum(map(len, share)) for share in shares] == [9] * 8
-    assert all(share == [[*range(8 * n, 8 * n + 8)], [64 + n]] for n, share in enumerate(shares))
-
-
 class Reads(Stream):
     """Appends texts with a common beginning; the third turn restarts with a prompt of the tokens so far."""
 
@@ -175,7 +149,7 @@ def test_sharing_observations_between_equal_trajectories_changes_no_bits(world, 
             return (slot, own, True) if own else find_source(self, slot, tokens)
 
         monkeypatch.setattr(PrefixIndex, "find_source", find_source if share_observations else prompts_only)
-        results.append(engine.run(nnx.state(decoder), diverging, Reads(engine.encode), KEY))
+        results.append(engine.run(nnx.state(decoder), diverging, Reads(engine.text.encode), KEY))
         prefilled.append(engine.stats.prefilled_tokens)
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
@@ -189,7 +163,7 @@ def test_the_reference_loop_and_a_mesh_share_observations_too(world, diverging):
     decoder, tokenizer = world[:2]
     config = dataclasses.replace(CONFIG, rows=12, context=400)
     engine = Engine(decoder, tokenizer, config)
-    reads = Reads(engine.encode)
+    reads = Reads(engine.text.encode)
     results = engine.run(nnx.state(decoder), diverging, reads, KEY)
     assert_same(engine.run(nnx.state(decoder), diverging, reads, KEY, reference=True), results)
     mesh = make_mesh(2, 2, 2)
@@ -202,7 +176,7 @@ def test_oversubscribed_slots_keep_the_rows_busy_and_change_no_bits(world, diver
     decoder, tokenizer = world[:2]
     config = dataclasses.replace(CONFIG, context=400)
     engine = Engine(decoder, tokenizer, config)
-    reads = Reads(engine.encode)
+    reads = Reads(engine.text.encode)
     results = engine.run(nnx.state(decoder), diverging, reads, KEY)
     busy = engine.stats.busy
     config = dataclasses.replace(config, oversubscribed_slots=8)
