@@ -1,9 +1,9 @@
-"""Rollouts of a published shape on one accelerator, beside what its memory and its matrix units give:
-`python -m benchmarks.accelerator [--shape=Qwen2.5-7B] [--rounds=5] [--hf_python=PYTHON]`; rows go to RESULTS.md.
+"""Measures rollouts of a published model shape on one accelerator, against the device's roofline and against Hugging Face's
+generate: `python -m benchmarks.accelerator [--shape=Qwen2.5-7B] [--rounds=5] [--hf_python=PYTHON]`; rows go to RESULTS.md.
 
-The roofs are measured first: bytes a second of a copy, and operations a second of a bfloat16 matrix product. The weights are
-random, in bfloat16; on a CPU, where `--shape=tiny` shows that all of it runs, in float32. There other shapes are not measured,
-and the rows say so.
+The roofline is measured first: bytes per second of a copy, and FLOP/s of a bfloat16 matrix product. The weights are random, in
+bfloat16. On a CPU only `--shape=tiny` is measured, in float32, to show that the benchmark works; the rows of other shapes say
+that they are not measured.
 """
 
 import argparse
@@ -43,24 +43,26 @@ from rrl.rollout.protocol import SingleTurn
 
 TINY = "assets/miniwiki-policy"
 TARGETS = {"decoding": "at least 70 %", "prefilling": "at least 50 %", HF: "at least 5x"}
+"""Row -> target."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """What the device reaches by itself."""
+    """Measured peak rates of the device."""
 
     bandwidth: float
-    """Bytes a second, read and written, of a copy."""
+    """Bytes per second of a copy, reads plus writes."""
     flops: float
-    """Operations a second of a square matrix product."""
+    """FLOP/s of a square matrix product."""
 
 
 def measure_roofline(dtype: DTypeLike, on_cpu: bool) -> Roofline:
-    """Measures both: the fastest of ten calls, each long enough for its start not to count."""
+    """Measure both rates. Each is the fastest of ten calls, which are long enough to hide the launch
+    overhead."""
     size, side = (2**26, 1024) if on_cpu else (2**31, 8192)
     data = jnp.zeros(size // 4, jnp.uint32)
     copy = jax.jit(lambda x: x ^ 1)
-    # Of a size that leaves products as large as their factors: nothing but products is to be done.
+    # Scaled so that products stay as large as their factors, without further operations.
     matrix = jax.random.normal(jax.random.key(0), (side, side), dtype) * jnp.asarray(side**-0.5, dtype)
     times = 8
 
@@ -79,46 +81,55 @@ def measure_roofline(dtype: DTypeLike, on_cpu: bool) -> Roofline:
 
 
 class TimedRollouts:
-    """Rollouts of one turn, whose rows all write as many tokens."""
+    """Rollouts of one turn in which all rows write the same number of tokens."""
 
     def __init__(self, decoder: Decoder, batch: int, longest: int) -> None:
-        """`longest`: tokens of a row, with those that it writes."""
+        """Args:
+        decoder: the model.
+        batch: number of rows.
+        longest: maximum tokens of a row, prompt included."""
         self.model, self.batch = FixedLengths(decoder, load_tokenizer(TINY)), batch
-        # Two more than a prompt is what the engine asks for.
+        # The engine needs room for two tokens beyond the prompt.
         config = EngineConfig(rows=batch, context=longest + 1, wake_threshold=batch, prefill_tokens=8192)
         self._engine = self.model.engine(config)
 
     def seconds(self, prompt: int, new: int) -> float:
-        """How long `batch` prompts of so many random tokens take to be continued by `new`, drawn."""
-        asked, environment = self.model.requests(self.batch, prompt), SingleTurn(turn_tokens=new)
-        return self.model.timed(self._engine, asked, environment, self.batch * new)()
+        """Return the time in which `batch` random prompts of `prompt` tokens are continued by `new`
+        sampled tokens."""
+        requests, environment = self.model.requests(self.batch, prompt), SingleTurn(turn_tokens=new)
+        return self.model.timed(self._engine, requests, environment, self.batch * new)()
 
     def greedy(self, prompt: int, new: int) -> list[np.ndarray]:
-        """The most probable continuations."""
-        asked = self.model.requests(self.batch, prompt, temperature=0.0)
-        found = self._engine.run(nnx.state(self.model.decoder), asked, SingleTurn(turn_tokens=new), KEY)
-        return [trajectory.tokens[prompt:] for trajectory in found]
+        """Return the greedy continuations."""
+        requests = self.model.requests(self.batch, prompt, temperature=0.0)
+        trajectories = self._engine.run(
+            nnx.state(self.model.decoder), requests, SingleTurn(turn_tokens=new), KEY
+        )
+        return [trajectory.tokens[prompt:] for trajectory in trajectories]
 
 
 def against_roofline(
     decoder: Decoder, args: argparse.Namespace, roof: Roofline
 ) -> tuple[list[BenchmarkRow], str]:
-    """A decode step against the bytes that it must read, prefilling against the operations that it must do."""
+    """Compare a decode step with the bytes that it must read, and the prefill with its FLOPs."""
     config, itemsize = decoder.config, decoder.dtype.itemsize
     batch, prompt, new, read = args.batch, args.prompt, args.new, args.read
-    made, reading = TimedRollouts(decoder, batch, prompt + new + 1), TimedRollouts(decoder, batch, read + 1)
+    rollouts, reading = (
+        TimedRollouts(decoder, batch, prompt + new + 1),
+        TimedRollouts(decoder, batch, read + 1),
+    )
     sides = {
-        "one token": lambda: made.seconds(prompt, 1),
-        "all tokens": lambda: made.seconds(prompt, new + 1),
+        "one token": lambda: rollouts.seconds(prompt, 1),
+        "all tokens": lambda: rollouts.seconds(prompt, new + 1),
         "prefilling": lambda: reading.seconds(read, 1),
     }
     times = interleave(sides, args.rounds)
-    took = medians(times)
-    step = (took["all tokens"] - took["one token"]) / new
+    seconds = medians(times)
+    step = (seconds["all tokens"] - seconds["one token"]) / new
     weights = itemsize * (matrix_parameters(config) + config.hidden * config.vocab_size)
-    must = weights + cache_bytes(config, batch, prompt + new / 2, itemsize)
+    bytes_per_step = weights + cache_bytes(config, batch, prompt + new / 2, itemsize)
     flops = forward_flops(config, batch * read, read / 2, batch)
-    rates = must / step, flops / took["prefilling"]
+    rates = bytes_per_step / step, flops / seconds["prefilling"]
     rows = [
         BenchmarkRow(
             f"decoding, batch {batch}, {prompt} to {prompt + new} tokens: GB/s of weights, keys and values read",
@@ -129,7 +140,7 @@ def against_roofline(
         ),
         BenchmarkRow(
             f"prefilling {batch} prompts of {read} tokens: TFLOP/s",
-            f"{rates[1] / 1e12:.3g} ({batch * read / took['prefilling']:.0f} tokens/s)",
+            f"{rates[1] / 1e12:.3g} ({batch * read / seconds['prefilling']:.0f} tokens/s)",
             f"a matrix product {roof.flops / 1e12:.3g}",
             f"{100 * rates[1] / roof.flops:.0f} %",
             TARGETS["prefilling"],
@@ -139,32 +150,35 @@ def against_roofline(
 
 
 def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[BenchmarkRow], list[str]]:
-    """Tokens a second against Hugging Face's generate with the same weights and its faster cache; they are compared by the
-    first token that is most probable."""
+    """Compare tokens per second with Hugging Face's generate, with the same weights and the faster of its
+    caches.
+
+    The outputs are compared by their most probable first token.
+    """
     batch, prompt, new = args.batch, args.prompt, args.new
-    what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, drawn: tokens/s"
-    made = TimedRollouts(decoder, batch, prompt + new)
-    with peers(made.model, {HF: args.hf_python}, batch, prompt, new) as (found, missing):
+    what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, sampled: tokens/s"
+    rollouts = TimedRollouts(decoder, batch, prompt + new)
+    with peers(rollouts.model, {HF: args.hf_python}, batch, prompt, new) as (started, missing):
         if missing:
             return [BenchmarkRow(what, "", HF, missing[HF], TARGETS[HF])], []
-        hf = found[HF]
-        times = interleave({"ours": lambda: made.seconds(prompt, new)} | hf.sides("sample"), args.rounds)
-        ours = [int(row[0]) for row in made.greedy(prompt, new)]
+        hf = started[HF]
+        times = interleave({"ours": lambda: rollouts.seconds(prompt, new)} | hf.sides("sample"), args.rounds)
+        ours = [int(row[0]) for row in rollouts.greedy(prompt, new)]
         first = np.mean([one == other[0] for one, other in zip(ours, hf.peer.ask("greedy")["tokens"])])
-        # Of random weights in bfloat16 many logits round to the best; from there on texts have nothing in common.
+        # With random weights in bfloat16 many logits tie for the best; after a different choice the texts diverge.
         below = max(hf.peer.ask(" ".join(map(str, ["below", *ours])))["below"])
-    took = medians(times)
-    seconds, words = hf.best(took, lambda seconds: f"{batch * new / seconds:.0f}")
+    seconds_of = medians(times)
+    seconds, words = hf.best(seconds_of, lambda seconds: f"{batch * new / seconds:.0f}")
     rows = [
         BenchmarkRow(
             what,
-            f"{batch * new / took['ours']:.0f}",
+            f"{batch * new / seconds_of['ours']:.0f}",
             words,
-            f"{seconds / took['ours']:.2f}x",
+            f"{seconds / seconds_of['ours']:.2f}x",
             TARGETS[HF],
         ),
         BenchmarkRow(
-            "the same, greedy: equal first tokens; at most so far below its best logit, in their deviations",
+            "the same, greedy: equal first tokens; largest distance below the peer's best logit, in standard deviations",
             f"{100 * first:.0f} %; {below:.3f}",
             HF,
             "",
@@ -175,7 +189,7 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Benchma
 
 
 def unmeasured_rows(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """The rows that wait for a GPU or TPU."""
+    """Return the rows that need a GPU or TPU."""
     why = f"{NOT_MEASURED}: this is a CPU"
     return [
         BenchmarkRow(
@@ -184,24 +198,26 @@ def unmeasured_rows(args: argparse.Namespace) -> list[BenchmarkRow]:
         BenchmarkRow(
             f"prefilling, batch {args.batch}", why, "the rate of a matrix product", "", TARGETS["prefilling"]
         ),
-        BenchmarkRow(f"one turn, batch {args.batch}, drawn: tokens/s", why, HF, "", TARGETS[HF]),
+        BenchmarkRow(f"one turn, batch {args.batch}, sampled: tokens/s", why, HF, "", TARGETS[HF]),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures all of it."""
+    """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=("tiny", *PUBLISHED), default="Qwen2.5-7B")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--new", type=int, default=256, help="tokens that a row writes")
+    parser.add_argument("--shape", choices=("tiny", *PUBLISHED), default="Qwen2.5-7B", help="model shape")
+    parser.add_argument("--batch", type=int, default=64, help="number of rows")
+    parser.add_argument("--prompt", type=int, default=256, help="number of prompt tokens")
+    parser.add_argument("--new", type=int, default=256, help="number of tokens that each row writes")
     parser.add_argument(
-        "--read", type=int, default=1024, help="tokens of the prompts whose prefilling is timed"
+        "--read", type=int, default=1024, help="number of tokens of the prompts whose prefill is timed"
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hf_python", default=sys.executable, help="a Python with torch and transformers")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
+    parser.add_argument(
+        "--hf_python", default=sys.executable, help="Python interpreter with torch and transformers"
+    )
     args = parser.parse_args(argv)
-    imports(args.hf_python, "torch")  # a Python that is not there is told at once
+    imports(args.hf_python, "torch")  # fails at once if this Python does not exist
     platform = jax.default_backend()
     section, line = f"Rollout: {args.shape}'s shape", command("benchmarks.accelerator", parser, vars(args))
     if platform == "cpu" and args.shape != "tiny":

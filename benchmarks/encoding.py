@@ -1,6 +1,7 @@
-"""Encoder speed: `python -m benchmarks.encoding [--passages=256] [--rounds=5] [--st_python=PYTHON]`; rows go to RESULTS.md.
+"""Measures encoder speed: `python -m benchmarks.encoding [--passages=256] [--rounds=5] [--st_python=PYTHON]`.
 
-A BERT-base-shaped encoder with random weights over passages of the built-in world, against sentence-transformers.
+A BERT-base-shaped encoder with random weights embeds passages of the built-in world; the peer is sentence-transformers.
+Rows go to RESULTS.md.
 """
 
 import argparse
@@ -35,7 +36,7 @@ BERT_BASE = {
 
 
 def measure(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Passages a second of both sides."""
+    """Measure passages per second of both sides."""
     what = f"BERT-base shape, float32, {args.passages} passages, passages/s"
     if not imports(args.st_python, "sentence_transformers"):
         return [BenchmarkRow(what, "", "", "not measured: no sentence_transformers", "at least 0.9x")]
@@ -43,7 +44,7 @@ def measure(args: argparse.Namespace) -> list[BenchmarkRow]:
     settings = TextSettings(query_prefix="", passage_prefix="", query_tokens=64, passage_tokens=256)
     passages = generate("train", 3, max(50, args.passages), 1).passages[: args.passages]
     tokenizer = load_tokenizer("assets/miniwiki-encoder")
-    tokenizer.chat_template = None  # sentence-transformers would make messages of the texts
+    tokenizer.chat_template = None  # otherwise sentence-transformers would apply it to the texts
     with tempfile.TemporaryDirectory() as folder:
         model = save_text_encoder(folder, TextEncoder(encoder, tokenizer, settings))
         texts = pathlib.Path(folder, "texts.json")
@@ -74,11 +75,13 @@ def measure(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def main() -> None:
-    """Measures."""
+    """Run the measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--passages", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--st_python", default=sys.executable, help="a Python with sentence-transformers")
+    parser.add_argument("--passages", type=int, default=256, help="number of passages")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
+    parser.add_argument(
+        "--st_python", default=sys.executable, help="Python interpreter with sentence-transformers"
+    )
     args = parser.parse_args()
     write("Encoding passages", "python -m benchmarks.encoding", measure(args), [])
 

@@ -1,4 +1,4 @@
-"""Rollouts whose lengths are told beforehand: a model with random weights that never ends a sequence of itself."""
+"""Rollouts of fixed lengths: a model with random weights that never ends a sequence."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,22 +21,25 @@ KEY = jax.random.key(0)
 
 @dataclasses.dataclass(frozen=True)
 class FixedLengths:
-    """A decoder of some shape, and what runs it."""
+    """A decoder, with its tokenizer, whose sequences end only by their limits."""
 
     decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
 
     def engine(self, config: EngineConfig, retriever: Any = None) -> Engine:
-        """An engine whose rows end by their limits alone."""
-        made = Engine(self.decoder, self.tokenizer, config, retriever=retriever)
-        made.programs.eos = np.full(1, -1, np.int32)
-        return made
+        """Return an engine that never samples an end of sequence."""
+        engine = Engine(self.decoder, self.tokenizer, config, retriever=retriever)
+        engine.programs.eos = np.full(1, -1, np.int32)
+        return engine
 
     def requests(
         self, count: int, length: int, *, samples: int = 1, temperature: float = 1.0
     ) -> list[Request]:
-        """Prompts of random tokens, `samples` of each: the numbers that benchmarks/peers draw. A prompt's question has its
-        number as id."""
+        """Return requests with prompts of random tokens, `samples` per prompt.
+
+        The prompts are the same as those of benchmarks/peers. The id of a question is the number of its
+        prompt.
+        """
         draws = np.random.default_rng(0).integers(1, self.decoder.config.vocab_size, (count, length))
         return [
             Request(
@@ -51,14 +54,15 @@ class FixedLengths:
         ]
 
     def timed(
-        self, made: Engine, asked: Sequence[Request], environment: Any, tokens: int | None = None
+        self, engine: Engine, requests: Sequence[Request], environment: Any, tokens: int | None = None
     ) -> Callable[[], float]:
-        """Seconds of a run, which must write `tokens` in all."""
+        """Return a function that runs the requests and returns the seconds; it checks that `tokens` were
+        written in total."""
         params = nnx.state(self.decoder)
 
         def run() -> float:
-            took = seconds(lambda: made.run(params, asked, environment, KEY))
-            assert tokens is None or made.stats.policy_tokens == tokens, made.stats
+            took = seconds(lambda: engine.run(params, requests, environment, KEY))
+            assert tokens is None or engine.stats.policy_tokens == tokens, engine.stats
             return took
 
         return run

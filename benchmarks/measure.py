@@ -1,4 +1,5 @@
-"""Sides that take turns, the median of each, and the file that keeps the rows."""
+"""Helpers of all benchmarks: interleaved timing, medians, peers in other processes, and the file of
+results."""
 
 import argparse
 import dataclasses
@@ -22,13 +23,13 @@ from rrl.models.cpu.layers import LANES, can_attend
 
 RESULTS = pathlib.Path(__file__).parent / "RESULTS.md"
 NOT_MEASURED = "not measured"
-"""What stands in the place of a device, above rows that wait for one."""
+"""Stands instead of a device, above rows that could not be measured."""
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "torch", "google-tunix", "scann", "bm25s")
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkRow:
-    """One line of a table."""
+    """One row of a table in RESULTS.md."""
 
     what: str
     ours: str
@@ -41,53 +42,55 @@ class BenchmarkRow:
 
 
 def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Runs all sides in turn, once more than `rounds`; what each returned, that of its first time first."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    """Run all sides in turn, `rounds` + 1 times, and return the values of each; the first is the warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name, side in sides.items():
-            found[name].append(side())
+            times[name].append(side())
             print(
-                f"  {name}: {found[name][-1]:.3f} s{' (warm-up, with compilation)' if not turn else ''}",
+                f"  {name}: {times[name][-1]:.3f} s{' (warm-up, with compilation)' if not turn else ''}",
                 file=sys.stderr,
             )
-    return found
+    return times
 
 
-def medians(found: Mapping[Any, list[float]]) -> dict[Any, float]:
-    """Of what `interleave` returned, the first time left out."""
-    return {name: statistics.median(values[1:]) for name, values in found.items()}
+def medians(times: Mapping[Any, list[float]]) -> dict[Any, float]:
+    """Return the medians of the values of `interleave`, without the warm-up."""
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def warm_up(found: Mapping[str, list[float]]) -> str:
-    """What the first times of `interleave` took, as a note below the rows."""
-    rounds = len(next(iter(found.values()))) - 1
-    first = ", ".join(f"{name} {values[0]:.1f} s" for name, values in found.items())
+def warm_up(times: Mapping[str, list[float]]) -> str:
+    """Return a note about the warm-up times of `interleave`."""
+    rounds = len(next(iter(times.values()))) - 1
+    first = ", ".join(f"{name} {values[0]:.1f} s" for name, values in times.items())
     return (
-        f"Medians of {rounds} rounds, in each of which all sides took their turn; a first round, with compilation, is not "
-        f"counted: {first}."
+        f"Medians of {rounds} rounds, with the sides interleaved. A warm-up round, which includes compilation, is not counted; "
+        f"it took: {first}."
     )
 
 
 def interleaved_medians(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Runs all sides in turn, `rounds` times, after one round that is not counted; the median of what each returned."""
+    """Run all sides in turn, with one warm-up round, and return the median of each side's values."""
     return medians(interleave(sides, rounds))
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Return how long a call takes."""
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
 
 
 class PeerProcess:
-    """Another library in a process and a Python of its own: a script of `benchmarks/peers` that answers each line of its
-    input with a line of JSON."""
+    """Another library, in a process of its own Python.
+
+    It runs a script of `benchmarks/peers`, which answers each line of its input with a line of JSON.
+    """
 
     def __init__(self, python: str, script: str, *arguments: str) -> None:
         file = pathlib.Path(__file__).parent / "peers" / script
         environment = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-        # Set by `prepare_host` for our callbacks; a pool so wide slows a peer.
+        # `prepare_host` sets it for our callbacks; such a large thread pool slows a peer.
         environment.pop("NPROC", None)
         self._process = subprocess.Popen(
             [python, str(file), *arguments],
@@ -99,7 +102,7 @@ class PeerProcess:
         self.info = self.ask("ready")
 
     def ask(self, line: str) -> dict:
-        """Its answer; RuntimeError where it has ended."""
+        """Send a line and return the answer. Raises RuntimeError if the process has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
@@ -109,19 +112,20 @@ class PeerProcess:
         raise RuntimeError(f"{self._process.args} ended with exit code {self._process.wait()}")
 
     def close(self) -> None:
-        """Ends it."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
 
 
 def imports(python: str, module: str) -> bool:
-    """Whether a Python has a module."""
+    """Return whether a Python can import a module."""
     code = f"import importlib.util as u, sys; sys.exit(not u.find_spec({module!r}))"
     return subprocess.run([python, "-c", code], check=False).returncode == 0
 
 
 def start(python: str, module: str, script: str, *arguments: str) -> PeerProcess | str:
-    """The peer that needs `module`; or why there is none, in words that fit a row."""
+    """Start the peer that needs `module`, or return the reason why it cannot be measured, as text for a
+    row."""
     if not imports(python, module):
         return f"{NOT_MEASURED}: no {module}"
     peer = PeerProcess(python, script, *arguments)
@@ -132,14 +136,14 @@ def start(python: str, module: str, script: str, *arguments: str) -> PeerProcess
 
 
 def command(module: str, parser: argparse.ArgumentParser, used: Mapping[str, object]) -> str:
-    """The command line that gives these options, for who wants to give it again: a Python of one's own is PATH."""
+    """Return the command line with these options; the path of a Python is replaced by PATH."""
     given = {name: value for name, value in used.items() if value != parser.get_default(name)}
     options = [f"--{name}={'PATH' if name.endswith('_python') else value}" for name, value in given.items()]
     return " ".join([f"python -m {module}", *options])
 
 
 def machine() -> str:
-    """Device and versions, as a line."""
+    """Return device and versions, as one line."""
     device = jax.devices()[0]
     kind = device.device_kind
     if device.platform == "cpu":
@@ -157,13 +161,16 @@ def machine() -> str:
 def write(
     section: str, line: str, rows: list[BenchmarkRow], notes: list[str], *, measured: bool = True
 ) -> None:
-    """Prints a table below the command that made it and puts it into RESULTS.md, in place of an older one of the same
-    section on the same device, or of one that was not measured; one that was not measured takes the place of no other."""
+    """Print a table below its command and put it into RESULTS.md.
+
+    It replaces the section of the same name for the same device, or one that was not measured. A
+    section that was not measured never replaces a measured one.
+    """
     device = jax.devices()[0]
     where = (
         (device.platform if device.platform == "cpu" else device.device_kind) if measured else NOT_MEASURED
     )
-    head = "| what | ours | peer | ratio | wanted |\n|---|---|---|---|---|"
+    head = "| what | ours | peer | ratio | target |\n|---|---|---|---|---|"
     body = "\n".join(
         [f"## {section}, {where}", "", f"`{line}` on {machine()}", "", head, *map(str, rows), ""]
     )
@@ -175,8 +182,8 @@ def write(
         title = rf"^## {re.escape(section)}, {device}$"
         return re.search(rf"{title}.*?(?=^## |\Z)", old, re.MULTILINE | re.DOTALL)
 
-    found = older(re.escape(where)) or older(NOT_MEASURED)
-    if not measured and not found and older("[^,\n]*"):
+    replaced = older(re.escape(where)) or older(NOT_MEASURED)
+    if not measured and not replaced and older("[^,\n]*"):
         return
-    new = old.replace(found[0], body + "\n") if found else f"{old.rstrip()}\n\n{body}"
+    new = old.replace(replaced[0], body + "\n") if replaced else f"{old.rstrip()}\n\n{body}"
     RESULTS.write_text(new.rstrip() + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A peer as a side of a comparison, each of its settings by itself: the fastest of them is compared."""
+"""Runs a peer library in each of its settings; the fastest setting is compared."""
 
 import contextlib
 import math
@@ -11,37 +11,52 @@ from rrl.models.hf import save_decoder
 
 
 class PeerLibrary:
-    """A peer's process, and the settings that its script knows: none (""), or one that is named after what is asked."""
+    """The process of a peer library, and the settings that its script supports.
+
+    `settings` is ("",) if there is no choice. Otherwise a setting is the second word of each command.
+    """
 
     def __init__(self, name: str, peer: PeerProcess, settings: tuple[str, ...] = ("",)) -> None:
         self.name, self.peer, self.settings = name, peer, settings
         self._failed: dict[str, str] = {}
 
-    def sides(self, asked: str, *more: int) -> dict[str, Callable[[], float]]:
-        """Sides that answer `asked` ("sample", or "turns" or "kept" and their lengths), by their names."""
+    def sides(self, command: str, *more: int) -> dict[str, Callable[[], float]]:
+        """Return one side of a comparison per setting, by name.
+
+        Args:
+          command: command of the script: "sample", or "turns" or "kept".
+          more: numbers that follow the command, such as lengths.
+        """
         return {
-            self._side(setting): lambda setting=setting: self._seconds(asked, setting, *more)  # type: ignore[misc]
+            self._side(setting): lambda setting=setting: self._seconds(command, setting, *more)  # type: ignore[misc]
             for setting in self.settings
         }
 
-    def _seconds(self, asked: str, setting: str, *more: int) -> float:
+    def _seconds(self, command: str, setting: str, *more: int) -> float:
         if setting not in self._failed:
-            answer = self.peer.ask(" ".join(map(str, filter(None, (asked, setting, *more)))))
+            answer = self.peer.ask(" ".join(map(str, filter(None, (command, setting, *more)))))
             if "seconds" in answer:
                 return answer["seconds"]
             self._failed[setting] = answer["error"]
         return math.inf
 
-    def best(self, took: Mapping[str, float], render: Callable[[float], str]) -> tuple[float, str]:
-        """The fewest seconds, and words for a row: what `render` makes of them, and of other settings, and the versions."""
-        times = {setting: took[self._side(setting)] for setting in self.settings}
+    def best(self, seconds: Mapping[str, float], render: Callable[[float], str]) -> tuple[float, str]:
+        """Return the fewest seconds, and a text for the row.
+
+        The text holds the rendered times of all settings and the versions.
+
+        Args:
+          seconds: side -> seconds.
+          render: formats seconds for the row.
+        """
+        times = {setting: seconds[self._side(setting)] for setting in self.settings}
         first, *others = sorted(times, key=times.__getitem__)
-        told = [f"{first} cache"] if first else []
+        details = [f"{first} cache"] if first else []
         for setting in others:
             failed = self._failed.get(setting)
-            told.append(f"{setting} {f'{NOT_MEASURED}, {failed}' if failed else render(times[setting])}")
-        told.append(self.peer.info["versions"])
-        return times[first], f"{self.name} {render(times[first])} ({'; '.join(told)})"
+            details.append(f"{setting} {f'{NOT_MEASURED}, {failed}' if failed else render(times[setting])}")
+        details.append(self.peer.info["versions"])
+        return times[first], f"{self.name} {render(times[first])} ({'; '.join(details)})"
 
     def _side(self, setting: str) -> str:
         return f"{self.name}, {setting} cache" if setting else self.name
@@ -49,7 +64,7 @@ class PeerLibrary:
 
 HF, TUNIX = "HF generate", "Tunix Sampler"
 CACHES = ("dynamic", "static")
-"""Hugging Face's."""
+"""Cache implementations of Hugging Face's generate."""
 _NEEDED = {HF: ("torch", "hf_generate.py"), TUNIX: ("tunix", "tunix_sampler.py")}
 _SETTINGS = {HF: CACHES, TUNIX: ("",)}
 
@@ -58,8 +73,11 @@ _SETTINGS = {HF: CACHES, TUNIX: ("",)}
 def peers(
     model: FixedLengths, pythons: Mapping[str, str], batch: int, prompt: int, new: int
 ) -> Iterator[tuple[dict[str, PeerLibrary], dict[str, str]]]:
-    """Those named in `pythons` over the model's weights, in processes of those Pythons; and why one of them is not there."""
-    found: dict[str, PeerLibrary] = {}
+    """Start the peers in `pythons`, with the model's weights, each in a process of its Python.
+
+    Yields (name -> started peer, name -> reason why it is not measured).
+    """
+    started: dict[str, PeerLibrary] = {}
     missing: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if any(imports(python, _NEEDED[name][0]) for name, python in pythons.items()):
@@ -69,6 +87,6 @@ def peers(
             if isinstance(peer, str):
                 missing[name] = peer
             else:
-                found[name] = PeerLibrary(name, peer, _SETTINGS[name])
+                started[name] = PeerLibrary(name, peer, _SETTINGS[name])
                 stack.callback(peer.close)
-        yield found, missing
+        yield started, missing

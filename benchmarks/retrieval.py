@@ -1,11 +1,11 @@
-"""ScaNN against faiss-cpu: `python -m benchmarks.retrieval [--passages=100000] [--dim=128] [--faiss_python=PYTHON]`.
+"""Measures ScaNN against faiss-cpu: `python -m benchmarks.retrieval [--passages=100000] [--dim=128] [--faiss_python=PYTHON]`.
 
-Passages of the built-in world, embedded by the shipped encoder; queries as its questions ask them. Both sides search the
-same vectors with the same number of threads, in turn; ours includes the exact rescoring from the memory-mapped file.
-`--dim` above 128 lays the encoder's vectors into more dimensions by a fixed rotation: all inner products stay, and every
-cost is that of wider vectors. The index is kept in `--folder`, so that a second run does not build again, and one that was
-stopped continues. faiss-cpu comes in a Python of its own: `python -m venv FOLDER && FOLDER/bin/pip install faiss-cpu==1.15.1
-numpy`. On 2 quiet cores 100,000 passages take about 2 minutes, 1,000,000 some 10.
+The passages are those of the built-in world, embedded by the shipped encoder; the queries are those of its questions. Both sides
+search the same vectors in turn, with the same number of threads. Our time includes the exact rescoring from the memory-mapped
+file. `--dim` above 128 maps the vectors into more dimensions by a fixed rotation: all inner products stay the same, and all costs
+are those of the larger dimension. The index is stored in `--folder`, so a second run does not build it again, and an interrupted
+build continues. faiss-cpu needs a Python of its own: `python -m venv FOLDER && FOLDER/bin/pip install faiss-cpu==1.15.1 numpy`.
+On 2 quiet cores 100,000 passages take about 2 minutes, 1,000,000 about 10.
 """
 
 import argparse
@@ -52,7 +52,7 @@ took = {stage: later - sooner for stage, sooner, later in zip(stages, times, tim
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 (folder / "built.json").write_text(json.dumps({"stages": took, "peak_gb": peak, "continued": continued}))
 """
-"""In a process of its own, whose memory is that of building alone."""
+"""Builds the index in a separate process, so that its peak memory is that of building only."""
 
 OPEN = """
 import json, pathlib, re, resource, sys, time
@@ -72,12 +72,13 @@ opened = time.perf_counter() - began
 print(json.dumps({"opening": opened, "seconds": time.perf_counter() - began, "hits": len(hits),
                   "held": memory("VmRSS") - before, "peak": memory("VmHWM") - before}))
 """
-"""As a program that searches does it, whose encoder and libraries are loaded. Peak: since the writing to clear_refs."""
+"""Opens the index in a separate process whose encoder and libraries are already loaded. The peak counts
+from the write to clear_refs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WidenedEncoder:
-    """Does what a `TextEncoder` does for a build and a `Retriever`, its vectors laid into more dimensions."""
+    """A `TextEncoder` whose vectors are mapped into more dimensions."""
 
     narrow: TextEncoder
     dim: int
@@ -87,15 +88,15 @@ class WidenedEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """The encoder's, and the number of dimensions."""
+        """Fingerprint of the encoder with the number of dimensions."""
         return f"{self.narrow.fingerprint}-{self.dim}"
 
     def embed_queries(self, queries: Sequence[str]) -> np.ndarray:
-        """As `TextEncoder.embed_queries`."""
+        """See `TextEncoder.embed_queries`."""
         return self.narrow.embed_queries(queries) @ self._rotation
 
     def embed_tokens(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
-        """As `TextEncoder.embed_tokens`."""
+        """See `TextEncoder.embed_tokens`."""
         return self.narrow.embed_tokens(ids) @ self._rotation
 
     @functools.cached_property
@@ -105,13 +106,14 @@ class WidenedEncoder:
 
 
 def text_encoder(dim: int) -> Any:
-    """The shipped encoder, of so many dimensions."""
+    """Return the shipped encoder with `dim` dimensions."""
     encoder = load_text_encoder(ENCODER)
     return encoder if dim == encoder.dim else WidenedEncoder(encoder, dim)
 
 
 def prepare(folder: Path, passages: int, dim: int, memory_gb: float | None) -> None:
-    """Builds the index over a world of this size unless it is there, with the corpus and embedded queries beside it."""
+    """Build the index over a world of this size unless it exists, with the corpus and embedded queries
+    beside it."""
     if (folder / "index").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,26 +122,27 @@ def prepare(folder: Path, passages: int, dim: int, memory_gb: float | None) -> N
         with (folder / "corpus.jsonl").open("w") as stream:
             for passage in wiki.passages:
                 stream.write(json.dumps(dataclasses.asdict(passage)) + "\n")
-        asked = queries(wiki)
-        (folder / "queries.json").write_text(json.dumps(asked))
-        np.save(folder / "queries.npy", text_encoder(dim).embed_queries(asked))
+        texts = queries(wiki)
+        (folder / "queries.json").write_text(json.dumps(texts))
+        np.save(folder / "queries.npy", text_encoder(dim).embed_queries(texts))
     subprocess.run([sys.executable, "-c", BUILD, str(folder), str(dim), json.dumps(memory_gb)], check=True)
 
 
 def queries(wiki: MiniWiki) -> list[str]:
-    """What the world's questions search for, without repetitions."""
+    """Return the distinct search queries of the world's questions."""
     items = [item for kind in KINDS for item in wiki.questions(kind, QUERIES, 0)]
-    found = list(dict.fromkeys(hop.query for item in items for hop in item.plan.hops))
-    return [found[i] for i in np.random.default_rng(0).permutation(len(found))[:QUERIES]]
+    distinct = list(dict.fromkeys(hop.query for item in items for hop in item.plan.hops))
+    return [distinct[i] for i in np.random.default_rng(0).permutation(len(distinct))[:QUERIES]]
 
 
 def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[BenchmarkRow]:
-    """Rows of queries/s against faiss's flat index, and its IVF at our recall or better."""
-    asked, texts = np.load(folder / "queries.npy"), [""] * QUERIES
+    """Return rows of queries/s against faiss's flat index, and against its IVF index at our recall or
+    better."""
+    embeddings, texts = np.load(folder / "queries.npy"), [""] * QUERIES
     peer = PeerProcess(python, "faiss_search.py", str(folder))
     peer.ask(f"flat {K}")
     exact = np.load(folder / "found.npy")
-    recall = overlap(index.search(texts, K, asked)[0], exact)
+    recall = overlap(index.search(texts, K, embeddings)[0], exact)
 
     def ivf_recall(nprobe: int) -> float:
         peer.ask(f"ivf {nprobe} {K}")
@@ -148,7 +151,7 @@ def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[B
     nprobe = bisect.bisect_left(range(1, peer.info["leaves"]), recall, key=ivf_recall) + 1
     equal = ivf_recall(nprobe)
     sides: dict[str, Any] = {
-        "ours": lambda: seconds(lambda: index.search(texts, K, asked)),
+        "ours": lambda: seconds(lambda: index.search(texts, K, embeddings)),
         "flat": lambda: peer.ask(f"flat {K}")["seconds"],
         "ivf": lambda: peer.ask(f"ivf {nprobe} {K}")["seconds"],
     }
@@ -171,12 +174,13 @@ def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[B
             f"{took['ivf'] / took['ours']:.1f}×",
             "≥ 1×",
         ),
-        BenchmarkRow("IVF: building", "", f"{peer.info['build_seconds']:.0f} s", "", ""),
+        BenchmarkRow("IVF: time to build", "", f"{peer.info['build_seconds']:.0f} s", "", ""),
     ]
 
 
 def opening(folder: Path, dim: int) -> list[BenchmarkRow]:
-    """Rows of memory and time of opening the index in a fresh process, and its first answer; and of building it."""
+    """Return rows of memory and time of opening the index in a new process, of its first answer, and of
+    building it."""
     query = json.loads((folder / "queries.json").read_text())[0]
     files = [file for file in (folder / "index").rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
@@ -195,17 +199,19 @@ def opening(folder: Path, dim: int) -> list[BenchmarkRow]:
     continued = ", of a build that was continued" if built["continued"] else ""
     return [
         BenchmarkRow(
-            "memory of the open index: after a query, at most meanwhile",
+            "memory of the open index: after a query, peak",
             f"{cold['held'] / 1e6:.0f} MB, {cold['peak'] / 1e6:.0f} MB",
             f"{size / 1e6:.0f} MB on the disk",
             f"{cold['peak'] / size:.2f}",
             "≤ 1.2",
         ),
         *(
-            BenchmarkRow(f"opening, and with the first query, {how}", seconds_of(found), "", "", "< 2 s")
+            BenchmarkRow(
+                f"opening, and opening with the first query, {how}", seconds_of(found), "", "", "< 2 s"
+            )
             for how, found in (
-                ("none of it in the page cache", [cold]),
-                (f"opened before (median of {OPENINGS})", warm),
+                ("empty page cache", [cold]),
+                (f"filled page cache (median of {OPENINGS})", warm),
             )
         ),
         BenchmarkRow(
@@ -218,31 +224,31 @@ def opening(folder: Path, dim: int) -> list[BenchmarkRow]:
     ]
 
 
-def seconds_of(found: Sequence[dict[str, float]]) -> str:
-    """Medians of opening, and of opening with the first query."""
-    return ", ".join(f"{np.median([one[name] for one in found]):.2f} s" for name in ("opening", "seconds"))
+def seconds_of(openings: Sequence[dict[str, float]]) -> str:
+    """Return the medians of opening, and of opening with the first query."""
+    return ", ".join(f"{np.median([one[name] for one in openings]):.2f} s" for name in ("opening", "seconds"))
 
 
 def _forget(file: Path) -> None:
-    """Drops a file from the page cache."""
+    """Drop a file from the page cache."""
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def main() -> None:
-    """Measures and writes the rows."""
+    """Run all measurements and write the rows."""
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--passages", type=int, default=100_000)
-    flags.add_argument("--dim", type=int, default=128)
-    flags.add_argument("--folder", default="runs/benchmark-retrieval")
-    flags.add_argument("--memory_gb", type=float, default=None)
-    flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--faiss_python", default=sys.executable)
+    flags.add_argument("--passages", type=int, default=100_000, help="number of passages")
+    flags.add_argument("--dim", type=int, default=128, help="dimensions of the vectors")
+    flags.add_argument("--folder", default="runs/benchmark-retrieval", help="folder of the indexes")
+    flags.add_argument("--memory_gb", type=float, default=None, help="memory for building, in 10^9 bytes")
+    flags.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
+    flags.add_argument("--faiss_python", default=sys.executable, help="Python interpreter with faiss-cpu")
     given = flags.parse_args()
     folder = Path(given.folder) / f"{given.passages}x{given.dim}"
     prepare(folder, given.passages, given.dim, given.memory_gb)
-    rows = opening(folder, given.dim)  # before anything else takes memory
+    rows = opening(folder, given.dim)  # first, before other code uses memory
     index = open_index(folder / "index", text_encoder(given.dim))._index
     assert isinstance(index, ScannIndex)
     measured = read_manifest(folder / "index")["scann"]["measured"]

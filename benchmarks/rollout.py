@@ -1,8 +1,8 @@
-"""Rollout speed: `python -m benchmarks.rollout [--only=NAME] [--rounds=5] [--hf_python=PYTHON]
-[--tunix_python=PYTHON]`; rows go to RESULTS.md.
+"""Measures rollout speed: `python -m benchmarks.rollout [--only=NAME] [--rounds=5] [--hf_python=PYTHON] [--tunix_python=PYTHON]`;
+rows go to RESULTS.md.
 
-Every comparison runs both sides in turn, on the same random Qwen2-shaped model, with lengths fixed by forbidding the end of
-sequence. Compilation is in the first round, which is not counted. On a GPU or TPU a published shape is measured too
+Each comparison runs both sides in turn on the same random Qwen2-shaped model. Lengths are fixed, since the end of sequence is
+never sampled. The first round compiles and is not counted. On a GPU or TPU a published shape is measured too
 (`benchmarks.accelerator`).
 """
 
@@ -45,17 +45,17 @@ from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn
 
 SHAPE = "assets/miniwiki-policy"
 TRAINING = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
-"""The environment of configs/rsearch_grpo.py."""
+"""Environment fields of configs/rsearch_grpo.py."""
 DRAFT_TOKENS = 1
-"""Of configs/rsearch_grpo.py."""
+"""As in configs/rsearch_grpo.py."""
 
 SectionResult = tuple[list[BenchmarkRow], list[str]]
-"""Rows, and notes below them."""
+"""(rows, notes below them)."""
 
 
 @functools.cache
 def model() -> FixedLengths:
-    """A model of the shipped policy's shape, and its tokenizer; peers compute in the type of its weights too."""
+    """Return a model of the shipped policy's shape; peers compute in the dtype of its weights too."""
     config = dataclasses.replace(DecoderConfig.from_hf(read_config(SHAPE)), max_positions=8192)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
@@ -63,55 +63,59 @@ def model() -> FixedLengths:
 
 
 def pythons(args: argparse.Namespace) -> dict[str, str]:
-    """Whose Python is whose."""
+    """Return the Python of each peer."""
     return {HF: args.hf_python, TUNIX: args.tunix_python}
 
 
 def single_turn(args: argparse.Namespace) -> SectionResult:
-    """One turn: drawn, against Hugging Face's generate that draws; greedy, against Tunix's Sampler, which is fastest so."""
+    """Compare one turn: sampling against Hugging Face's generate; greedy against Tunix's Sampler, which is
+    fastest when greedy."""
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
     target = {HF: "1.5x", TUNIX: "3x"}
-    made = model().engine(
+    engine = model().engine(
         EngineConfig(rows=batch, context=prompt + new, wake_threshold=batch, prefill_tokens=512)
     )
     environment = SingleTurn(turn_tokens=new)
-    ours = {HF: "ours, drawn", TUNIX: "ours, greedy"}
+    ours = {HF: "ours, sampled", TUNIX: "ours, greedy"}
     sides = {
         side: model().timed(
-            made, model().requests(batch, prompt, temperature=temperature), environment, batch * new
+            engine, model().requests(batch, prompt, temperature=temperature), environment, batch * new
         )
-        for side, temperature in (("ours, drawn", 1.0), ("ours, greedy", 0.0))
+        for side, temperature in (("ours, sampled", 1.0), ("ours, greedy", 0.0))
     }
     equal = []
-    with peers(model(), pythons(args), batch, prompt, new) as (found, missing):
-        for peer in found.values():
+    with peers(model(), pythons(args), batch, prompt, new) as (started, missing):
+        for peer in started.values():
             sides |= peer.sides("sample")
         times = interleave(sides, args.rounds)
-        greedy = made.run(
+        greedy = engine.run(
             nnx.state(model().decoder), model().requests(batch, prompt, temperature=0.0), environment, KEY
         )
-        for name, peer in found.items():
+        for name, peer in started.items():
             theirs = np.array(peer.peer.ask("greedy")["tokens"])
             same = np.mean([t.tokens[prompt:] == other for t, other in zip(greedy, theirs, strict=True)])
             what_is_equal = f"the same, greedy: equal tokens of {batch * new}"
             equal.append(BenchmarkRow(what_is_equal, f"{100 * same:.1f} %", name, "", "100 %"))
-    took = medians(times)
+    seconds_of = medians(times)
 
     def rate(seconds: float) -> str:
         return f"{batch * new / seconds:.0f}"
 
     rows = [BenchmarkRow(what, "", name, why, target[name]) for name, why in missing.items()]
-    for name, peer in found.items():
-        seconds, words = peer.best(took, rate)
-        own = f"{rate(took[ours[name]])} ({ours[name].removeprefix('ours, ')})"
-        rows.append(BenchmarkRow(what, own, words, f"{seconds / took[ours[name]]:.2f}x", target[name]))
+    for name, peer in started.items():
+        seconds, words = peer.best(seconds_of, rate)
+        our_rate = f"{rate(seconds_of[ours[name]])} ({ours[name].removeprefix('ours, ')})"
+        rows.append(
+            BenchmarkRow(what, our_rate, words, f"{seconds / seconds_of[ours[name]]:.2f}x", target[name])
+        )
     return rows + equal, [warm_up(times)]
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedTurns:
-    """Search episodes of fixed lengths; `again` clears the context at each turn and prefills all of it once more."""
+    """Search episodes of fixed lengths. With `again`, each turn clears the context and prefills all of it
+    again."""
 
     searches: int
     again: bool = False
@@ -124,7 +128,7 @@ class FixedTurns:
         return ()
 
     def react(self, episode: Any, text: str, stop: str) -> Any:
-        # Who asks what another asks waits for the same search.
+        # Equal queries would share one search, so queries are distinct.
         query = f"question {episode.question.id}, turn {episode.turn}"
         return SearchFor(query) if episode.turn < self.searches else Finish("done")
 
@@ -140,18 +144,21 @@ class FixedTurns:
         return Restart(draw.integers(0, 1000, length).astype(np.int32))
 
 
-KEPT = f"{HF} that keeps its cache, all episodes in step"
+KEPT = f"{HF} with a kept cache, all episodes in lockstep"
 UNCUT = f"{HF}, each turn written to its limit"
 RESPONSE_TOKENS = 500
-"""Of a turn in Search-R1's scripts (max_response_length). Its loop samples without stop strings, and cuts the text behind its tag
-when a turn is written to the end or the limit."""
+"""Limit per turn in Search-R1's scripts (max_response_length). Its loop samples without stop strings, and
+cuts the text after its tag when the turn has ended or reached the limit."""
 
 
 def episodes(args: argparse.Namespace) -> SectionResult:
-    """Search episodes, against loops that read the whole history again at every turn: Search-R1's over Hugging Face's generate,
-    with turns written to their limit, as published, and no longer than what is kept of them; Tunix's over its Sampler; one over
-    this engine. And against one over generate that keeps its cache, which it can as long as all turns and observations are of one
-    length. A batch four times as large is measured with generate alone, of the other libraries."""
+    """Compare search episodes with loops that prefill the whole history again at every turn.
+
+    The loops are: Search-R1's over Hugging Face's generate, with each turn written to its limit, as
+    published, and with turns that end at the tag; Tunix's over its Sampler; and one over this engine. A
+    further one uses generate and keeps its cache, which works only if all turns and observations have
+    the same length. A batch four times as large is measured with generate only.
+    """
     rows, notes = [], []
     for searches, batch in ((2, args.batch // 4), (4, args.batch // 4), (4, args.batch)):
         live, again, all_peers = FixedTurns(searches), FixedTurns(searches, again=True), batch < args.batch
@@ -167,34 +174,43 @@ def episodes(args: argparse.Namespace) -> SectionResult:
             prefill_tokens=1024,
             share_prompts=False,
         )
-        asked = model().requests(batch, live.prompt)
+        requests = model().requests(batch, live.prompt)
         tokens = batch * (searches + 1) * live.turn_tokens
-        own = "this engine, all read again at every turn"
+        reread = "this engine, whole history prefilled at every turn"
         sides = {
-            "ours": model().timed(model().engine(config), asked, live, tokens),
-            own: model().timed(model().engine(config), asked, again, tokens),
+            "ours": model().timed(model().engine(config), requests, live, tokens),
+            reread: model().timed(model().engine(config), requests, again, tokens),
         }
         named = pythons(args) if all_peers else {HF: args.hf_python}
-        with peers(model(), named, batch, histories[-1], live.turn_tokens) as (found, missing):
-            for peer in found.values():
+        with peers(model(), named, batch, histories[-1], live.turn_tokens) as (started, missing):
+            for peer in started.values():
                 sides |= peer.sides("turns", *histories)
-            if all_peers and HF in found:
-                generate = found[HF].peer
-                found |= {name: PeerLibrary(name, generate, CACHES) for name in (KEPT, UNCUT)}
-                sides |= found[KEPT].sides("kept", *histories)
-                sides |= found[UNCUT].sides("uncut", RESPONSE_TOKENS, *histories)
+            if all_peers and HF in started:
+                generate = started[HF].peer
+                started |= {name: PeerLibrary(name, generate, CACHES) for name in (KEPT, UNCUT)}
+                sides |= started[KEPT].sides("kept", *histories)
+                sides |= started[UNCUT].sides("uncut", RESPONSE_TOKENS, *histories)
             times = interleave(sides, args.rounds)
-        took = medians(times)
-        # With decoding that takes no time at all.
+        seconds_of = medians(times)
+        # The ratio if decoding took no time.
         most = sum(histories) / (live.prompt + searches * live.observation_tokens)
-        compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)", target)]
-        for name, peer in found.items():
-            seconds, words = peer.best(took, "{:.2f}".format)
-            reads = "" if name == KEPT else "all read again at every turn: "
-            # The target is of turns of one length on both sides.
+        compared = [
+            (
+                seconds_of[reread],
+                f"{reread} {seconds_of[reread]:.2f}",
+                f" (at most {most:.1f}x: tokens read)",
+                target,
+            )
+        ]
+        for name, peer in started.items():
+            seconds, words = peer.best(seconds_of, "{:.2f}".format)
+            reads = "" if name == KEPT else "whole history prefilled at every turn: "
+            # The target is for equal turn lengths on both sides.
             compared.append((seconds, reads + words, "", "" if name in (KEPT, UNCUT) else target))
         rows += [
-            BenchmarkRow(what, f"{took['ours']:.2f}", words, f"{seconds / took['ours']:.2f}x{more}", goal)
+            BenchmarkRow(
+                what, f"{seconds_of['ours']:.2f}", words, f"{seconds / seconds_of['ours']:.2f}x{more}", goal
+            )
             for seconds, words, more, goal in compared
         ]
         rows += [BenchmarkRow(what, "", name, why, target) for name, why in missing.items()]
@@ -203,17 +219,17 @@ def episodes(args: argparse.Namespace) -> SectionResult:
 
 
 def group(args: argparse.Namespace) -> SectionResult:
-    """The prefill of eight samples of a prompt, against one sample's."""
+    """Compare the prefill of eight samples of a prompt with that of one sample."""
     config = EngineConfig(rows=8, context=1100, wake_threshold=8, prefill_tokens=256)
     environment, params = SingleTurn(turn_tokens=1), nnx.state(model().decoder)
     sides = {}
     for samples in (1, 8):
-        made, asked = model().engine(config), model().requests(1, 1024, samples=samples)
+        engine, requests = model().engine(config), model().requests(1, 1024, samples=samples)
 
-        def run(made: Engine = made, asked: list[Request] = asked) -> float:
+        def run(engine: Engine = engine, requests: list[Request] = requests) -> float:
             began = time.perf_counter()
             for _ in range(5):
-                made.run(params, asked, environment, KEY)
+                engine.run(params, requests, environment, KEY)
             return (time.perf_counter() - began) / 5
 
         sides[f"{samples} of a prompt"] = run
@@ -230,23 +246,23 @@ def group(args: argparse.Namespace) -> SectionResult:
 
 
 class DelayedRetriever:
-    """A retriever that takes its time."""
+    """A retriever that sleeps before it answers."""
 
     needs_embeddings = False
 
     def __init__(self, delay: float) -> None:
         self.delay = delay
-        self.asked: list[str] = []
+        self.queries: list[str] = []
 
     def search(self, queries: Sequence[str], k: int, embeddings: Any = None) -> list[list[Any]]:
-        self.asked += queries
+        self.queries += queries
         time.sleep(self.delay)
         return [[] for _ in queries]
 
 
 def latency(args: argparse.Namespace) -> SectionResult:
-    """Searches of 50 ms, against searches of no time, with the spare rows that the configs have for waiting. No two episodes or
-    turns ask the same, so that none waits for another's search."""
+    """Compare searches that take 50 ms with searches that take no time, with the oversubscribed slots that
+    the configs have for this. No two queries are equal, so none shares another's search."""
     spare, searches = args.batch // 2, 4
     config = EngineConfig(
         rows=args.batch, oversubscribed_slots=spare, context=1600, wake_threshold=16, prefill_tokens=256
@@ -254,20 +270,23 @@ def latency(args: argparse.Namespace) -> SectionResult:
 
     @dataclasses.dataclass(frozen=True)
     class VariedTurns(FixedTurns):
-        """Turns of different lengths, as real ones are, so that not all rows search at once."""
+        """Turns of different lengths, as in practice, so that not all rows search at the same time."""
 
         stops: tuple[str, ...] = ("e",)  # type: ignore[misc]
 
-    environment, asked = VariedTurns(searches, observation_tokens=128), model().requests(8 * args.batch, 128)
+    environment, requests = (
+        VariedTurns(searches, observation_tokens=128),
+        model().requests(8 * args.batch, 128),
+    )
 
     def side(delay: float) -> Callable[[], float]:
         retriever = DelayedRetriever(delay)
-        run = model().timed(model().engine(config, retriever), asked, environment)
+        run = model().timed(model().engine(config, retriever), requests, environment)
 
         def timed() -> float:
-            retriever.asked.clear()
+            retriever.queries.clear()
             took = run()
-            assert len(set(retriever.asked)) == len(retriever.asked) == searches * len(asked)
+            assert len(set(retriever.queries)) == len(retriever.queries) == searches * len(requests)
             return took
 
         return timed
@@ -276,8 +295,8 @@ def latency(args: argparse.Namespace) -> SectionResult:
     times = interleave(sides, args.rounds)
     fast, slow = medians(times).values()
     row = BenchmarkRow(
-        f"{len(asked)} episodes of {searches} searches over {args.batch} rows and {spare} spare ones, no query twice, seconds by "
-        "search latency",
+        f"{len(requests)} episodes of {searches} searches over {args.batch} rows and {spare} oversubscribed slots, distinct "
+        "queries, seconds by search latency",
         f"50 ms {slow:.2f}",
         f"0 ms {fast:.2f}",
         f"{100 * (slow / fast - 1):+.1f} %",
@@ -287,10 +306,10 @@ def latency(args: argparse.Namespace) -> SectionResult:
 
 
 def mixed(args: argparse.Namespace) -> SectionResult:
-    """How many slots write, where lengths are geometric, ten to one; and how many would if each were refilled at once."""
+    """Measure the share of slots that decode if lengths vary tenfold, against refilling each slot at once."""
     config = EngineConfig(rows=args.batch, context=640, wake_threshold=16, prefill_tokens=256)
     draws = np.random.default_rng(0).geometric(1 / 100, 16 * args.batch).clip(20, 200)
-    asked = [
+    requests = [
         dataclasses.replace(request, turn_tokens=int(length))
         for request, length in zip(model().requests(len(draws), 64), draws, strict=True)
     ]
@@ -298,22 +317,22 @@ def mixed(args: argparse.Namespace) -> SectionResult:
     for length in draws.tolist():
         heapq.heapreplace(free_at, free_at[0] + length)
     most = draws.sum() / (max(free_at) * args.batch)
-    made = model().engine(config)
-    run = model().timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
+    engine = model().engine(config)
+    run = model().timed(engine, requests, SingleTurn(turn_tokens=200), int(draws.sum()))
     times = interleave({"ours": run}, args.rounds)
     row = BenchmarkRow(
-        f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: slots that write",
-        f"{100 * made.stats.busy:.1f} % ({medians(times)['ours']:.2f} s)",
-        f"refilled at once, in the same order {100 * most:.1f} %",
-        f"{made.stats.busy / most:.3f}",
+        f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: share of slots that decode",
+        f"{100 * engine.stats.busy:.1f} % ({medians(times)['ours']:.2f} s)",
+        f"if refilled at once, in the same order {100 * most:.1f} %",
+        f"{engine.stats.busy / most:.3f}",
         "at least 85 %",
     )
     return [row], [warm_up(times)]
 
 
 def training(args: argparse.Namespace) -> SectionResult:
-    """The shipped policy's training rollouts in the built-in world, with the config's draft tokens and without, against decoding
-    alone at the same batch, one token a step."""
+    """Compare the shipped policy's training rollouts, with and without draft tokens, with decoding alone
+    at the same batch, one token per step."""
     decoder, tokenizer = load_language_model(SHAPE, "policy")
     card = read_card(SHAPE)
     assert card is not None
@@ -321,59 +340,59 @@ def training(args: argparse.Namespace) -> SectionResult:
     wiki = generate("train", 1, 1600, 8)
     questions = [item.question for item in mixed_questions(wiki, 200, KINDS, 1)]
     encoder = load_text_encoder("assets/miniwiki-encoder")
-    found, notes = [], []
+    rows, notes = [], []
     for batch in (args.batch, args.batch // 2):
         config = EngineConfig(
             rows=batch, context=1024, wake_threshold=16, prefill_tokens=256, top_k=2, top_p=0.95
         )
         more = dataclasses.replace(config, oversubscribed_slots=batch // 2)
-        made = [
+        engines = [
             Engine(
                 decoder,
                 tokenizer,
                 dataclasses.replace(more, draft_tokens=guessed),
-                # Each has its own: what one has searched for is not at hand for the other.
+                # Each engine has its own retriever, so that they share no cached searches.
                 retriever=make_retriever(wiki.passages, "scann", encoder),
             )
             for guessed in (DRAFT_TOKENS, 0)
         ]
         alone = FixedLengths(decoder, tokenizer).engine(config)
-        rates, times = _training_rates(args.rounds, nnx.state(decoder), *made, alone, recipe, questions)
+        rates, times = _training_rates(args.rounds, nnx.state(decoder), *engines, alone, recipe, questions)
         notes.append(f"{batch} rows: {warm_up(times)}")
         raw = rates["decoding"]
         for side, how in (("episodes", ""), ("one by one", "the same without draft tokens: ")):
             useful, busy, each = (rates[side, what] for what in ("rate", "busy", "each"))
-            found.append(
+            rows.append(
                 BenchmarkRow(
-                    f"{how}128 training episodes of the built-in world over {batch} rows and {batch // 2} spare ones, prompts, "
-                    "searches and all: policy tokens/s",
-                    f"{useful:.0f} ({100 * busy:.0f} % of {batch} write, {each:.2f} tokens a step)",
+                    f"{how}128 training episodes of the built-in world over {batch} rows and {batch // 2} oversubscribed "
+                    "slots, prompts and searches included: policy tokens/s",
+                    f"{useful:.0f} ({100 * busy:.0f} % of {batch} rows decode, {each:.2f} tokens per step)",
                     f"{batch} rows that only decode {raw:.0f}",
                     f"{100 * useful / raw:.1f} %",
                     "at least 60 %",
                 )
             )
-    return found, notes
+    return rows, notes
 
 
 def _training_rates(
     rounds: int,
     params: Any,
-    made: Engine,
+    drafting: Engine,
     plain: Engine,
     alone: Engine,
     recipe: Any,
     questions: Sequence[Question],
 ) -> tuple[dict[Any, float], dict[str, list[float]]]:
-    """Medians: of both engines' episodes the policy tokens/s, the share of rows that write, and the tokens that each writes in a
-    step; tokens/s of decoding alone. And the times of all runs."""
+    """Return medians, and the times of all runs. The medians are: policy tokens/s, share of decoding rows,
+    and tokens per row and step of both engines' episodes; tokens/s of decoding alone."""
     rates = collections.defaultdict[Any, list[float]](list)
 
     def episodes(side: str, engine: Engine) -> float:
         number = len(rates[side, "rate"])
-        asked = questions[32 * (number % (len(questions) // 32)) :][:32]
+        prompts = questions[32 * (number % (len(questions) // 32)) :][:32]
         key = jax.random.key(1 + number)
-        run_questions(engine, params, recipe, asked, key=key, samples=4)
+        run_questions(engine, params, recipe, prompts, key=key, samples=4)
         stats = engine.stats
         rates[side, "rate"].append(stats.tokens_per_second)
         rates[side, "busy"].append(stats.busy)
@@ -381,14 +400,14 @@ def _training_rates(
         return stats.seconds
 
     def decoding() -> float:
-        # One prompt, which all rows share: nearly nothing is read.
-        asked = model().requests(1, 64, samples=alone.config.rows)
-        alone.run(params, asked, SingleTurn(turn_tokens=256), KEY)
+        # All rows share one prompt, so the prefill is negligible.
+        prompts = model().requests(1, 64, samples=alone.config.rows)
+        alone.run(params, prompts, SingleTurn(turn_tokens=256), KEY)
         rates["decoding"].append(alone.stats.tokens_per_second)
         return alone.stats.seconds
 
     sides = {
-        "episodes": lambda: episodes("episodes", made),
+        "episodes": lambda: episodes("episodes", drafting),
         "one by one": lambda: episodes("one by one", plain),
         "decoding": decoding,
     }
@@ -401,37 +420,40 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], SectionResult]] = {
 }
 
 PEERS = ("single_turn", "episodes")
-"""Sections that have other libraries as peers."""
+"""Sections that measure other libraries."""
 
 NOTES = {
-    "single_turn": ["Tunix recommends vLLM for rollouts in production; its Sampler is what runs without."],
+    "single_turn": [
+        "Tunix recommends vLLM for rollouts in production; its Sampler is what runs without vLLM."
+    ],
     "episodes": [
-        "This engine and Hugging Face's generate draw; Tunix's Sampler is greedy, which is faster. Its cache is as long as each "
-        "turn needs. A loop that reads again, or keeps generate's cache, waits for the longest turn of all; here all are of one "
-        "length, which costs such a loop nothing.",
-        f"{UNCUT}: Search-R1's loop as published. It samples without stop strings and cuts a text behind its tag afterwards; "
-        f"its scripts allow a turn {RESPONSE_TOKENS} tokens, of which 64 are kept here. (It does so over vLLM.) A model that "
-        "ends its sequence behind a tag writes fewer; here none does, so this is the most that its loop can take, most of it "
-        "for text that is cut: no measure of reading again, and no target is held against it. In the other rows a turn ends "
-        "where its tag does, as if generate had been told to stop there; the target is of those.",
+        "This engine and Hugging Face's generate sample; Tunix's Sampler is greedy, which is faster, and its cache is only as "
+        "long as each turn needs. A loop that prefills the history again, or that keeps generate's cache, waits for the longest "
+        "turn of the batch. Here all turns have the same length, so such a loop loses no time by waiting.",
+        f"{UNCUT}: Search-R1's loop as published (there over vLLM). It samples without stop strings and cuts the text after its "
+        f"tag afterwards. Its scripts allow {RESPONSE_TOKENS} tokens per turn, of which 64 are kept here. A model that ends its "
+        "sequence after a tag writes fewer; here none does, so this is the longest time of its loop, most of it for text that "
+        "is cut. This row has no target. In the other rows a turn ends at its tag, as with a stop string; they have targets.",
     ],
     "training": [
-        "An episode is prefilled what it reads, but for what another sample of its question has read alike; it looks further "
-        "back in its context than the peer does; and rows run out of questions before the last one is done: that is in its "
-        "time, not in the peer's. Draft tokens are guesses at what a row writes next, from what all rows have read and written; "
-        "where one is right, a step writes two tokens, the same that two steps would have. The peer writes one a step.",
+        "An episode prefills its prompt and observations, except for a prefix that it shares with another sample of its "
+        "question. It attends to a longer context than the peer. Its time includes the end of the batch, when some rows have no "
+        "questions left. Draft tokens are guesses of the next token, from what all rows have read and written; if a guess is "
+        "right, one step yields two tokens, the same ones that two steps would yield. The peer yields one token per step.",
     ],
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures what is asked for."""
+    """Run the selected sections."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=SECTIONS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--hf_python", default=sys.executable, help="a Python with torch and transformers")
-    parser.add_argument("--tunix_python", default=sys.executable, help="a Python with google-tunix")
+    parser.add_argument("--only", choices=SECTIONS, help="section to run (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
+    parser.add_argument("--batch", type=int, default=64, help="number of rows")
+    parser.add_argument(
+        "--hf_python", default=sys.executable, help="Python interpreter with torch and transformers"
+    )
+    parser.add_argument("--tunix_python", default=sys.executable, help="Python interpreter with google-tunix")
     args = parser.parse_args(argv)
     for name, section in SECTIONS.items():
         if args.only in (None, name):
@@ -447,5 +469,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    use_huge_pages()  # as every training run; the peers get them too
+    use_huge_pages()  # as in every training run; the peers get them too
     main()

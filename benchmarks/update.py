@@ -1,7 +1,7 @@
-"""Update speed and memory: `python -m benchmarks.update [--only=NAME] [--rounds=5] [--torch_python=PYTHON]`; rows go to
+"""Measures update speed and memory: `python -m benchmarks.update [--only=NAME] [--rounds=5] [--torch_python=PYTHON]`; rows go to
 RESULTS.md.
 
-The step is GRPO's: log-probabilities under policy and frozen reference, clipped ratio, k3, gradient, AdamW, in float32.
+The step is GRPO's, in float32: log-probabilities under policy and frozen reference, clipped ratio, k3, gradient, AdamW.
 """
 
 import argparse
@@ -59,13 +59,13 @@ QWEN_HALF_BILLION = {
 
 
 class StepRunner:
-    """A decoder with its optimiser and reference, which takes steps."""
+    """A decoder with its optimiser and reference, which takes training steps."""
 
     def __init__(self, decoder: Decoder, config: ObjectiveConfig) -> None:
         graph, params, self.fixed = split_trained(decoder, ())
         self.reference = jax.tree.map(jnp.copy, params)
         optimizer = make_optimizer(OPTIM)
-        # Put where a step returns them, for which it would be compiled again.
+        # With the sharding that a step returns, so that the second step is not compiled again.
         self.params, self.state = jax.tree.map(
             lambda x: jax.device_put(x, x.sharding), (params, optimizer.init(params))
         )
@@ -73,34 +73,35 @@ class StepRunner:
         self.loss = 0.0
 
     def step(self, batches: Sequence[Batch], total: float) -> None:
-        """One optimiser step on packed rows."""
+        """Take one optimiser step on packed rows."""
         frozen = (self.reference, self.fixed)
-        self.params, self.state, found = self.updater.accumulator.step(
+        self.params, self.state, metrics = self.updater.accumulator.step(
             self.params, self.state, frozen, batches, total
         )
-        self.loss = found["loss"]
+        self.loss = metrics["loss"]
 
 
 def random_trajectories(
     rows: int, length: int, prompt: int, vocabulary: int
 ) -> tuple[list[Trajectory], np.ndarray]:
-    """Trajectories of one length, as `peers/torch_step.py` draws them, and their advantages."""
+    """Return random trajectories of one length, with the same draws as `peers/torch_step.py`, and their
+    advantages."""
     draws = np.random.default_rng(0)
     tokens = draws.integers(0, vocabulary, (rows, length))
     old = draws.normal(-np.log(vocabulary), 0.1, (rows, length)).astype(np.float32)
     advantages = draws.normal(size=(rows, 1)).astype(np.float32)[:, 0]
     roles = np.where(np.arange(length) < prompt, PROMPT, POLICY).astype(np.int8)
-    turns, asked = np.zeros(length, np.int16), Question("", "", ())
-    made = [
-        Trajectory(asked, i, i, tokens[i].astype(np.int32), roles, old[i], old[i], turns, [], [], "done")
+    turns, question = np.zeros(length, np.int16), Question("", "", ())
+    trajectories = [
+        Trajectory(question, i, i, tokens[i].astype(np.int32), roles, old[i], old[i], turns, [], [], "done")
         for i in range(rows)
     ]
-    return made, advantages
+    return trajectories, advantages
 
 
 def step(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """One step, against torch and transformers."""
-    found = []
+    """Compare one step with torch and transformers."""
+    table = []
     wide = dataclasses.replace(
         DecoderConfig.from_hf(read_config(TINY)), vocab_size=8192, hidden=512, heads=8, kv_heads=2, mlp=1536
     )
@@ -110,7 +111,7 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
         rows, length, prompt = 16, 512, 64
         what = f"a step on {rows} x {length} tokens, {name}, tokens/s"
         if not imports(args.torch_python, "torch"):
-            found.append(BenchmarkRow(what, "", "", "not measured: no torch", "0.9x"))
+            table.append(BenchmarkRow(what, "", "", "not measured: no torch", "0.9x"))
             continue
         decoder = Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL)
         objective = ObjectiveConfig(
@@ -141,7 +142,7 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
             took = interleaved_medians(sides, args.rounds)
             peer.close()
         rates = {side: rows * length / value for side, value in took.items()}
-        found.append(
+        table.append(
             BenchmarkRow(
                 what,
                 f"{rates['ours']:.0f}",
@@ -150,16 +151,16 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
                 "0.9x",
             )
         )
-        found.append(
+        table.append(
             BenchmarkRow(
-                "the loss of its first step", f"{gap:.0e} apart, relatively", f"{theirs:.6f}", "", "the same"
+                "loss of the first step", f"relative difference {gap:.0e}", f"{theirs:.6f}", "", "the same"
             )
         )
-    return found
+    return table
 
 
 def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """The compiler's count of what a step needs, against one whose logits exist all at once."""
+    """Compare the compiler's memory of a step with that of one whose logits exist all at once."""
     config, length = DecoderConfig.from_hf(QWEN_HALF_BILLION), 4096
     graph, params = nnx.split(
         nnx.eval_shape(
@@ -185,7 +186,8 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
             peaks.append(compiled.memory_analysis().temp_size_in_bytes / 2**30)
         rows_of_table.append(
             BenchmarkRow(
-                f"log-probabilities and gradient, {rows} x {length} tokens, 151,936 words, 0.5B shape: GiB beside the arguments",
+                f"log-probabilities and gradient, {rows} x {length} tokens, vocabulary of 151,936, 0.5B shape: GiB "
+                "beside the arguments",
                 f"{peaks[0]:.2f}",
                 f"all logits at once {peaks[1]:.2f}",
                 f"{peaks[0] / peaks[1]:.2f}",
@@ -196,7 +198,7 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Search traces of the shipped policy in packed rows, against one padded row each."""
+    """Compare search trajectories in packed rows with one padded row each."""
     decoder, tokenizer = load_language_model(TINY, "policy")
     card = read_card(TINY)
     assert card is not None
@@ -213,14 +215,14 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
         row_lengths=(1024,), microbatch_tokens=2048, parallel_microbatches=2
     )  # as configs/rsearch_grpo.py
     padded = ObjectiveConfig(row_lengths=(longest,), microbatch_tokens=longest, parallel_microbatches=2)
-    together = max(1, 4096 // longest)
-    few = range(len(traces) // together * together)
-    alone = [microbatches([traces[i]], advantages[[i]], padded)[0][0] for i in few]
+    rows_per_batch = max(1, 4096 // longest)
+    selected = range(len(traces) // rows_per_batch * rows_per_batch)
+    alone = [microbatches([traces[i]], advantages[[i]], padded)[0][0] for i in selected]
     batches = {
         "packed": microbatches(traces, advantages, packed)[0],
         "padded": [
-            jax.tree.map(lambda *x: np.concatenate(x), *alone[i : i + together])
-            for i in range(0, len(alone), together)
+            jax.tree.map(lambda *x: np.concatenate(x), *alone[i : i + rows_per_batch])
+            for i in range(0, len(alone), rows_per_batch)
         ],
     }
     sides: dict[str, Callable[[], float]] = {}
@@ -230,11 +232,12 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
             lambda: runner.step(batches[name], 1000.0)
         )
     took = interleaved_medians(sides, min(args.rounds, 3))
-    took["padded"] *= len(traces) / len(few)
+    took["padded"] *= len(traces) / len(selected)
     tokens = [len(t.tokens) for t in traces]
     return [
         BenchmarkRow(
-            f"{len(traces)} search traces of {min(tokens)} to {max(tokens)} tokens (mean {np.mean(tokens):.0f}): seconds a step",
+            f"{len(traces)} search trajectories of {min(tokens)} to {max(tokens)} tokens "
+            f"(mean {np.mean(tokens):.0f}): seconds per step",
             f"{took['packed']:.2f}",
             f"a padded row each {took['padded']:.2f}",
             f"{took['padded'] / took['packed']:.2f}x",
@@ -244,10 +247,10 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Groups whose samples share their prompt in the rows, against a copy of it for each."""
+    """Compare groups whose samples share their prompt in a row with one copy of the prompt per sample."""
     config = DecoderConfig.from_hf(read_config(TINY))
     groups, samples, output = 8, 8, 128
-    found = []
+    table = []
     for prompt in (64, 256, 512):
         trajectories, advantages = random_trajectories(
             groups * samples, prompt + output, prompt, config.vocab_size
@@ -273,16 +276,16 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
                 lambda: runner.step(batches, total)
             )
         took = interleaved_medians(sides, args.rounds)
-        found.append(
+        table.append(
             BenchmarkRow(
-                f"{groups} groups of {samples} outputs of {output} tokens after a prompt of {prompt}: seconds a step",
+                f"{groups} groups of {samples} outputs of {output} tokens after a prompt of {prompt}: seconds per step",
                 f"{took['shared']:.2f} ({slots['shared']:,} slots)",
                 f"the prompt once a sample {took['apart']:.2f} ({slots['apart']:,} slots)",
                 f"{took['apart'] / took['shared']:.2f}x",
                 "",
             )
         )
-    return found
+    return table
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[BenchmarkRow]]] = {
@@ -291,13 +294,15 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[BenchmarkRow]]] = {
 
 
 def main() -> None:
-    """Measures what is asked for."""
+    """Run the selected sections."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=SECTIONS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--torch_python", default=sys.executable, help="a Python with torch and transformers")
+    parser.add_argument("--only", choices=SECTIONS, help="section to run (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
+    parser.add_argument(
+        "--torch_python", default=sys.executable, help="Python interpreter with torch and transformers"
+    )
     args = parser.parse_args()
-    use_huge_pages()  # as every training run
+    use_huge_pages()  # as in every training run
     for name, section in SECTIONS.items():
         if args.only in (None, name):
             write(f"Update: {name}", f"python -m benchmarks.update --only={name}", section(args), [])

@@ -67,10 +67,10 @@ def get_config(arg: str = "") -> ConfigDict:
     config.reader = args.reader
     config.method = {"name": args.method}
     if is_recipe(args.method):
-        own = (
+        as_trained = (
             card is not None and card.recipe == args.method
         )  # then evaluate with the settings of its training
-        config.recipe = {**card.fields, "environment": dict(card.environment)} if card and own else {}
+        config.recipe = {**card.fields, "environment": dict(card.environment)} if card and as_trained else {}
         if (
             args.method == "r3rag" and real and not tiny
         ):  # documents are cut during training only (section 4.3)

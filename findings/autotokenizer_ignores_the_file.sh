@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# One would guess: `AutoTokenizer.from_pretrained(FOLDER)` gives the tokenizer of FOLDER/tokenizer.json, all the more where
-#   tokenizer_config.json names the generic class that does so.
-# What happens (transformers 5.24.0 with tokenizers 0.23.3, November 2026): beside a config.json of model_type qwen2 it takes
-#   Qwen2Tokenizer, which keeps vocabulary and merges of the file and puts Qwen's own pre-tokenizer and NFC normalizer in place of
-#   the file's. Saved and loaded, the same text becomes other tokens, without a warning. Without the config.json it does not.
-# Why it matters to search-agent RL: a policy with a tokenizer of its own (a small one, a cut or extended vocabulary) is trained
-#   with one tokenizer and served with another. It also hides that a tokenizer.json lacks its normalizer, as conversions from GGUF
-#   leave it: transformers puts NFC back, programs that read the file alone do not.
-# What rrl does: rrl/models/tokenizer.py (`_declared_class`) loads a folder that declares the generic class with the generic class,
-#   and warns where Qwen's vocabulary comes with a tokenizer.json without a normalizer.
-# Exits with 0 while this is so, with 1 otherwise.
+# AutoTokenizer ignores parts of tokenizer.json if the folder has a config.json of model_type qwen2.
+#
+# Expected: `AutoTokenizer.from_pretrained(FOLDER)` returns the tokenizer of FOLDER/tokenizer.json, in particular if
+#           tokenizer_config.json names the generic class, which does so.
+# Actual:   transformers 5.24.0 with tokenizers 0.23.3 (November 2026): with a config.json of model_type qwen2, Qwen2Tokenizer
+#           is used. It keeps the vocabulary and merges of the file, but replaces its pre-tokenizer and normalizer by Qwen's
+#           own pre-tokenizer and NFC. After saving and loading, the same text becomes other tokens, without a warning.
+#           Without the config.json this does not happen.
+# Impact:   a policy with its own tokenizer (a small one, a cut or extended vocabulary) is trained with one tokenizer and served
+#           with another. It also hides a missing normalizer, as in tokenizer.json files converted from GGUF: transformers adds
+#           NFC, programs that read only the file do not.
+# In rrl:   rrl/models/tokenizer.py (`_declared_class`) loads a folder that declares the generic class with that class, and warns
+#           if Qwen's vocabulary comes with a tokenizer.json without a normalizer.
+#
+# Exit code 0 while the behaviour persists, 1 otherwise.
 set -euo pipefail
 unset PYTHONPATH
 folder="$(mktemp -d)"

@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# One would guess: bfloat16 weights halve the memory that a decode step reads, so that they are never slower than float32, and
-#   surely not on a processor with bfloat16 instructions.
-# What happens (jax 0.10.2, November 2026, x86-64): XLA's CPU backend rewrites a bfloat16 product to a float32 one. The compiled
-#   program makes a float32 copy of the whole weight, again at every call: it reads 2 bytes, writes 4 and reads 4 a weight, where
-#   float32 reads 4. With one row of 2,048 and 2,048 x 2,048 weights it took four times as long as float32 on an AMD EPYC that has
-#   avx512_bf16. (jax 0.12.0.1, which needs Python 3.12, made no copy there and was faster than float32 from 16 rows on.)
-# Why it matters to search-agent RL: the published settings say bfloat16, and decoding with few rows, which is most of a rollout,
-#   is bound by reading weights.
-# What rrl does: rrl/models/hardware.py: `compute.dtype=auto`, which the large sizes have, is float32 on a CPU; bfloat16 by name is
-#   done, with a warning.
-# Looks at the compiled program, not at seconds. Exits with 0 while this is so, with 1 otherwise.
+# XLA's CPU backend computes bfloat16 products in float32, and is slower than with float32 weights.
+#
+# Expected: bfloat16 weights halve the memory traffic of a decode step, so they are never slower than float32, least of all on a
+#           processor with bfloat16 instructions.
+# Actual:   jax 0.10.2 (November 2026, x86-64): the backend rewrites a bfloat16 product to a float32 one. In every call the
+#           compiled program makes a float32 copy of the whole weight: it reads 2 bytes per weight, writes 4 and reads 4, where
+#           float32 reads 4. With one row of 2,048 and a 2,048 x 2,048 weight it took four times as long as float32 on an AMD
+#           EPYC that has avx512_bf16. (jax 0.12.0.1, which needs Python 3.12, made no copy there and was faster than float32
+#           from 16 rows on.)
+# Impact:   the published settings use bfloat16, and decoding with few rows, which is most of a rollout, is bound by reading
+#           weights.
+# In rrl:   rrl/models/hardware.py: `compute.dtype=auto`, the default of the large sizes, is float32 on a CPU; an explicit
+#           bfloat16 is used, with a warning.
+#
+# The script inspects the compiled program; it measures no time. Exit code 0 while the behaviour persists, 1 otherwise.
 set -euo pipefail
 unset PYTHONPATH
 folder="$(mktemp -d)"

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# A jitted function that calls a method of its owner through io_callback is never collected, nor is its owner.
+# A jitted function that calls a method of its owner through io_callback is never collected, and neither is its owner.
 #
-# Guess:    an object that holds `jax.jit(loop)`, where `loop` calls the object's own method through `io_callback`, is a cycle
-#           of Python objects. `del` and `gc.collect()` free it, and with it the compiled program, as they do without the callback.
-# Instead:  jax 0.10.2 (November 2026): JAX's caches are keyed weakly by the function and hold the traced program strongly; the
-#           program holds the callback, the callback its object, the object the function. So the key lives as long as the value.
-#           Only `jax.clear_caches()` or the function's own `clear_cache()` ends it. A callback that holds its object weakly
-#           is collected as one would guess. Each program that stays keeps memory maps; Linux allows a process 65,530
-#           (vm.max_map_count), and a process that needs more of them ends in a crash inside the compiler.
-# Matters:  a rollout loop that asks a search engine from inside jit is made this way: its callback is a method of the engine.
-#           A notebook or a sweep that makes engine after engine keeps every one, with its tokenizer, index and programs.
-# In rrl:   `rrl.rollout.engine.WeakCallback`, `Engine.close`; tests/rollout/test_programs.py.
+# Expected: an object that holds `jax.jit(loop)`, where `loop` calls the object's own method through `io_callback`, is a cycle of
+#           Python objects. `del` and `gc.collect()` free it together with its compiled program, as they do without a callback.
+# Actual:   jax 0.10.2 (November 2026): JAX's caches use the function as a weak key, but hold the traced program strongly. The
+#           program holds the callback, the callback its object, and the object the function. The key therefore lives as long
+#           as the value. Only `jax.clear_caches()` or the function's own `clear_cache()` frees it. A callback that holds its
+#           object weakly is collected as expected. Each remaining program keeps memory maps. Linux allows a process 65,530
+#           (vm.max_map_count); a process that needs more crashes inside the compiler.
+# Impact:   a rollout loop that calls a search engine from inside jit is built this way: its callback is a method of the engine.
+#           A notebook or a sweep that creates many engines keeps all of them, with their tokenizers, indexes and programs.
+# In rrl:   `rrl.rollout.loop.WeakCallback`, `Engine.close`; tests/rollout/test_programs.py.
 set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# One would guess: `optax.contrib.muon` orthogonalises the weight matrices of a model whose layers are scanned, or says that it
-#   can't.
-# What happens (optax 0.2.8 with jax 0.10.2, November 2026): only arrays of exactly two axes are matrices to it. The weights of
-#   scanned layers, stacked as [layers, in, out], go to Adam without a word, with Adam's learning rate: all that Muon still moves
-#   is what lies outside the layers, such as the embedding, which it should not move.
-# Why it matters to search-agent RL: JAX models scan their layers so that a 7B model compiles in a minute; a run "with Muon" is
-#   then a run with Adam at Muon's learning rate, which is some ten times too high for a policy.
-# What rrl does: rrl/rl/optim.py (`matrix_dimensions`) names the axes of each kind of parameter and hands them to Muon.
-# Exits with 0 while this is so, with 1 otherwise.
+# optax.contrib.muon silently uses Adam for the weights of scanned layers.
+#
+# Expected: `optax.contrib.muon` orthogonalises the weight matrices of a model with scanned layers, or reports that it cannot.
+# Actual:   optax 0.2.8 with jax 0.10.2 (November 2026): only arrays with exactly two axes count as matrices. The weights of
+#           scanned layers, stacked as [layers, in, out], go to Adam without a warning, with Adam's learning rate. Muon only
+#           updates what lies outside the layers, such as the embedding, which it should not update.
+# Impact:   JAX models scan their layers, so that a 7B model compiles in a minute. A run "with Muon" is then a run with Adam at
+#           Muon's learning rate, which is about ten times too high for a policy.
+# In rrl:   rrl/rl/optim.py (`matrix_dimensions`) names the axes of each kind of parameter and passes them to Muon.
+#
+# Exit code 0 while the behaviour persists, 1 otherwise.
 set -euo pipefail
 unset PYTHONPATH
 folder="$(mktemp -d)"

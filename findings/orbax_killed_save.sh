@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Orbax keeps what a killed save has left, and takes any numbered folder for a step.
+# Orbax keeps the files of a killed save, and treats any numbered folder as a step.
 #
-# Guess:    after a save that was killed, the next CheckpointManager removes what was half written, and `latest_step` is the
-#           newest step that can be read.
-# Instead:  orbax-checkpoint 0.12.8 with jax 0.10.2 (November 2026): the temporary folder of the killed save stays, with what
-#           it had written, at each start and after each later save, unless `cleanup_tmp_directories=True` is set (which removes
-#           it in the background). A folder whose name is a number counts as a step, even without the commit marker that
-#           Orbax itself writes last (commit_success.txt) and without the state: `latest_step` names it, restoring it raises.
-# Matters:  RL runs are preempted often and save often. A disk fills with halves of checkpoints of tens of GB, and a run
-#           whose newest folder was copied or deleted in part does not start, although the step before it is whole.
+# Expected: after a save was killed, the next CheckpointManager removes the incomplete files, and `latest_step` is the newest
+#           readable step.
+# Actual:   orbax-checkpoint 0.12.8 with jax 0.10.2 (November 2026): the temporary folder of the killed save stays, with its
+#           files, at each start and after each later save, unless `cleanup_tmp_directories=True` is set (which removes it in
+#           the background). Any folder whose name is a number counts as a step, even without the commit marker that Orbax
+#           itself writes last (commit_success.txt), and without the state: `latest_step` names it, and restoring it raises.
+# Impact:   RL runs are preempted often and save often. A disk fills with incomplete checkpoints of tens of GB. A run whose
+#           newest folder was copied or deleted in part does not start, although the previous step is complete.
 # In rrl:   rrl/runs/checkpoints.py removes the temporary folders at the start and uses only folders with a commit marker.
 set -euo pipefail
 unset PYTHONPATH

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# One would guess: ScaNN built twice over the same vectors with the same settings is the same index, since nothing in its
-#   builder asks for a seed.
-# What happens (scann 1.4.2, November 2026): the tree's training draws its centres from an unseeded generator. Two builds give
-#   another first five for several queries of a hundred, in one process or in two; `score_brute_force` does not differ.
-# Why it matters to search-agent RL: a run that is preempted and resumed builds its index again, its policy reads other passages,
-#   and the run is no longer the one that was stopped; two arms of a comparison search two different indexes.
-# What rrl does: rrl/retrieval/index.py (`stored_retriever`) builds the index of 20,000 passages or more once, in the workdir, and
-#   opens it at every later start.
-# Exits with 0 while this is so, with 1 where two builds agree.
+# Two builds of a ScaNN index over the same vectors return different results.
+#
+# Expected: two builds over the same vectors with the same settings give the same index, since the builder has no seed argument.
+# Actual:   scann 1.4.2 (November 2026): the training of the tree draws its centres from an unseeded generator. For several of
+#           a hundred queries, two builds return different top-5 results, in one process or in two. `score_brute_force` gives
+#           equal results.
+# Impact:   a run that is preempted and resumed builds its index again, so its policy reads other passages, and the run is not
+#           reproducible; two arms of a comparison search two different indexes.
+# In rrl:   rrl/retrieval/index.py (`stored_retriever`) builds the index of 20,000 passages or more once, in the workdir, and
+#           opens it at every later start.
+#
+# Exit code 0 while the behaviour persists, 1 if two builds agree.
 set -euo pipefail
 unset PYTHONPATH
 folder="$(mktemp -d)"

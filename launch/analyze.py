@@ -1,8 +1,8 @@
-"""An analysis of the papers: `python launch/analyze.py --what=top_k --policy=runs/NAME/policy [--out=FOLDER]`.
+"""Runs one of the papers' analyses: `python launch/analyze.py --what=top_k --policy=runs/NAME/policy [--out=FOLDER]`.
 
-Runs what is missing and ends in table.md, table.csv and plot.png, with the papers' figures and tables named. Some analyses vary a
-value of an evaluation for given policies (max_steps, top_k, retrievers, tokens); the others train policies in different ways over
-seeds, beside the reproduction's runs, which they share. The same command continues what was broken off.
+Executes the missing runs and writes table.md, table.csv and plot.png, which name the papers' figures and tables. Some analyses
+vary one value of an evaluation for given policies (max_steps, top_k, retrievers, tokens). The others train policies in different
+ways over seeds, and share these runs with launch/reproduce.py. The same command continues an interrupted analysis.
 """
 
 import pathlib
@@ -14,40 +14,46 @@ from absl import flags
 
 from rrl.runs import launcher
 
-_WHAT = flags.DEFINE_string("what", None, "The analysis: see docs/evaluation.md.")
+_WHAT = flags.DEFINE_string("what", None, "Name of the analysis; docs/evaluation.md lists them.")
 _OUT = flags.DEFINE_string(
-    "out", None, "Folder of table, plot and evaluations (default: runs/analysis-WHAT, of smoke runs -smoke)."
+    "out",
+    None,
+    "Folder of table, plot and evaluations (default: runs/analysis-WHAT, with -smoke for smoke runs).",
 )
 _POLICY = flags.DEFINE_list(
-    "policy", [], "Policies that are evaluated: FOLDER, whose recipe card says the method, or METHOD@FOLDER."
+    "policy", [], "Policies to evaluate: METHOD@FOLDER, or a FOLDER whose recipe card names the method."
 )
 _VALUES = flags.DEFINE_string(
-    "values", "", "Values of what is varied, such as 1,3,5 or 1-10 or bm25,exact@FOLDER."
+    "values", "", "Values of the varied field, such as 1,3,5 or 1-10 or bm25,exact@FOLDER."
 )
 _ARGUMENTS = flags.DEFINE_list(
-    "arguments", [], "Arguments of configs/eval.py, such as dataset=FILE,questions=200."
+    "arguments", [], "Further arguments of configs/eval.py, such as dataset=FILE,questions=200."
 )
-_SET = flags.DEFINE_multi_string(
-    "set", [], "A field of all evaluations, such as rollout.rows=32; may be repeated."
-)
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of training.")
+_SET = flags.DEFINE_multi_string("set", [], "A config field of all evaluations, such as rollout.rows=32")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
 _RUNS = flags.DEFINE_string(
     "runs", None, "Folder of the training runs (default: that of launch/reproduce.py)."
 )
 _KEEP = flags.DEFINE_string(
-    "keep", None, "Folder of kept results (docs/reproduction), whose runs are not done again."
+    "keep",
+    None,
+    "Folder of stored measurements, such as docs/reproduction; their runs are not executed again.",
 )
 _JOBS = flags.DEFINE_integer(
-    "jobs", None, "Runs at a time, each with its share of the cores (default: 2, if there are)."
+    "jobs",
+    None,
+    "Number of runs at a time, each on its share of the cores (default: 2, or 1 on a single core).",
 )
-_LIST = flags.DEFINE_bool("list", False, "Lists runs with state, minutes and command, and ends.")
-_RUN = flags.DEFINE_bool("run", True, "--norun: writes table and plot of what is there.")
-_SMOKE = flags.DEFINE_bool("smoke", False, "Sizes at which nothing is measured: do all commands go through?")
+_LIST = flags.DEFINE_bool("list", False, "Lists the runs with state, minutes and command, and exits.")
+_RUN = flags.DEFINE_bool(
+    "run", True, "--norun: executes nothing, and writes table and plot of the finished runs."
+)
+_SMOKE = flags.DEFINE_bool("smoke", False, "Uses tiny sizes, which only check that all commands complete.")
 flags.mark_flags_as_required(["what"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Runs, writes and prints."""
+    """Run the analysis and print its table."""
     from rrl.errors import UserError
     from rrl.studies.analyses.analyze import analyze
     from rrl.studies.reproduction.reproduce import seeds_of

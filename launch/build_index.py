@@ -1,4 +1,4 @@
-"""An index folder from a corpus: `python launch/build_index.py --corpus=FILE --out=FOLDER --retriever=scann --encoder=FOLDER`.
+"""Builds a search index: `python launch/build_index.py --corpus=FILE --out=FOLDER --retriever=scann --encoder=FOLDER`.
 
 The same command continues a build that was stopped.
 """
@@ -15,45 +15,51 @@ from rrl.errors import UserError
 from rrl.runs import launcher
 
 _CORPUS = flags.DEFINE_string(
-    "corpus", None, "JSONL, JSON, TSV or CSV, plain, gzip or bzip2; see docs/retrieval.md."
+    "corpus", None, "Corpus: JSONL, JSON, TSV or CSV; plain, gzip or bzip2. See docs/retrieval.md."
 )
-_OUT = flags.DEFINE_string("out", None, "Folder to write, which must not be there yet.")
+_OUT = flags.DEFINE_string("out", None, "Folder to write; it must not exist yet.")
 _RETRIEVER = flags.DEFINE_enum("retriever", "scann", ["scann", "bm25", "exact"], "Kind of index.")
-_ENCODER = flags.DEFINE_string("encoder", None, "Hugging Face folder of the encoder, for scann and exact.")
+_ENCODER = flags.DEFINE_string(
+    "encoder", None, "Hugging Face folder of the text encoder, for scann and exact."
+)
 _MEMORY = flags.DEFINE_float(
-    "memory_gb", None, "Memory for ScaNN, in 10^9 bytes (default: most of the machine's)."
+    "memory_gb", None, "Memory for ScaNN, in 10^9 bytes (default: most of the machine's memory)."
 )
 _BM25 = flags.DEFINE_enum(
-    "bm25", "pyserini", ["pyserini", "msmarco", "lucene", "bm25s"], "Published k1 and b."
+    "bm25",
+    "pyserini",
+    ["pyserini", "msmarco", "lucene", "bm25s"],
+    "BM25: the source whose published k1 and b are used.",
 )
-_K1 = flags.DEFINE_float("k1", None, "BM25: saturation of repeated words, in place of the published.")
-_B = flags.DEFINE_float("b", None, "BM25: strength of length normalisation, in place of the published.")
+_K1 = flags.DEFINE_float("k1", None, "BM25: term saturation; overrides the published value.")
+_B = flags.DEFINE_float(
+    "b", None, "BM25: strength of the length normalisation; overrides the published value."
+)
 _TITLE = flags.DEFINE_integer(
-    "title_weight", 1, "How often the title counts; 0: the text alone. Above 1 for BM25 only."
+    "title_weight", 1, "How often the title is counted; 0: only the text is indexed. Above 1 for BM25 only."
 )
 _TOKENS = flags.DEFINE_enum(
     "tokens",
     "lucene",
     ["lucene", "whitespace", "words"],
-    "BM25: Lucene's English analysis, or what stands between spaces or runs of letters and digits, in lower case alone.",
+    "BM25: Lucene's English analysis, lower-case words between spaces, or lower-case runs of letters and "
+    "digits.",
 )
 _IDF = flags.DEFINE_enum(
     "idf",
     "lucene",
     ["lucene", "okapi"],
-    "BM25: weight of rare words, as in Lucene or in rank_bm25's BM25Okapi.",
+    "BM25: formula of the inverse document frequency, as in Lucene or in rank_bm25's BM25Okapi.",
 )
 _STEM = flags.DEFINE_bool("stem", True, "BM25: whether words are reduced to their stems.")
-_SKIP = flags.DEFINE_bool(
-    "skip_broken", False, "Leave broken records out, and count them, in place of refusing the file."
-)
+_SKIP = flags.DEFINE_bool("skip_broken", False, "Skip and count broken records instead of refusing the file.")
 _COLUMNS = flags.DEFINE_list(
     "columns",
     [],
-    "What each column of a TSV or CSV is, such as id,text,title (- for one to pass over), where no header says it.",
+    "Content of each column of a TSV or CSV without a header, such as id,text,title; - skips a column.",
 )
 _SHARD = flags.DEFINE_string(
-    "shard", "0/1", "i/n: every n-th passage from the i-th, for a corpus on n hosts."
+    "shard", "0/1", "i/n: index every n-th passage starting with the i-th, for a corpus split over n hosts."
 )
 flags.mark_flags_as_required(["corpus", "out"])
 
@@ -62,11 +68,11 @@ _ONLY = (
     (("scann", "exact"), (_ENCODER,)),
     (("scann",), (_MEMORY,)),
 )
-"""Kinds of index, and the flags that have a meaning with them alone."""
+"""(kinds of index, flags that are valid only for these kinds)."""
 
 
 class StageProgress:
-    """A progress line for each stage, with passages/s and the time left, every five seconds at least."""
+    """Prints a progress line per stage, with passages/s and remaining time, at least every five seconds."""
 
     def __init__(self) -> None:
         self._stage = ""
@@ -76,7 +82,7 @@ class StageProgress:
         threading.Thread(target=self._repeat, name="progress", daemon=True).start()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """As `rrl.retrieval.build.Progress`."""
+        """Receive progress; see `rrl.retrieval.build.Progress`."""
         with self._lock:
             self._show(stage, done, total)
 
@@ -109,7 +115,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def main(_: Sequence[str]) -> None:
-    """Builds the index and prints its manifest."""
+    """Build the index and print its manifest."""
     import dataclasses
 
     from rrl.retrieval.bm25 import PUBLISHED, Bm25Config
@@ -120,13 +126,13 @@ def main(_: Sequence[str]) -> None:
         for flag in only:
             if flag.present and _RETRIEVER.value not in kinds:
                 raise UserError(
-                    f"--{flag.name} has no meaning with --retriever={_RETRIEVER.value}, only with {' and '.join(kinds)}; "
+                    f"--{flag.name} does not apply to --retriever={_RETRIEVER.value}, only to {' and '.join(kinds)}; "
                     "leave it out"
                 )
     if _RETRIEVER.value != "bm25" and _TITLE.value not in (0, 1):
         raise UserError(
-            f"--title_weight={_TITLE.value} must be 0 or 1 with --retriever={_RETRIEVER.value}: a text is embedded with its "
-            "title or without"
+            f"--title_weight={_TITLE.value} must be 0 or 1 with --retriever={_RETRIEVER.value}: an embedding contains the "
+            "title once or not at all"
         )
     k1, b = PUBLISHED[_BM25.value]
     bm25 = Bm25Config(

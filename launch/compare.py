@@ -1,8 +1,8 @@
-"""Ways to train over seeds: `python launch/compare.py --config=configs/rsearch_grpo.py --out=runs/compare`.
+"""Compares ways to train over several seeds: `python launch/compare.py --config=configs/rsearch_grpo.py --out=runs/compare`.
 
-GRPO and its controls; or any values of a config's argument (`--arms=ablation=none,ablation=filter`), and other config files
-(`--arms=GRPO,configs/rsearch_ppo.py`), each with an argument of its own (`configs/search_r1.py:control=permuted`). It ends in a
-table and a plot, and continues where it was broken off.
+The default arms are GRPO and its controls. Other arms are values of a config argument (`--arms=ablation=none,ablation=filter`)
+and other config files (`--arms=GRPO,configs/rsearch_ppo.py`), which may add one argument
+(`configs/search_r1.py:control=permuted`). Writes a table and a plot. The same command continues an interrupted comparison.
 """
 
 import shlex
@@ -15,29 +15,31 @@ from absl import flags
 from rrl.runs import launcher
 
 _CONFIG = flags.DEFINE_string(
-    "config", "configs/rsearch_grpo.py", "Config file, arguments after a colon; not seed or control."
+    "config",
+    "configs/rsearch_grpo.py",
+    "Config file, with its arguments after a colon, but without seed and control.",
 )
 _COLD_START = flags.DEFINE_string(
     "cold_start",
     "configs/miniwiki_cold_start.py:init=assets/miniwiki-policy",
-    "Config that goes on with supervised training from the same start.",
+    "Config of the arm that continues supervised training from the same start.",
 )
-_OUT = flags.DEFINE_string("out", "runs/compare", "Folder for the runs, the plot and the table.")
-_ARMS = flags.DEFINE_list("arms", ["GRPO", "SFT continued", "rewards permuted", "search off"], "Arms to run.")
-_METRIC = flags.DEFINE_string(
-    "metric", "em", "What the table tells: a held-out metric, such as full_recall (R2AG)."
+_OUT = flags.DEFINE_string("out", "runs/compare", "Folder of the runs, the plot and the table.")
+_ARMS = flags.DEFINE_list(
+    "arms", ["GRPO", "SFT continued", "rewards permuted", "search off"], "Arms to compare."
 )
+_METRIC = flags.DEFINE_string("metric", "em", "Held-out metric of the table, such as full_recall for R2AG.")
 _OVER = flags.DEFINE_enum(
     "over",
     "minutes",
     ["minutes", "updates"],
-    "What the plot runs over: updates, where runs had unlike machines.",
+    "X-axis of the plot; use updates if the runs used different machines.",
 )
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3"], "Seeds to run.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3"], "Training seeds.")
 
 
 def main(_: Sequence[str]) -> None:
-    """Runs what is missing and prints the table."""
+    """Execute the missing runs and print the table."""
     from rrl.errors import UserError
     from rrl.studies.compare import compare
 
@@ -60,7 +62,7 @@ def main(_: Sequence[str]) -> None:
         if error.returncode == launcher.EXIT_USER_ERROR:  # the run has printed its error
             sys.exit(launcher.EXIT_USER_ERROR)
         sys.exit(
-            f"error: exit code {error.returncode} of python {shlex.join(error.cmd)}; what it printed is above"
+            f"error: exit code {error.returncode} of python {shlex.join(error.cmd)}; its output is above"
         )
 
 

@@ -11,14 +11,14 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string(
-    "workdir", "runs/encoder", "Folder of the run; the encoder goes to its model/."
+    "workdir", "runs/encoder", "Folder of the run; the encoder is written to its subfolder model."
 )
 flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
 flags.mark_flags_as_required(["config"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Trains, writes the encoder's folder and prints recall beside BM25's."""
+    """Train, write the encoder's folder and print its recall beside that of BM25."""
     from rrl.config.sections import build
     from rrl.sft.encoder import EncoderTrainingConfig, train_and_save
 

@@ -1,6 +1,6 @@
-"""Evaluates a method on a dataset: `python launch/eval.py --config=configs/eval.py:method=…,dataset=…,policy=…`.
+"""Evaluates a method on a dataset: `python launch/eval.py --config=configs/eval.py:method=...,dataset=...,policy=...`.
 
-The same command again continues an evaluation that was stopped or killed, question by question.
+The same command continues an evaluation that was stopped or killed, after its last answered question.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder of the run (default: runs/NAME); a run that is there is continued."
+    "workdir", None, "Folder of the run (default: runs/NAME). An existing run is continued."
 )
 flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
 flags.mark_flags_as_required(["config"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Asks, scores and prints."""
+    """Answer the questions, score the answers and print the metrics."""
     from rrl.eval.evaluate import run
 
     run(_CONFIG.value, _WORKDIR.value or f"runs/{_CONFIG.value.name}")

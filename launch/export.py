@@ -1,4 +1,4 @@
-"""The policy of a training run as a Hugging Face folder: `python launch/export.py --workdir=FOLDER --out=FOLDER`."""
+"""Exports the policy of a training run as a Hugging Face folder: `python launch/export.py --workdir=FOLDER --out=FOLDER`."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,19 @@ from absl import flags
 
 from rrl.runs import launcher
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of launch/train.py or launch/sft.py.")
-_OUT = flags.DEFINE_string("out", None, "Folder to write, which must not be there yet or be empty.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Workdir of launch/train.py or launch/sft.py.")
+_OUT = flags.DEFINE_string("out", None, "Folder to write; it must not exist yet, or be empty.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the weights.")
 _STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint (default: the latest).")
-_MAX_SHARD_SIZE = flags.DEFINE_string("max_shard_size", "5GB", "Most of the weights in one file.")
-_START = flags.DEFINE_string("start", None, "Where the folder that the run started from is, if it has moved.")
+_MAX_SHARD_SIZE = flags.DEFINE_string("max_shard_size", "5GB", "Maximum size of one weight file.")
+_START = flags.DEFINE_string(
+    "start", None, "New path of the folder that the run started from, if it was moved."
+)
 flags.mark_flags_as_required(["workdir", "out"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Writes the folder and says what it is."""
+    """Write the folder and print a line about it."""
     from rrl.serve.export import export
 
     assert _WORKDIR.value is not None and _OUT.value is not None  # required flags

@@ -1,7 +1,7 @@
-"""How good is a judge? `python launch/judge.py --judge=FOLDER [--trajectories=FILE]`: its agreement with the oracle.
+"""Measures how often a judge agrees with the oracle: `python launch/judge.py --judge=FOLDER [--trajectories=FILE]`.
 
-Over cases of held-out built-in worlds, or over what a policy did, where the questions name their gold passages. The judge is
-the folder of a model, or the http address of an OpenAI-compatible service.
+It judges examples from held-out built-in worlds, or the trajectories of a policy if their questions have gold passages. The judge
+is the folder of a model, or the http address of an OpenAI-compatible service.
 """
 
 from collections.abc import Sequence
@@ -10,28 +10,32 @@ from absl import flags
 
 from rrl.runs import launcher
 
-_JUDGE = flags.DEFINE_string("judge", None, "A model's folder, http://… of a service, or oracle.")
-_MODEL = flags.DEFINE_string("judge_model", "", "Of a service: the model's name.")
+_JUDGE = flags.DEFINE_string("judge", None, "A model's folder, the http address of a service, or oracle.")
+_MODEL = flags.DEFINE_string("judge_model", "", "Name of the model, for a service.")
 _QUESTIONS = flags.DEFINE_integer(
-    "questions", 500, "Questions, each of which gives one case of each kind; a multiple of 5."
+    "questions", 500, "Number of questions, each of which yields one example of each kind; a multiple of 5."
 )
-_SPLIT = flags.DEFINE_enum("split", "test", ["dev", "test"], "Whose worlds.")
-_SEED = flags.DEFINE_integer("seed", 0, "Which worlds and cases.", lower_bound=0)
-_TRAJECTORIES = flags.DEFINE_string("trajectories", None, "trajectories.jsonl of a run, in place of cases.")
+_SPLIT = flags.DEFINE_enum(
+    "split", "test", ["dev", "test"], "Split of the worlds that the examples come from."
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the worlds and the examples.", lower_bound=0)
+_TRAJECTORIES = flags.DEFINE_string(
+    "trajectories", None, "trajectories.jsonl of a run, to be judged instead of generated examples."
+)
 _TAG = flags.DEFINE_string(
-    "answer", "answer", "Of trajectories: the tag of answers, or their heading with its colon."
+    "answer", "answer", "Tag of the answers in the trajectories, or the heading before them, with its colon."
 )
 _CONTEXT = flags.DEFINE_integer(
     "context",
     0,
-    "Of a model: most tokens of a case and its answer; 0: what its card says, or 8,192.",
+    "Maximum tokens of prompt and answer, for a model (0: as in its judge card, or 8192).",
     lower_bound=0,
 )
 flags.mark_flags_as_required(["judge"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Asks and prints."""
+    """Judge the examples and print the agreement."""
     from rrl.data.trajectory_files import load_trajectories
     from rrl.models.hardware import ComputeConfig, MeshConfig
     from rrl.sft.judge_agreement import held_out_judge_examples, judge_examples_of, judge_report

@@ -1,6 +1,6 @@
-"""Do two question files share questions? `python launch/leakage.py --train=FILE --held_out=FILE [--out=FILE]`.
+"""Checks whether two question files share questions: `python launch/leakage.py --train=FILE --held_out=FILE [--out=FILE]`.
 
-Exit code 0: none is shared; 1: some are; 2: wrong input.
+Exit code 0: no shared questions; 1: shared questions; 2: wrong input.
 """
 
 import json
@@ -12,15 +12,17 @@ from absl import flags
 
 from rrl.runs import launcher
 
-_TRAIN = flags.DEFINE_string("train", None, "Questions that a model is trained on, in any form that is read.")
-_HELD_OUT = flags.DEFINE_string("held_out", None, "Questions that it is tested on.")
-_OUT = flags.DEFINE_string("out", None, "JSON lines with the ids and texts of every pair.")
-_SHOW = flags.DEFINE_integer("show", 5, "Pairs to print.", lower_bound=0)
+_TRAIN = flags.DEFINE_string("train", None, "Training questions, in any supported format.")
+_HELD_OUT = flags.DEFINE_string("held_out", None, "Test questions, in any supported format.")
+_OUT = flags.DEFINE_string(
+    "out", None, "JSON lines file to write, with the ids and texts of every shared pair."
+)
+_SHOW = flags.DEFINE_integer("show", 5, "Number of pairs to print.", lower_bound=0)
 flags.mark_flags_as_required(["train", "held_out"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Compares, prints how many are shared and some of them."""
+    """Compare the files and print the number of shared questions and some of them."""
     from rrl.data.leakage import shared_questions
     from rrl.data.questions import load_questions
     from rrl.errors import UserError
@@ -31,7 +33,7 @@ def main(_: Sequence[str]) -> None:
     leaks = shared_questions(train, held_out)
     same = sum(leak.same_answer for leak in leaks)
     print(
-        f"{len(leaks)} of {len(held_out)} held-out questions stand among the {len(train)} training questions, "
+        f"{len(leaks)} of {len(held_out)} held-out questions are among the {len(train)} training questions, "
         f"{same} of them with the same answer"
     )
     for leak in leaks[: _SHOW.value]:
@@ -54,7 +56,7 @@ def main(_: Sequence[str]) -> None:
                 stream.write("".join(line + "\n" for line in lines).encode())
         except OSError as error:
             raise UserError(
-                f"--out={_OUT.value}: cannot be written ({error}); give a file in a folder that is there"
+                f"--out={_OUT.value}: cannot be written ({error}); give a file in an existing folder"
             ) from error
     sys.exit(1 if leaks else 0)
 

@@ -1,6 +1,6 @@
-"""Will it fit? `python launch/plan.py --config=configs/rsearch_grpo.py:size=7b --topology=v5e:4x4`.
+"""Predicts whether a run fits: `python launch/plan.py --config=configs/rsearch_grpo.py:size=7b --topology=v5e:4x4`.
 
-Compiles the run's programs for chips that need not be here, and prints memory, traffic, least time and the verdict.
+Compiles the run's programs for chips that need not be available. Prints memory, communication, minimum time and the verdict.
 """
 
 import os
@@ -15,29 +15,33 @@ from rrl.runs import launcher
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
 )
-_TOPOLOGY = flags.DEFINE_string("topology", None, "Such as v5e:4x4, v5p:4x4x4, v6e:4x4, h100:8 or cpu:8.")
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "Chips, such as v5e:4x4, v5p:4x4x4, v6e:4x4, h100:8 or cpu:8."
+)
 _TOKENS = flags.DEFINE_integer("tokens", 0, "Tokens of the mean trajectory; 0: half the context.")
-_POLICY_TOKENS = flags.DEFINE_integer("policy_tokens", 0, "Of them written by the policy; 0: a quarter.")
+_POLICY_TOKENS = flags.DEFINE_integer(
+    "policy_tokens", 0, "Tokens of the mean trajectory that the policy samples; 0: a quarter."
+)
 flags.mark_flags_as_required(["config", "topology"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Plans and prints; exit code 1 where it does not fit."""
+    """Plan the run and print the report; exit code 1 if the run does not fit."""
     from rrl.plan.capacity import plan_capacity
     from rrl.plan.report import report
 
-    found = plan_capacity(
+    result = plan_capacity(
         _CONFIG.value,
         _TOPOLOGY.value or "",
         tokens=_TOKENS.value,
         policy_tokens=_POLICY_TOKENS.value,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    print(report(found))
-    if not found.fits:
+    print(report(result))
+    if not result.fits:
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"  # compiles for others, runs on none
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on this machine's accelerators
     launcher.run(main)

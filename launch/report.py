@@ -1,7 +1,8 @@
-"""Evaluations beside each other: `python launch/report.py [--out=FOLDER] RUN…`, the first of which the others are compared with.
+"""Compares evaluations: `python launch/report.py [--out=FOLDER] RUN...`.
 
-Writes report.md, report.csv and report.html: tables with intervals and paired tests, training curves where a RUN or the policy
-of one is a training run's workdir, and the trajectories of all runs side by side.
+The other runs are compared with the first. Writes report.md, report.csv and report.html: tables with intervals and paired tests;
+training curves, if a RUN is a training run or its policy lies in the workdir of one; and the trajectories of all runs side by
+side.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,16 @@ from absl import flags
 from rrl.runs import launcher
 
 _OUT = flags.DEFINE_string("out", "runs/report", "Folder for report.md, report.csv and report.html.")
-_TITLE = flags.DEFINE_string("title", "Evaluations", "What stands above the page.")
-_SHOWN = flags.DEFINE_integer("shown", 60, "Questions that are shown side by side.", lower_bound=0)
-_LEVEL = flags.DEFINE_float("level", 0.95, "Level of the intervals.", lower_bound=0, upper_bound=1)
+_TITLE = flags.DEFINE_string("title", "Evaluations", "Title of the page.")
+_SHOWN = flags.DEFINE_integer(
+    "shown", 60, "Number of questions whose trajectories are shown side by side.", lower_bound=0
+)
+_LEVEL = flags.DEFINE_float("level", 0.95, "Level of the confidence intervals.", lower_bound=0, upper_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the bootstrap.", lower_bound=0)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads, compares and writes."""
+    """Compare the runs and write the report."""
     from rrl.studies.run_report import write_run_report
 
     text = write_run_report(

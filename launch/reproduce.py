@@ -1,8 +1,8 @@
-"""The papers' claims on the built-in world, as a table: `python launch/reproduce.py [--only=process,tree] [--list]`.
+"""Tests the papers' claims on the built-in world: `python launch/reproduce.py [--only=process,tree] [--list]`.
 
-Runs what is missing, two at a time, and writes runs/reproduce/reproduction.md. The same command continues what was broken off.
-The published page is docs/reproduction.md, what its runs measured docs/reproduction/: with --keep=docs/reproduction that counts
-as done.
+Executes the missing runs, two at a time, and writes runs/reproduce/reproduction.md, a table of claims and verdicts. The same
+command continues an interrupted reproduction. The published page is docs/reproduction.md, and its measurements are stored in
+docs/reproduction/. With --keep=docs/reproduction these count as finished runs.
 """
 
 import pathlib
@@ -17,34 +17,40 @@ _OUT = flags.DEFINE_string(
     "out", None, "Folder of the runs (default: runs/reproduce, or runs/reproduce-smoke)."
 )
 _PAGE = flags.DEFINE_string(
-    "page", None, "The page (default: reproduction.md in --out; the published one is docs/reproduction.md)."
+    "page",
+    None,
+    "The page to write (default: reproduction.md in --out; the published page is docs/reproduction.md).",
 )
 _KEEP = flags.DEFINE_string(
     "keep",
     None,
-    "Folder of small files of what each run measured, read before anything is run (default: kept in --out).",
+    "Folder of stored measurements; their runs are not executed again (default: the folder kept in --out).",
 )
 _ONLY = flags.DEFINE_list(
-    "only", [], "Claims whose runs are done; none: all. The page has all that are there."
+    "only", [], "Claims whose runs are executed (default: all). The page shows all measured claims."
 )
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of training.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
 _JOBS = flags.DEFINE_integer(
-    "jobs", None, "Runs at a time, each with its share of the cores (default: 2, if there are)."
+    "jobs",
+    None,
+    "Number of runs at a time, each on its share of the cores (default: 2, or 1 on a single core).",
 )
-_LIST = flags.DEFINE_bool("list", False, "Lists runs with state, minutes and command, and ends.")
-_RUN = flags.DEFINE_bool("run", True, "--norun: writes the page of what is there.")
-_SMOKE = flags.DEFINE_bool("smoke", False, "Sizes at which nothing is measured: do all commands go through?")
+_LIST = flags.DEFINE_bool("list", False, "Lists the runs with state, minutes and command, and exits.")
+_RUN = flags.DEFINE_bool(
+    "run", True, "--norun: executes nothing, and writes the page of the stored measurements."
+)
+_SMOKE = flags.DEFINE_bool("smoke", False, "Uses tiny sizes, which only check that all commands complete.")
 
 
 def main(_: Sequence[str]) -> None:
-    """Runs, judges, writes and prints."""
+    """Execute the missing runs and write and print the page."""
     from rrl.studies.reproduction.reproduce import reproduce, seeds_of
 
     out = _OUT.value or ("runs/reproduce-smoke" if _SMOKE.value else "runs/reproduce")
     page = _PAGE.value or f"{out}/reproduction.md"
-    told = [f"--{flag.name}" for flag in (_SMOKE,) if flag.value]
-    told += [f"--seeds={','.join(_SEEDS.value)}"] * _SEEDS.present + [f"--out={out}"] * _OUT.present
-    told += [f"--keep={_KEEP.value}"] * _KEEP.present
+    flags_of_page = [f"--{flag.name}" for flag in (_SMOKE,) if flag.value]
+    flags_of_page += [f"--seeds={','.join(_SEEDS.value)}"] * _SEEDS.present + [f"--out={out}"] * _OUT.present
+    flags_of_page += [f"--keep={_KEEP.value}"] * _KEEP.present
     done = reproduce(
         pathlib.Path(out),
         pathlib.Path(page),
@@ -55,7 +61,7 @@ def main(_: Sequence[str]) -> None:
         smoke=_SMOKE.value,
         listed=_LIST.value,
         run=_RUN.value,
-        command=shlex.join(["python", "launch/reproduce.py", *told]),
+        command=shlex.join(["python", "launch/reproduce.py", *flags_of_page]),
     )
     launcher.exit_after_runs(done.failed, done.stopped, done.retryable)
 

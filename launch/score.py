@@ -1,6 +1,6 @@
 """Scores predictions: `python launch/score.py --predictions=FILE [--data=FILE] [--normalization=squad] [--out=FOLDER]`.
 
-Prints a table. `--against=FILE` compares with another run on the same questions, question by question.
+Prints a table. `--against=FILE` compares with the predictions of another run on the same questions, with paired tests.
 """
 
 from collections.abc import Sequence
@@ -12,30 +12,35 @@ from rrl.runs import launcher
 
 _PREDICTIONS = flags.DEFINE_string("predictions", None, "File of predictions; see docs/evaluation.md.")
 _DATA = flags.DEFINE_string(
-    "data", None, "File of questions with gold answers; not needed where they stand beside the predictions."
+    "data", None, "File of questions with gold answers; not needed if the predictions file has them."
 )
 _TRUTH = flags.DEFINE_string(
-    "truth", None, "File of the answers of --data, where it has none (MultiHop-RAG)."
+    "truth", None, "File with the answers of --data, if --data has none (MultiHop-RAG)."
 )
-_RULE = flags.DEFINE_string("normalization", "squad", "How answers are compared; see docs/evaluation.md.")
+_RULE = flags.DEFINE_string(
+    "normalization", "squad", "How answers are normalised before they are compared; see docs/evaluation.md."
+)
 _FIELD = flags.DEFINE_string("field", "", "Field of the prediction in a record, such as output.pred.")
 _JUDGE = flags.DEFINE_string("judge_field", "", "Field of a judge's verdict in a record, true or false.")
 _MISSING = flags.DEFINE_enum(
-    "missing", "refuse", ["refuse", "wrong"], "What a question without a prediction does."
+    "missing",
+    "refuse",
+    ["refuse", "wrong"],
+    "Whether a question without a prediction is refused or counts as wrong.",
 )
 _MATCH = flags.DEFINE_enum(
-    "match", "id", ["id", "question"], "How predictions find their questions, where they have ids."
+    "match", "id", ["id", "question"], "Whether predictions are matched to questions by id or by text."
 )
 _AGAINST = flags.DEFINE_string("against", None, "Predictions of another run on the same questions.")
-_CARD = flags.DEFINE_string("card", None, "Result card of the run, as JSON, to keep beside its metrics.")
+_CARD = flags.DEFINE_string("card", None, "Result card of the run, as JSON, to store beside its metrics.")
 _OUT = flags.DEFINE_string("out", None, "Folder for metrics.json and scores.jsonl.")
-_LEVEL = flags.DEFINE_float("level", 0.95, "Level of the intervals.", lower_bound=0, upper_bound=1)
+_LEVEL = flags.DEFINE_float("level", 0.95, "Level of the confidence intervals.", lower_bound=0, upper_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the bootstrap.", lower_bound=0)
 flags.mark_flags_as_required(["predictions"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Scores, prints, and writes where asked to; nothing is written for wrong input."""
+    """Score, print, and write to --out if given; nothing is written for wrong input."""
     import dataclasses
     import pathlib
 
@@ -59,12 +64,12 @@ def main(_: Sequence[str]) -> None:
 
     assert _PREDICTIONS.value is not None  # a required flag
     if _TRUTH.value and not _DATA.value:
-        raise UserError("--truth holds the answers of --data: give that too")
+        raise UserError("--truth holds the answers of --data; give --data too")
     rule, name = rule_named(_RULE.value), _PREDICTIONS.value
     card = load_card(_CARD.value) if _CARD.value else None
     if card and card.normalization != _RULE.value:
         raise UserError(
-            f"--normalization={_RULE.value}, but the card {_CARD.value} says {card.normalization}: give that, or another card"
+            f"--normalization={_RULE.value}, but the card {_CARD.value} states {card.normalization}; give that, or another card"
         )
     predictions = load_predictions(name, _FIELD.value, _JUDGE.value)
     data = _DATA.value or name
@@ -76,14 +81,14 @@ def main(_: Sequence[str]) -> None:
     questions = [question for question, count in zip(everything, counts, strict=True) if count]
     if not questions:
         raise UserError(
-            f"{data}: all {len(everything)} questions are unanswerable; --normalization=squad2 scores such"
+            f"{data}: all {len(everything)} questions are unanswerable; --normalization=squad2 scores unanswerable questions"
         )
     if not all(counts):
-        print(f"left out: {counts.count(False)} questions that {data} marks as unanswerable")
+        print(f"excluded: {counts.count(False)} questions that {data} marks as unanswerable")
     if card and questions_fingerprint(questions) != card.questions_sha256:
         raise UserError(
-            f"{data}: its {len(questions)} questions are not the {card.questions} of the card {_CARD.value}, or in another "
-            "order; give --data=questions.jsonl of the run"
+            f"{data}: its {len(questions)} questions are not the {card.questions} of the card {_CARD.value}, or their order "
+            "differs; give --data=questions.jsonl of the run"
         )
 
     missing: Literal["refuse", "wrong"] = "wrong" if _MISSING.value == "wrong" else "refuse"
@@ -91,9 +96,9 @@ def main(_: Sequence[str]) -> None:
 
     def scored(file: str) -> Scores:
         mine = predictions if file == name else load_predictions(file, _FIELD.value, _JUDGE.value)
-        # Questions that stand beside the predictions are theirs, in their order.
-        own = file == name and not _DATA.value
-        if own:
+        # Questions from the predictions file already match the predictions, in their order.
+        from_predictions = file == name and not _DATA.value
+        if from_predictions:
             pairs: list[Prediction | None] = [p for p, count in zip(mine, counts, strict=True) if count]
         else:
             pairs = match_predictions(
@@ -102,34 +107,36 @@ def main(_: Sequence[str]) -> None:
         return score(pairs, questions, rule, judged=bool(_JUDGE.value))
 
     scores = scored(name)
-    found: dict[str, Any] = {"predictions": name, "data": data, "normalization": _RULE.value}
-    found |= report(scores, seed=_SEED.value, level=_LEVEL.value)
+    result: dict[str, Any] = {"predictions": name, "data": data, "normalization": _RULE.value}
+    result |= report(scores, seed=_SEED.value, level=_LEVEL.value)
     if _AGAINST.value:
         other = scored(_AGAINST.value)
-        found |= {
+        result |= {
             "against_file": _AGAINST.value,
             "against": compare_scores(scores, other, seed=_SEED.value, level=_LEVEL.value),
         }
-        # An evaluation's card lies beside its scores.
+        # The result card of an evaluation lies beside its scores.
         beside = {file: pathlib.Path(file).parent / "card.json" for file in (name, _AGAINST.value)}
         cards = {
-            file: dataclasses.replace(load_card(place), normalization=_RULE.value)  # both are scored here
+            file: dataclasses.replace(
+                load_card(place), normalization=_RULE.value
+            )  # both are scored here with this rule
             for file, place in beside.items()
             if place.is_file()
         }
-        found["unlike"] = differences(cards)
+        result["unlike"] = differences(cards)
         keys = {file: of.gold_by[0] for file, of in ((name, scores), (_AGAINST.value, other)) if of.hits}
         if len(set(keys.values())) > 1:
-            found["unlike"].append(
+            result["unlike"].append(
                 f"gold passages: {'; '.join(f'{file} by {key}' for file, key in keys.items())}"
             )
     if card:
-        found["card"] = dataclasses.asdict(card)
+        result["card"] = dataclasses.asdict(card)
     if _OUT.value:
-        write_report(_OUT.value, found, scores)
-    print(as_text(found))
-    for line in found.get("unlike", ()):
-        print(f"not comparable as it stands: {line}")
+        write_report(_OUT.value, result, scores)
+    print(as_text(result))
+    for line in result.get("unlike", ()):
+        print(f"not directly comparable: {line}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Search an index: `python launch/search.py --index=FOLDER [--encoder=FOLDER] [--k=5] [--html=FILE] "query" …`.
+"""Searches an index: `python launch/search.py --index=FOLDER [--encoder=FOLDER] [--k=5] [--html=FILE] "query" ...`.
 
-With `--questions=FILE --k=1,5,20 [--by=hops]` in place of queries it prints how well the index finds what the questions need.
+With `--questions=FILE --k=1,5,20 [--by=hops]` instead of queries, it prints how well the index finds the gold passages.
 """
 
 import sys
@@ -12,18 +12,22 @@ from rrl.errors import UserError
 from rrl.runs import launcher
 
 _INDEX = flags.DEFINE_string(
-    "index", None, "Folder that launch/build_index.py wrote, or http://… of a service."
+    "index", None, "Folder that launch/build_index.py wrote, or the http address of a service."
 )
-_ENCODER = flags.DEFINE_string("encoder", None, "Folder of the encoder it was built with.")
+_ENCODER = flags.DEFINE_string("encoder", None, "Folder of the encoder that built the index.")
 _FORM = flags.DEFINE_enum(
-    "form", "search-r1", ["search-r1", "flashrag", "r1-searcher"], "What a service speaks."
+    "form", "search-r1", ["search-r1", "flashrag", "r1-searcher"], "Protocol of the service."
 )
-_K = flags.DEFINE_list("k", ["5"], "Passages for each query; with --questions, ranks at which to measure.")
+_K = flags.DEFINE_list(
+    "k", ["5"], "Passages per query; with --questions, the ranks at which recall is measured."
+)
 _QUESTIONS = flags.DEFINE_string(
-    "questions", None, "File of questions with gold ids, gold titles or answers, to measure on."
+    "questions", None, "File of questions with gold ids, gold titles or answers, to measure recall on."
 )
-_BY = flags.DEFINE_enum("by", None, ["kind", "hops"], "With --questions: groups in the table.")
-_HTML = flags.DEFINE_string("html", None, "File of a page to write in place of printing.")
+_BY = flags.DEFINE_enum(
+    "by", None, ["kind", "hops"], "With --questions: group the table by kind or by number of hops."
+)
+_HTML = flags.DEFINE_string("html", None, "HTML file to write instead of printing.")
 flags.mark_flags_as_required(["index"])
 
 
@@ -34,23 +38,23 @@ def _cuts(texts: Sequence[str]) -> list[int]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Searches and prints."""
+    """Search and print, or measure retrieval."""
     from rrl.report.search_results import as_text, write_page
     from rrl.retrieval.index import open_with_encoder
     from rrl.retrieval.remote import open_remote
 
     queries, cuts = list(argv[1:]), _cuts(_K.value or [])
     if _QUESTIONS.value and (queries or _HTML.value):
-        raise UserError("--questions takes the queries from a file: leave out queries and --html")
+        raise UserError("--questions reads the queries from a file; leave out queries and --html")
     if _BY.value and not _QUESTIONS.value:
-        raise UserError("--by groups the questions of --questions: give that too")
+        raise UserError("--by groups the questions of --questions; give --questions too")
     if not queries and not _QUESTIONS.value:
         raise UserError('no query: give at least one after the flags, such as "capital of Norway"')
     index = _INDEX.value or ""
     remote = index.startswith("http")
     for flag in (_ENCODER,) if remote else (_FORM,):
         if flag.present:
-            raise UserError(f"--{flag.name} has no meaning with --index={index}; leave it out")
+            raise UserError(f"--{flag.name} does not apply to --index={index}; leave it out")
     retriever = open_remote(index, _FORM.value) if remote else open_with_encoder(index, _ENCODER.value)
     if _QUESTIONS.value:
         from rrl.data.questions import has_answers, load_questions
@@ -61,18 +65,18 @@ def main(argv: Sequence[str]) -> None:
         print(retrieval_report(retriever, questions, cuts, _BY.value or "").as_text())
         return
     if len(cuts) > 1:
-        raise UserError(f"--k={','.join(_K.value or [])}: several go with --questions; give one")
-    found = retriever.search(queries, cuts[0])
+        raise UserError(f"--k={','.join(_K.value or [])}: several numbers need --questions; give one")
+    hits = retriever.search(queries, cuts[0])
     if _HTML.value:
         try:
-            write_page(_HTML.value, queries, found, f"{retriever.kind} index {index}")
+            write_page(_HTML.value, queries, hits, f"{retriever.kind} index {index}")
         except OSError as error:
             raise UserError(
                 f"--html={_HTML.value}: cannot be written ({error}); give another file"
             ) from error
         print(_HTML.value)
     else:
-        print(as_text(queries, found))
+        print(as_text(queries, hits))
     print(retriever.stats, file=sys.stderr)
 
 

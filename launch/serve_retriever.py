@@ -1,5 +1,6 @@
-"""An index as a search service in the forms of Search-R1 and FlashRAG's users:
-`python launch/serve_retriever.py --index=FOLDER [--encoder=FOLDER] [--port=8000]`.
+"""Serves an index over http, with the protocols of Search-R1 and FlashRAG.
+
+python launch/serve_retriever.py --index=FOLDER [--encoder=FOLDER] [--port=8000]
 """
 
 import signal
@@ -13,15 +14,17 @@ from absl import flags
 from rrl.runs import launcher
 
 _INDEX = flags.DEFINE_string("index", None, "Folder that launch/build_index.py wrote.")
-_ENCODER = flags.DEFINE_string("encoder", None, "Folder of the encoder it was built with.")
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is open to the network.")
-_PORT = flags.DEFINE_integer("port", 8000, "Port; 0: any free one.")
-_K = flags.DEFINE_integer("k", 3, "Passages for a request that does not say.")
+_ENCODER = flags.DEFINE_string("encoder", None, "Folder of the encoder that built the index.")
+_HOST = flags.DEFINE_string(
+    "host", "127.0.0.1", "Address to listen on; 0.0.0.0 accepts connections from the network."
+)
+_PORT = flags.DEFINE_integer("port", 8000, "Port; 0: any free port.")
+_K = flags.DEFINE_integer("k", 3, "Passages per query if a request gives no number.")
 flags.mark_flags_as_required(["index"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Serves until Ctrl-C or SIGTERM, then says what it did."""
+    """Serve until Ctrl-C or SIGTERM, then print statistics."""
     from rrl.retrieval.index import open_with_encoder
     from rrl.retrieval.serve import make_server
 
@@ -31,8 +34,10 @@ def main(_: Sequence[str]) -> None:
     server = make_server(retriever, _HOST.value, _PORT.value, _K.value)
 
     def stop(*_: Any) -> None:
-        # Nothing is raised: a KeyboardInterrupt that comes while Python cleans up is printed, and forgotten.
-        threading.Thread(target=server.shutdown).start()  # which waits for the loop that this interrupts
+        # A KeyboardInterrupt would be lost if it came while Python runs a destructor, so no exception is used.
+        threading.Thread(
+            target=server.shutdown
+        ).start()  # in a thread, since shutdown waits for the loop that this handler interrupts
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)

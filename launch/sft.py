@@ -1,4 +1,4 @@
-"""Supervised training from a config: `python launch/sft.py --config=configs/miniwiki_pretrain.py [--workdir=FOLDER]`."""
+"""Runs supervised training: `python launch/sft.py --config=configs/miniwiki_pretrain.py [--workdir=FOLDER]`."""
 
 import sys
 from collections.abc import Sequence
@@ -12,14 +12,16 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder of the run (default: runs/pretrain, ...); a run that is there is continued."
+    "workdir",
+    None,
+    "Folder of the run (default: runs/ and the config's name without miniwiki_). An existing run is continued.",
 )
 flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
 flags.mark_flags_as_required(["config"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Trains, then writes the Hugging Face folder."""
+    """Train, then write the Hugging Face folder."""
     from rrl.sft.stages import run
 
     workdir = _WORKDIR.value or launcher.default_workdir(flags.FLAGS["config"])

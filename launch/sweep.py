@@ -1,8 +1,8 @@
-"""Varies one field of an evaluation: `python launch/sweep.py --config=configs/eval.py:… --vary=rollout.top_k --values=1-10`.
+"""Varies one field of an evaluation: `python launch/sweep.py --config=configs/eval.py:... --vary=rollout.top_k --values=1-10`.
 
-`--vary` names a field of the config (rollout.top_k, recipe.environment.max_searches, method.steps) or an argument of the config
-file (retriever, method, policy). It ends in a table and a plot, sweep.md, sweep.csv and sweep.png, and continues where it was
-broken off.
+`--vary` is a field of the config (rollout.top_k, recipe.environment.max_searches, method.steps) or an argument of the config file
+(retriever, method, policy). Writes a table and a plot: sweep.md, sweep.csv and sweep.png. The same command continues an
+interrupted sweep.
 """
 
 import pathlib
@@ -14,12 +14,12 @@ from absl import flags
 
 from rrl.runs import launcher
 
-_CONFIG = flags.DEFINE_string("config", "configs/eval.py", "Config file of launch/eval.py, with arguments.")
-_VARY = flags.DEFINE_string("vary", None, "The field, or the config file's argument, that is varied.")
-_VALUES = flags.DEFINE_string("values", None, "Its values, such as 1,2,5 or 1-10 or scann,bm25.")
-_SET = flags.DEFINE_multi_string(
-    "set", [], "A field that all have, such as rollout.rows=32; may be repeated."
+_CONFIG = flags.DEFINE_string(
+    "config", "configs/eval.py", "Config file of launch/eval.py, with its arguments after a colon."
 )
+_VARY = flags.DEFINE_string("vary", None, "Field or config argument to vary.")
+_VALUES = flags.DEFINE_string("values", None, "Its values, such as 1,2,5 or 1-10 or scann,bm25.")
+_SET = flags.DEFINE_multi_string("set", [], "A config field of all evaluations, such as rollout.rows=32")
 _OUT = flags.DEFINE_string(
     "out", None, "Folder for the runs, the table and the plot (default: runs/sweep-FIELD)."
 )
@@ -27,7 +27,7 @@ flags.mark_flags_as_required(["vary", "values"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Evaluates at each value, compares and prints."""
+    """Evaluate at each value and print the table."""
     from rrl.eval.evaluate import run
     from rrl.studies.compare import with_arguments
     from rrl.studies.sweep import sweep, values_of

@@ -1,4 +1,4 @@
-"""Reinforcement learning from a config: `python launch/train.py --config=configs/rsearch_grpo.py [--workdir=FOLDER]`."""
+"""Runs reinforcement learning: `python launch/train.py --config=configs/rsearch_grpo.py [--workdir=FOLDER]`."""
 
 import sys
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder of the run (default: runs/NAME); a run that is there is continued."
+    "workdir", None, "Folder of the run (default: runs/NAME). An existing run is continued."
 )
 flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
 flags.mark_flags_as_required(["config"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Trains and reports."""
+    """Train and print the summary."""
     from rrl.train.experiment import run
 
     config = _CONFIG.value

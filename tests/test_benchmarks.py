@@ -1,5 +1,5 @@
-"""Benchmarks are run by hand; that those of rollouts run is shown at sizes that measure nothing, the accelerators' where there is
-none."""
+"""Tests that the benchmarks run, at sizes that measure nothing, and that their results file is updated
+correctly."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ SHAPE = "Rollout: Qwen2.5-7B's shape"
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """Another file of rows."""
+    """A temporary results file."""
     path = tmp_path / "RESULTS.md"
     path.write_text("# Measured\n\n## Rollout: tiny's shape, cpu\n\nold\n\n## Another, cpu\n\nkept\n")
     monkeypatch.setattr(measure, "RESULTS", path)
@@ -25,14 +25,14 @@ def results(tmp_path, monkeypatch):
 
 @pytest.fixture
 def without_peers(tmp_path):
-    """A Python that has none of their modules."""
+    """A Python that has none of the peers' modules."""
     path = tmp_path / "python"
     path.write_text("#!/bin/sh\nexit 1\n")
     path.chmod(0o755)
     return path
 
 
-def test_a_section_replaces_its_own_and_one_that_was_not_measured_replaces_no_other(results):
+def test_a_section_replaces_its_older_version_and_an_unmeasured_one_replaces_no_measured_one(results):
     row = BenchmarkRow("what", "1", "2", "2x", "3x")
     accelerator.main([])
     accelerator.main([])
@@ -46,7 +46,7 @@ def test_a_section_replaces_its_own_and_one_that_was_not_measured_replaces_no_ot
     assert results.read_text() == text
 
 
-def test_a_command_is_told_without_paths_and_without_what_need_not_be_said():
+def test_the_printed_command_omits_paths_and_default_options():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only")
     parser.add_argument("--rounds", type=int, default=5)
@@ -57,13 +57,13 @@ def test_a_command_is_told_without_paths_and_without_what_need_not_be_said():
     )
 
 
-def test_the_first_round_is_told_apart_and_in_no_median():
+def test_the_warm_up_round_is_reported_separately_and_excluded_from_medians():
     times = interleave({"ours": iter([9.0, 1.0, 3.0, 2.0]).__next__}, 3)
     assert medians(times) == {"ours": 2.0}
     assert warm_up(times).startswith("Medians of 3 rounds") and "ours 9.0 s" in warm_up(times)
 
 
-def test_the_faster_setting_is_compared_and_one_that_fails_is_asked_once():
+def test_the_fastest_setting_is_compared_and_a_failing_one_is_tried_once():
     class Answers:
         def __init__(self, **answers):
             self.info = {"versions": "version 1"}
@@ -93,8 +93,8 @@ SIZES = ["--shape=tiny", "--batch=2", "--prompt=8", "--new=4", "--read=40", "--r
 
 
 @pytest.mark.slow
-def test_the_accelerators_benchmark_runs_on_a_cpu_and_replaces_its_own_section(results, without_peers):
-    with pytest.raises(FileNotFoundError, match="nowhere"):  # before anything is measured
+def test_the_accelerator_benchmark_runs_on_a_cpu_and_replaces_its_own_section(results, without_peers):
+    with pytest.raises(FileNotFoundError, match="nowhere"):  # before any measurement
         accelerator.main([*SIZES, "--hf_python=nowhere"])
     accelerator.main([*SIZES, f"--hf_python={without_peers}"])
     text = results.read_text()
@@ -106,17 +106,17 @@ def test_the_accelerators_benchmark_runs_on_a_cpu_and_replaces_its_own_section(r
 
 @pytest.mark.slow
 @pytest.mark.parity
-def test_the_accelerators_benchmark_measures_hugging_face_with_both_caches(results):
+def test_the_accelerator_benchmark_measures_hugging_face_with_both_caches(results):
     pytest.importorskip("torch")
     accelerator.main(SIZES)
     text = results.read_text()
-    assert "in their deviations | 100 %; 0.000 | HF generate" in text
+    assert "in standard deviations | 100 %; 0.000 | HF generate" in text
     assert "dynamic cache" in text and "static cache" in text and "not measured" not in text
 
 
 @pytest.mark.slow
 @pytest.mark.parity
-def test_one_turn_writes_what_hugging_face_writes_and_says_which_peer_is_not_there(results, without_peers):
+def test_one_greedy_turn_equals_hugging_face_and_a_missing_peer_is_reported(results, without_peers):
     pytest.importorskip("torch")
     rollout.main(["--only=single_turn", "--batch=2", "--rounds=1", f"--tunix_python={without_peers}"])
     text = results.read_text()
@@ -126,13 +126,13 @@ def test_one_turn_writes_what_hugging_face_writes_and_says_which_peer_is_not_the
 
 
 @pytest.mark.slow
-def test_no_two_searches_of_the_benchmark_of_latency_are_alike(results):
-    rollout.main(["--only=latency", "--batch=2", "--rounds=1"])  # which asserts it
-    assert "no query twice" in results.read_text()
+def test_all_searches_of_the_latency_benchmark_are_distinct(results):
+    rollout.main(["--only=latency", "--batch=2", "--rounds=1"])  # the benchmark asserts it
+    assert "distinct queries" in results.read_text()
 
 
 @pytest.mark.slow
-def test_episodes_are_measured_over_this_engine_where_no_peer_is_there(results, without_peers):
+def test_episodes_are_measured_without_peers(results, without_peers):
     peers = [f"--{name}_python={without_peers}" for name in ("hf", "tunix")]
     rollout.main(["--only=episodes", "--batch=8", "--rounds=1", *peers])
     text = results.read_text()
@@ -140,6 +140,6 @@ def test_episodes_are_measured_over_this_engine_where_no_peer_is_there(results, 
         row = f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds |"
         own = [line for line in text.splitlines() if row in line and "this engine" in line]
         assert len(own) == 1 and f"x (at most {most}x: tokens read)" in own[0]
-    # Tunix is not asked for the largest batch.
+    # Tunix is not measured with the largest batch.
     assert text.count("not measured: no torch") == 3 and text.count("not measured: no tunix") == 2
     assert str(without_peers) not in text

@@ -1,4 +1,5 @@
-"""faiss-cpu over saved vectors: each line "flat K" or "ivf NPROBE K" is answered with seconds, and ids in a file."""
+"""faiss-cpu over stored vectors. Each line "flat K" or "ivf NPROBE K" is answered with the seconds; the
+ids are written to a file."""
 
 import json
 import sys
@@ -22,13 +23,13 @@ built = time.perf_counter() - began
 
 for line in sys.stdin:
     kind, *numbers = line.split()
-    said = {"version": faiss.__version__, "leaves": leaves, "build_seconds": built}
+    answer = {"version": faiss.__version__, "leaves": leaves, "build_seconds": built}
     if kind != "ready":
         index, k = (flat, int(numbers[0])) if kind == "flat" else (ivf, int(numbers[1]))
         if kind == "ivf":
             ivf.nprobe = int(numbers[0])
         began = time.perf_counter()
         _, found = index.search(queries, k)
-        said = {"seconds": time.perf_counter() - began}
+        answer = {"seconds": time.perf_counter() - began}
         np.save(sys.argv[1] + "/found.npy", found)
-    print(json.dumps(said), flush=True)
+    print(json.dumps(answer), flush=True)

@@ -1,11 +1,14 @@
-"""Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW; a line in, seconds out, and the tokens of `greedy`.
+"""Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW. Each line of input is answered with the seconds as JSON.
 
-The line `sample CACHE` draws NEW tokens after each prompt. The line `turns CACHE A B C` runs prompts of each of the lengths
-A, B, C, ... in turn, with NEW tokens drawn after them, as a loop does that reads the whole history again at every turn; PROMPT
-is the longest. So does `uncut CACHE LIMIT A B C`, which draws LIMIT tokens a turn, as a loop does that cuts a turn when it is
-written; and `kept CACHE A B C`, which keeps the cache and reads what is new: that asks for texts of one length.
-CACHE is dynamic or static; transformers compiles what decodes with a static one, on a GPU. The line `below T U V ...` is
-answered with how far below the best logit those tokens lie after the prompts, one each, in standard deviations of the logits.
+- `sample CACHE` samples NEW tokens after each prompt.
+- `greedy` writes the most probable NEW tokens and returns them.
+- `turns CACHE A B C ...` runs prompts of the lengths A, B, C, ... in turn, and samples NEW tokens after each. This is a loop that
+  reads the whole history again at every turn. PROMPT is the longest length.
+- `uncut CACHE LIMIT A B C ...` does the same with LIMIT tokens per turn, as a loop that cuts the text of a turn afterwards.
+- `kept CACHE A B C ...` keeps the cache and reads only new tokens, which needs texts of equal length.
+- `below T U V ...` returns how far these tokens, one per prompt, lie below the best logit, in standard deviations of the logits.
+
+CACHE is dynamic or static. On a GPU, transformers compiles the decode step of a static cache.
 """
 
 import json
@@ -23,17 +26,17 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
 model = model.to(device).eval()
-# The folder's names a token that ends a text: without one nothing forbids it at each step, or looks for it.
+# The folder's config names an end-of-sequence token. Without one, no step has to suppress it or check for it.
 model.generation_config = transformers.GenerationConfig(pad_token_id=0)
 tokens = np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, prompt))
 tokens = torch.tensor(tokens, device=device)
 GREEDY: dict = {"do_sample": False}
 DRAWN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-"""From the whole distribution: top_k is 50 otherwise."""
+"""Sample from the full distribution; the default of top_k is 50."""
 
 
 def generate(asked: torch.Tensor, count: int = new, **how: object) -> torch.Tensor:
-    """Texts, and `count` new tokens behind them."""
+    """Return the texts with `count` new tokens after each."""
     out = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=count, **how)
     if out.shape != (batch, asked.shape[1] + count):
         raise RuntimeError(f"{tuple(out.shape)} tokens, not {batch} x ({asked.shape[1]} + {count})")
@@ -41,7 +44,7 @@ def generate(asked: torch.Tensor, count: int = new, **how: object) -> torch.Tens
 
 
 def turns(cache: str, lengths: list[int], how: dict, count: int = new) -> torch.Tensor:
-    """Each turn's texts read from their beginning; the last one's new tokens."""
+    """Run the turns from the beginning of the history each; return the last turn's output."""
     named = {} if cache == "dynamic" else {"cache_implementation": cache}
     for length in lengths:
         out = generate(tokens[:, :length], count, **named, **how)
@@ -49,12 +52,12 @@ def turns(cache: str, lengths: list[int], how: dict, count: int = new) -> torch.
 
 
 def uncut(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
-    """The same, with as many new tokens a turn as the first number says."""
+    """As `turns`, with the first of `lengths` as the number of new tokens per turn."""
     return turns(cache, lengths[1:], how, lengths[0])
 
 
 def kept(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
-    """Each turn's texts are the last one's, with what was written, and more to read."""
+    """Run the turns on one cache: each turn's text is the previous output plus new tokens."""
     keys_and_values = (
         transformers.DynamicCache(config=model.config)
         if cache == "dynamic"
@@ -68,7 +71,7 @@ def kept(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
 
 
 def below(chosen: list[int]) -> list[float]:
-    """How much less than its first choice the model likes these as first tokens."""
+    """Return how far these first tokens lie below the best logit, in standard deviations of the logits."""
     with torch.inference_mode():
         logits = model(tokens, logits_to_keep=1).logits[:, -1].float()
     own = logits.gather(-1, torch.tensor(chosen, device=device)[:, None])[:, 0]
@@ -76,30 +79,30 @@ def below(chosen: list[int]) -> list[float]:
 
 
 for line in sys.stdin:
-    said, *rest = line.split()
+    command, *rest = line.split()
     cache, *lengths = rest or ["dynamic"]
-    if said == "ready":
+    if command == "ready":
         answer: dict = {
             "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
             "device": "gpu" if device == "cuda" else device,
         }
-    elif said == "below":
+    elif command == "below":
         answer = {"below": below([*map(int, rest)])}
     else:
         began = time.perf_counter()
         try:
             with torch.inference_mode():
                 run, how = (
-                    {"kept": kept, "uncut": uncut}.get(said, turns),
-                    GREEDY if said == "greedy" else DRAWN,
+                    {"kept": kept, "uncut": uncut}.get(command, turns),
+                    GREEDY if command == "greedy" else DRAWN,
                 )
                 out = run(cache, [*map(int, lengths)] or [prompt], how)
             if device == "cuda":
                 torch.cuda.synchronize()
             answer = {"seconds": time.perf_counter() - began}
-            if said == "greedy":
+            if command == "greedy":
                 answer["tokens"] = out.tolist()
-        except Exception as error:  # what compiles needs a compiler; the other cache needs none
+        except Exception as error:  # compilation needs a compiler; the dynamic cache needs none
             if cache == "dynamic":
                 raise
             traceback.print_exc()

@@ -1,4 +1,7 @@
-"""sentence-transformers over a folder: python st_encode.py FOLDER TEXTS; a line in, seconds out, embeddings in a file."""
+"""sentence-transformers over a folder: python st_encode.py FOLDER TEXTS.
+
+Each line of input is answered with the seconds as JSON; the embeddings are written to a file.
+"""
 
 import json
 import os

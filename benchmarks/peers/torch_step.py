@@ -1,7 +1,7 @@
-"""A GRPO step in torch and transformers with SDPA: python torch_step.py FOLDER ROWS LENGTH PROMPT; a line in, seconds out.
+"""A GRPO step in torch and transformers with SDPA: python torch_step.py FOLDER ROWS LENGTH PROMPT.
 
-The line `step` takes one step on rows of random tokens: log-probabilities under policy and frozen reference, clipped ratio, k3,
-mean over the policy's tokens, clipped gradient, AdamW.
+Each line `step` is answered with the seconds of one step on rows of random tokens: log-probabilities under policy and frozen
+reference, clipped ratio, k3, mean over the policy's tokens, clipped gradient, AdamW.
 """
 
 import json
@@ -34,7 +34,7 @@ own = slice(prompt, None)
 
 
 def logps(model):
-    # Only what predicts a token of the policy goes through the head.
+    # Only positions that predict a policy token go through the head.
     hidden = model.model(tokens, use_cache=False).last_hidden_state[:, prompt - 1 : -1]
     logits = model.lm_head(hidden)
     return torch.log_softmax(logits, -1).gather(-1, tokens[:, own, None])[..., 0]

@@ -1,8 +1,8 @@
-"""Tunix's Sampler, greedy: python tunix_sampler.py FOLDER BATCH PROMPT NEW; a line in, seconds out.
+"""Tunix's Sampler, greedy: python tunix_sampler.py FOLDER BATCH PROMPT NEW. Each line of input is answered with the seconds.
 
-The line `sample` writes NEW tokens after each prompt, and so does `greedy`, which shows them. The line `turns A B C` runs
-prompts of each of the lengths A, B, C, ... in turn, with NEW tokens after them, as a loop does that prefills the whole history
-at every turn; PROMPT is the longest.
+- `sample` writes NEW tokens after each prompt; `greedy` also returns them.
+- `turns A B C ...` runs prompts of the lengths A, B, C, ... in turn, with NEW tokens after each. This is a loop that prefills the
+  whole history at every turn. PROMPT is the longest length.
 """
 
 import importlib.metadata
@@ -39,7 +39,7 @@ prompts = np.random.default_rng(0).integers(1, hf["vocab_size"], (batch, prompt)
 
 
 class Prompts:
-    """Stands in for a tokenizer: the text "7:100" is the first 100 tokens of prompt 7."""
+    """A stand-in for a tokenizer: the text "7:100" is the first 100 tokens of prompt 7."""
 
     def encode(self, text: str, **_: object) -> list[int]:
         number, _, length = text.partition(":")
@@ -49,26 +49,27 @@ class Prompts:
         return ""
 
     def bos_id(self) -> int:
-        return 0  # none is put before a prompt
+        return 0  # not prepended
 
     def eos_id(self) -> int:
         return -1
 
     def pad_id(self) -> int:
-        return -2  # no token: what is written would be hidden where it is the padding
+        return -2  # no real token, since written padding tokens would be removed from the output
 
 
 try:
     model = create_model_from_safe_tensors(folder, config, None)
     weights = "the same weights"
-except Exception as error:  # the time does not depend on them
+except Exception as error:  # the time does not depend on the weights
     print(f"random weights: {error!r}", file=sys.stderr)
     model, weights = Qwen2(config, rngs=nnx.Rngs(0)), "random weights"
 samplers: dict[int, Sampler] = {}
 
 
 def sample(length: int) -> list:
-    """NEW tokens after the first so many of each prompt. A cache is as long as it must be: all of it is read at each step."""
+    """Write NEW tokens after the first `length` tokens of each prompt. The cache is as short as possible,
+    since each step reads all of it."""
     if length not in samplers:
         cache = CacheConfig(
             cache_size=length + new,
@@ -90,8 +91,8 @@ def sample(length: int) -> list:
 
 
 for line in sys.stdin:
-    said, *lengths = line.split()
-    if said == "ready":
+    command, *lengths = line.split()
+    if command == "ready":
         versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("google-tunix", "jax"))
         answer: dict = {"versions": f"{versions}, {weights}", "device": jax.default_backend()}
     else:
@@ -99,7 +100,7 @@ for line in sys.stdin:
         for length in map(int, lengths or [prompt]):
             out = sample(length)
         answer = {"seconds": time.perf_counter() - began}
-        if said == "greedy":
+        if command == "greedy":
             answer["tokens"] = [np.asarray(row).tolist() for row in out]
     print(json.dumps(answer))
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""From the bytes of a data file to text: gzip and bzip2 by their first bytes, UTF-8 with or without a byte order mark."""
+"""Open data files and decode their lines: plain, gzip or bzip2; UTF-8 with or without a byte order mark."""
 
 import bz2
 import dataclasses
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 COMPRESSED = (".gz", ".bz2")
-"""Endings of compressed files. Only names need them; `open_plain` looks at the content."""
+"""Endings of compressed files. They matter only for names; `open_plain` detects compression by content."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,12 +18,12 @@ class BrokenRecord:
 
 
 def plain_name(path: Path) -> str:
-    """The name of a file without the ending of its compression: "a.tsv" for "a.tsv.gz"."""
+    """Return the name of a file without its compression ending: "a.tsv" for "a.tsv.gz"."""
     return path.stem if path.suffix in COMPRESSED else path.name
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """The decompressed bytes of a file, as a stream."""
+    """Open a file as a stream of decompressed bytes; compression is detected by the magic bytes."""
     stream = path.open("rb")
     magic = stream.read(3)
     stream.seek(0)
@@ -33,7 +33,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def decode(line: bytes) -> str | BrokenRecord:
-    """The text of a line, without a byte order mark."""
+    """Return the text of a line without a byte order mark, or a `BrokenRecord` if it is not UTF-8."""
     try:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:

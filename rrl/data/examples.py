@@ -1,4 +1,4 @@
-"""One training example: token ids and which of them are targets."""
+"""A training example: token ids, and which of them are targets."""
 
 import dataclasses
 
@@ -8,12 +8,12 @@ from jaxtyping import Bool, Int
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Example:
-    """A tokenised text of which some tokens are learned."""
+    """A tokenised text with a loss mask."""
 
     tokens: Int[np.ndarray, "T"]
     """int32 token ids."""
     loss: Bool[np.ndarray, "T"]
-    """True where the token is a target; the first token has no context and is never one."""
+    """Loss mask: True if the token is a target. The first token has no context and is never a target."""
 
     def __len__(self) -> int:
         return len(self.tokens)

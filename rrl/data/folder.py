@@ -1,4 +1,4 @@
-"""A data folder: which of its files are questions of which split, and which is the corpus."""
+"""Read a data folder: find its corpus and the question files of each split. Read `load_folder` first."""
 
 import dataclasses
 import logging
@@ -12,42 +12,49 @@ from rrl.data.records import OnError
 from rrl.errors import UserError
 
 SPLITS = ("train", "dev", "test", "questions")
-CORPORA = ("corpus", "passages")
-CONTAINERS = (".json", ".jsonl", ".tsv", ".csv")
+"""A file whose name begins with one of these holds the questions of that split."""
+CORPUS_NAMES = ("corpus", "passages")
+"""A file whose name begins with one of these, or whose stem ends with `_` and one of these, is the corpus."""
+CONTAINER_ENDINGS = (".json", ".jsonl", ".tsv", ".csv")
+"""Endings of data files, without that of their compression."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataFolder:
-    """Question files by split, each read when it is asked for, and the passages they are asked about."""
+    """The passages of a folder, and its question files by split. A question file is read only when it is used."""
 
     path: Path
     passages: list[Passage]
     files: dict[str, list[Path]]
-    """The question files of each split that was found; keys are of `SPLITS`."""
+    """Question files of each split that the folder has; the keys are from `SPLITS`."""
     on_error: OnError = "refuse"
-    """What a broken question does."""
+    """How to treat broken questions: refuse the file, or skip them."""
 
     def questions(self, split: str) -> list[Question]:
-        """The questions of a split that is there; errors as `load_questions`, and UserError where it has several files."""
+        """Return the questions of a split in `files`.
+
+        Raises UserError as `load_questions`, and if the split has several files.
+        """
         return load_questions(self.file(split), self.on_error)
 
     def file(self, split: str) -> Path:
-        """The question file of a split that is there."""
+        """Return the question file of a split in `files`. Raises UserError if the split has several files."""
         file, *more = self.files[split]
         if more:
             raise UserError(
                 f"data folder {self.path}: {len(self.files[split])} files for the split {split!r} "
-                f"({', '.join(one.name for one in self.files[split])}). Leave one of them there."
+                f"({', '.join(one.name for one in self.files[split])}). Keep one and move the others away."
             )
         return file
 
-    def first_answered(self, order: Sequence[str], but: str = "") -> tuple[str, list[Question]] | None:
-        """The first split of `order` with gold answers that is not `but`, and its questions; None if there is none.
+    def first_answered(self, order: Sequence[str], exclude: str = "") -> tuple[str, list[Question]] | None:
+        """Return the first split of `order` that has gold answers, and its questions; None if no split has any.
 
-        A split without any gold answer, such as the test file of many releases, is passed over and logged.
+        The split `exclude` is never returned. A split without gold answers, such as the test file of many releases,
+        is skipped with a warning.
         """
         for split in order:
-            if split == but or split not in self.files:
+            if split == exclude or split not in self.files:
                 continue
             try:
                 return split, self.questions(split)
@@ -61,43 +68,49 @@ class DataFolder:
 
 
 def load_folder(path: str | Path, on_error: OnError = "refuse", corpus: bool = True) -> DataFolder:
-    """Read a folder with one corpus (`corpus*`, `passages*`, `*_corpus*`) and question files named by split.
+    """Read a folder with one corpus (`corpus*`, `passages*`, `*_corpus`, `*_passages`) and question files named by split.
 
-    Without `corpus`, for those who bring an index, none is needed and none is read. A question file is read when its split is
-    asked for: one that is not used is not looked into.
+    Args:
+      path: the folder.
+      on_error: how to treat broken records: "refuse" the file, or "skip" them.
+      corpus: whether to read the corpus. False: none is required, because the caller has an index.
 
-    Raises UserError that lists the files found if there is no corpus, several, or no question file.
+    Raises:
+      UserError: the folder has no corpus, several of them, or no question file; the message lists the files.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(
             f"data folder {folder}: not a folder. Give a folder that holds a corpus and question files."
         )
-    corpora, files = _sorted_out(folder)
+    corpora, files = _classify_files(folder)
     problems = []
     if corpus and len(corpora) != 1:
         problems.append(
-            f"{len(corpora)} corpus files, where one is needed (named {', '.join(CORPORA)} + anything)"
+            f"{len(corpora)} corpus files instead of one (a name that begins with {' or '.join(CORPUS_NAMES)})"
         )
     if not files:
-        problems.append(f"no question file (named {', '.join(SPLITS)} + anything)")
+        problems.append(
+            f"no question file (a name that begins with {', '.join(SPLITS[:-1])} or {SPLITS[-1]})"
+        )
     if problems:
-        found = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        names = ", ".join(sorted(file.name for file in folder.iterdir())) or "no files"
         raise UserError(
-            f"data folder {folder}: {'; '.join(problems)}. Found: {found}. "
-            f"Allowed endings: {', '.join(CONTAINERS)}, each with or without {' or '.join(COMPRESSED)}."
+            f"data folder {folder}: {'; '.join(problems)}. Found: {names}. "
+            f"Allowed endings: {', '.join(CONTAINER_ENDINGS)}, each with or without {' or '.join(COMPRESSED)}."
         )
     return DataFolder(folder, load_passages(corpora[0], on_error) if corpus else [], files, on_error)
 
 
-def _sorted_out(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
+def _classify_files(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
+    """Return the corpus files, and the question files by split."""
     corpora: list[Path] = []
     files: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()):
         stem, _, ending = plain_name(file).rpartition(".")
-        if f".{ending}" not in CONTAINERS or not file.is_file():
+        if f".{ending}" not in CONTAINER_ENDINGS or not file.is_file():
             continue
-        if stem.startswith(CORPORA) or stem.endswith(tuple(f"_{word}" for word in CORPORA)):
+        if stem.startswith(CORPUS_NAMES) or stem.endswith(tuple(f"_{word}" for word in CORPUS_NAMES)):
             corpora.append(file)
         elif split := next((split for split in SPLITS if stem.startswith(split)), None):
             files.setdefault(split, []).append(file)

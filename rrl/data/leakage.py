@@ -1,4 +1,4 @@
-"""Do two question files share questions? Compared by normalised text: case, punctuation and articles hide nothing."""
+"""Find questions that two question files share, compared without case, punctuation and articles."""
 
 import dataclasses
 import re
@@ -13,32 +13,34 @@ _ARTICLES = ("a", "an", "the")
 
 @dataclasses.dataclass(frozen=True)
 class Leak:
-    """A question of one file that stands in the other too."""
+    """A held-out question that is also a training question."""
 
     train: Question
     held_out: Question
 
     @property
     def same_answer(self) -> bool:
-        """Whether the two share a gold answer, normalised, or neither has one."""
-        ours, theirs = (set(map(_normal, question.answers)) for question in (self.train, self.held_out))
-        return not ours.isdisjoint(theirs) or ours == theirs
+        """Whether the two share a normalised gold answer, or neither has a gold answer."""
+        train, held_out = (
+            set(map(_normalized, question.answers)) for question in (self.train, self.held_out)
+        )
+        return not train.isdisjoint(held_out) or train == held_out
 
 
 def shared_questions(train: Sequence[Question], held_out: Sequence[Question]) -> list[Leak]:
-    """Each held-out question whose text is also a training question's, in the order of `held_out`: with the first of these that
-    has the same answer, or else with the first.
+    """Return the held-out questions that are also training questions, in the order of `held_out`.
 
-    Texts that normalise to nothing are compared as they are.
+    Each is paired with the first training question of the same normalised text and the same answer, or with the first
+    of the same text if no answer agrees. Texts that normalise to nothing are compared unchanged.
     """
     by_text: dict[str, list[Question]] = {}
     for question in train:
-        by_text.setdefault(_normal(question.text), []).append(question)
-    leaks = ([Leak(known, q) for known in by_text.get(_normal(q.text), ())] for q in held_out)
-    return [next((leak for leak in of if leak.same_answer), of[0]) for of in leaks if of]
+        by_text.setdefault(_normalized(question.text), []).append(question)
+    leaks = ([Leak(same, q) for same in by_text.get(_normalized(q.text), ())] for q in held_out)
+    return [next((leak for leak in pairs if leak.same_answer), pairs[0]) for pairs in leaks if pairs]
 
 
-def _normal(text: str) -> str:
-    """Words without case and articles, whatever stands between them: "Well-known" is "well known", “it’s” is "it s"."""
+def _normalized(text: str) -> str:
+    """Return the words without case, punctuation and articles: "Well-known" is "well known", “it’s” is "it s"."""
     plain = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(word for word in _WORD.findall(plain) if word not in _ARTICLES) or plain.strip()

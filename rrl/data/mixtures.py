@@ -1,4 +1,4 @@
-"""The papers' training sets: how many questions of which datasets' training files, and which of them."""
+"""The papers' training sets: how many questions each paper draws from which datasets, and how."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,21 +11,21 @@ from rrl.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class MixturePart:
-    """What a paper takes from the training file of one dataset."""
+    """The questions that a paper takes from the training file of one dataset."""
 
     train: int = 0
-    """Questions to train on; 0: all that are left."""
+    """Number of training questions; 0: all that remain."""
     validation: int = 0
-    """Questions held out from the same file, none of them a training question."""
-    after: int = 0
-    """So many at the beginning of the file are left out."""
+    """Number of questions held out from the same file, disjoint from the training questions."""
+    skip_first: int = 0
+    """Number of questions to skip at the beginning of the file."""
     in_order: bool = False
-    """The first questions of the file; otherwise they are drawn without replacement."""
+    """True: take the first questions of the file. False: draw them without replacement."""
 
 
 PAPERS: Mapping[str, Mapping[str, MixturePart]] = {
     "rsearch": {"2wiki": MixturePart()},
-    "r3rag": {"hotpotqa": MixturePart(8192, after=30_000)},
+    "r3rag": {"hotpotqa": MixturePart(8192, skip_first=30_000)},
     "r3rag_cold_start": {
         "hotpotqa": MixturePart(30_000, in_order=True),
         "2wiki": MixturePart(15_000),
@@ -38,56 +38,62 @@ PAPERS: Mapping[str, Mapping[str, MixturePart]] = {
         "musique": MixturePart(1174, 150),
     },
 }
-"""By paper and dataset.
+"""Training sets by paper and dataset.
 
 - R-Search, section 4.3: "only the 2WikiMQA training set".
-- R3-RAG, section 4.1 and appendix C: reinforcement learning on 8,192 of the HotpotQA questions that remain after the first
-  30,000; those, 15,000 of 2Wiki and 19,937 of MuSiQue are what its cold start was sampled for (51,254 trajectories were right).
-- TIRESRAG-R1, section 5 and appendix B (8,148 together): R1-Searcher's selection of 4,561 and 3,587 questions; files that hold
-  just these are taken whole, from others as many are drawn.
-- R2AG, appendix B.2: 4,674 in all, drawn at random, and 300 more for validation.
+- R3-RAG, section 4.1 and appendix C: the cold start samples trajectories for the first 30,000 questions of HotpotQA, 15,000 of
+  2Wiki and 19,937 of MuSiQue (51,254 trajectories were correct). Reinforcement learning uses 8,192 of the remaining HotpotQA
+  questions.
+- TIRESRAG-R1, section 5 and appendix B: R1-Searcher's selection of 4,561 and 3,587 questions, 8,148 in total. A file with exactly
+  these questions is taken whole; from a larger file, as many are drawn.
+- R2AG, appendix B.2: 4,674 questions drawn at random, and 300 more for validation.
 """
 
 
-def parts_of(paper: str) -> Mapping[str, MixturePart]:
-    """What a paper trains on, by dataset; UserError for a name that is none of `PAPERS`."""
+def paper_parts(paper: str) -> Mapping[str, MixturePart]:
+    """Return what a paper trains on, by dataset. Raises UserError if the name is not in `PAPERS`."""
     if paper not in PAPERS:
         raise UserError(f"paper={paper!r} is unknown; choose one of {', '.join(PAPERS)}")
     return PAPERS[paper]
 
 
-def take_part(
+def draw_part(
     questions: Sequence[Question],
     part: MixturePart,
     seed: int = 0,
     scale: float = 1.0,
     name: str = "questions",
 ) -> dict[str, list[Question]]:
-    """The questions of "train" and, where the part has any, of "validation", each in the order of the file.
+    """Draw the questions of "train" and, if the part has any, of "validation", each in the order of the file.
 
-    The same arguments give the same questions. `scale` multiplies every number of the part, rounded, for a smaller set of the
-    same proportions; where the part takes all, it takes that share of them. `name` stands for the questions in errors.
+    Args:
+      questions: all questions of the training file.
+      part: how many to take.
+      seed: seed of the draw; the same arguments give the same questions.
+      scale: multiplies every number of the part (rounded), for a smaller set of the same proportions, in (0, 1]. If the
+        part takes all questions, this share of them is taken.
+      name: what error messages call the questions.
 
-    Raises UserError for a scale that is not above 0 and at most 1, or under which nothing is left, and for fewer questions than
-    are to be taken.
+    Raises:
+      UserError: `scale` is out of range, or no question is left at this scale, or there are too few questions.
     """
     if not 0 < scale <= 1:
         raise UserError(f"scale={scale} must be above 0 and at most 1")
-    after, train, validation = (round(scale * n) for n in (part.after, part.train, part.validation))
-    left = len(questions) - after
+    skip, train, validation = (round(scale * n) for n in (part.skip_first, part.train, part.validation))
+    left = len(questions) - skip
     if not part.train:
         train = round(scale * left) - validation
     if train < 1 or train + validation > left or (part.validation and not validation):
-        wanted = f"{train} to train on" + (f" and {validation} for validation" if part.validation else "")
+        required = f"{train} to train on" + (f" and {validation} for validation" if part.validation else "")
         raise UserError(
             f"{name}: {max(left, 0)} questions"
-            + (f" after the first {after}" if after else "")
-            + f", of which {wanted} are to be taken (scale={scale:g}); give the dataset's whole training file, or another scale"
+            + (f" after the first {skip}" if skip else "")
+            + f", but {required} are required (scale={scale:g}); give the dataset's whole training file, or another scale"
         )
     order = np.arange(left) if part.in_order else np.random.default_rng(seed).permutation(left)
     taken = {"train": order[:train], "validation": order[train : train + validation]}
     return {
-        split: [questions[after + at] for at in np.sort(places).tolist()]
+        split: [questions[skip + at] for at in np.sort(places).tolist()]
         for split, places in taken.items()
         if len(places)
     }

@@ -1,4 +1,4 @@
-"""Passages of a corpus, and the corpus files that hold them, in their publishers' own forms."""
+"""Read passages from corpus files in the formats of their publishers. Read `iter_passages` first."""
 
 import dataclasses
 import hashlib
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rrl.data.pools import is_pool, join_sentences, pool_of
+from rrl.data.question_passages import has_passages, join_sentences, passages_in
 from rrl.data.records import ExcludedRecord, OnError, fields_of, id_field, parse_records
 from rrl.data.tables import PASSAGE_IDS, TEXTS
 
 ALLOWED = (
-    "{id, contents} whose first line is the title where no title is beside it, {id, title, text}, "
+    "{id, contents} (the first line of contents is the title if the record has no title), {id, title, text}, "
     "one object of {title: [sentences]}, questions with their context, paragraphs or ctxs, or TSV or CSV with columns of these "
     f"names; an id is one of {', '.join(PASSAGE_IDS)}, a text one of {', '.join(TEXTS)}"
 )
-"""The corpus forms that are understood; JSON lines or one JSON list, plain, gzip or bzip2."""
+"""The supported corpus formats, for error messages. JSON lines or one JSON list; plain, gzip or bzip2."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Passage:
     """One passage of a corpus."""
 
     id: str
-    """Unique in the corpus; the position in the file where the file gives none."""
+    """Unique in the corpus; the position in the file if the file has no ids."""
     title: str
     text: str
     """The passage without its title."""
@@ -32,7 +32,7 @@ class Passage:
 def load_passages(
     path: str | Path, on_error: OnError = "refuse", skipped: list[str] | None = None
 ) -> list[Passage]:
-    """What `iter_passages` yields, as a list."""
+    """Return the passages of `iter_passages` as a list."""
     return list(iter_passages(path, on_error, skipped))
 
 
@@ -40,50 +40,51 @@ def iter_passages(
     path: str | Path,
     on_error: OnError = "refuse",
     skipped: list[str] | None = None,
-    left_out: list[str] | None = None,
+    excluded: list[str] | None = None,
     columns: Sequence[str] = (),
 ) -> Iterator[Passage]:
-    """Stream a corpus file: FlashRAG / Search-R1, BEIR / HippoRAG, HotpotQA pools, DPR and MS MARCO TSV (see `ALLOWED`).
+    """Stream a corpus file: FlashRAG / Search-R1, BEIR / HippoRAG, DPR and MS MARCO TSV, or questions with contexts such as
+    HotpotQA's (see `ALLOWED`).
 
-    Of questions with contexts, each passage comes once, under a number as its id. A file of lines is read line by line;
-    one JSON document is read whole. A document with neither title nor text is left out, and logged.
+    From questions with contexts, each distinct passage is yielded once, with a running number as its id. A file of lines is
+    read line by line; a single JSON document is read whole. A document with neither title nor text is excluded and logged.
 
     Args:
       path: the file; gzip and bzip2 are recognised by content.
-      on_error: "refuse" raises UserError at the first broken record or repeated id; "skip" leaves them out and
-        logs how many and where.
+      on_error: "refuse" raises UserError at the first broken record or repeated id; "skip" skips them and logs how many
+        and where.
       skipped: if given, receives one "line 7: reason" for each broken record.
-      left_out: if given, receives the same for each document without title and text.
-      columns: of a table, what each column is (id, title, text, or - for none), where its header does not say it.
+      excluded: if given, receives one such string for each document without title and text.
+      columns: the meaning of each column of a table (id, title, text, or - to ignore it), if its header does not name them.
     """
-    seen, pooled = SeenIds(), set[bytes]()
+    seen, yielded = SeenIds(), set[bytes]()
 
     def parse(position: int, record: Any) -> Iterable[Passage]:
-        if isinstance(record, dict) and is_pool(record):
-            return pool(record)
+        if isinstance(record, dict) and has_passages(record):
+            return context_passages(record)
         passage = passage_of(position, record)
         if not seen.add(passage.id):
             raise ValueError(f"id: {passage.id!r} occurs twice; ids must be unique")
         return (passage,)
 
-    def pool(record: dict[str, Any]) -> Iterator[Passage]:
-        for title, text in pool_of(record):
-            if (key := _digest(title, text)) not in pooled:
-                yield Passage(str(len(pooled)), title, text)
-                pooled.add(key)
+    def context_passages(record: dict[str, Any]) -> Iterator[Passage]:
+        for title, text in passages_in(record):
+            if (key := _digest(title, text)) not in yielded:
+                yield Passage(str(len(yielded)), title, text)
+                yielded.add(key)
 
-    return parse_records(path, parse, ALLOWED, on_error, skipped, left_out, columns)
+    return parse_records(path, parse, ALLOWED, on_error, skipped, excluded, columns)
 
 
 class SeenIds:
-    """The ids that have occurred. Consecutive numbers, which large corpora have, cost no memory."""
+    """A set of ids that stores a run of consecutive numbers, which large corpora have, as a range."""
 
     def __init__(self) -> None:
         self._first = self._next = 0
         self._others: set[str] = set()
 
     def add(self, identity: str) -> bool:
-        """Notes an id; False if it was there."""
+        """Add an id; return False if it was already in the set."""
         number = int(identity) if identity.isascii() and identity.isdigit() else -1
         if str(number) == identity:
             if self._first == self._next:
@@ -100,6 +101,7 @@ class SeenIds:
 
 
 def _digest(*parts: str) -> bytes:
+    """Return a 128-bit hash of texts, to recognise repeated passages."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -107,13 +109,16 @@ def _digest(*parts: str) -> bytes:
     return digest.digest()
 
 
-_BESIDE = ("title", "metadata", "url", "score")
-"""What a document may have beside its id where it has no text; a field of another name may be its text."""
+_METADATA_FIELDS = ("title", "metadata", "url", "score")
+"""The only fields, beside ids, of a document whose text is missing on purpose. Any other field may be a text under an unknown
+name, so that such a record is broken."""
 
 
 def passage_of(position: int, record: Any) -> Passage:
-    """The passage that a record holds (see `ALLOWED`); ValueError names what is wrong with it; ExcludedRecord: it has neither
-    title nor text."""
+    """Return the passage of a record (see `ALLOWED`).
+
+    Raises ValueError that names what is wrong with the record, and ExcludedRecord if it has neither title nor text.
+    """
     if isinstance(record, tuple):
         title, sentences = record
         return _passage(str(position), title, join_sentences(title, sentences))
@@ -124,10 +129,10 @@ def passage_of(position: int, record: Any) -> Passage:
         raise ValueError(f"title: got {title!r}, not a string")
     title = (title or "").strip()
     name = next((name for name in (*TEXTS, "contents") if fields.get(name)), "")
-    known = "title" in fields and not fields.keys() - {*PASSAGE_IDS, *_BESIDE}
+    known = "title" in fields and not fields.keys() - {*PASSAGE_IDS, *_METADATA_FIELDS}
     if not known and not {*TEXTS, "contents"} & fields.keys():
-        found = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
-        raise ValueError(f"{' or '.join(TEXTS)}: missing; found the fields {found or '(none)'}")
+        present = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
+        raise ValueError(f"{' or '.join(TEXTS)}: missing; found the fields {present or '(none)'}")
     text = fields.get(name, "")
     if isinstance(text, list):
         text = join_sentences(title, [part for entry in text for part in _flat(entry)])
@@ -143,12 +148,15 @@ def _passage(identity: str, title: str, text: str) -> Passage:
 
 
 def _flat(entry: Any) -> list[Any]:
-    """The sentences of a paragraph, where a text is a list of paragraphs."""
+    """Return the sentences of one entry of a text: a paragraph is a list of them."""
     return entry if isinstance(entry, list) else [entry]
 
 
 def _contents(title: str, contents: str) -> tuple[str, str]:
-    """Title and text of FlashRAG's contents: their first line is the title, if none stands beside them or that one is it."""
+    """Split FlashRAG's `contents` into title and text.
+
+    The first line is the title if the record has no title field, or if it repeats that field.
+    """
     first, _, rest = contents.strip().partition("\n")
     if title:
         return title, rest if _unquoted(first) == title else contents
@@ -157,11 +165,12 @@ def _contents(title: str, contents: str) -> tuple[str, str]:
     alone = (
         contents.rstrip(" ").endswith("\n") and first.startswith('"') and _unquoted(first) != first.strip()
     )
-    # Corpora without titles put the text in the first line.
+    # In corpora without titles, a single line is the text.
     return (_unquoted(first), "") if alone else ("", first)
 
 
 def _unquoted(title: str) -> str:
+    """Return a title without CSV quoting."""
     title = title.strip()
     if len(title) >= 2 and title[0] == title[-1] == '"':
         title = title[1:-1]
@@ -169,7 +178,7 @@ def _unquoted(title: str) -> str:
 
 
 def fingerprint(passages: Iterable[Passage]) -> str:
-    """SHA-256 over ids, titles and texts in order: two corpora are the same exactly if this is."""
+    """Return the SHA-256 of ids, titles and texts in order; it identifies a corpus."""
     digest = hashlib.sha256()
     for passage in passages:
         for part in (passage.id, passage.title, passage.text):
@@ -179,5 +188,5 @@ def fingerprint(passages: Iterable[Passage]) -> str:
 
 
 def render(passages: Sequence[Passage]) -> str:
-    """The observation text: `(Title: T) text`, one passage a line (R-Search as released; best first)."""
+    """Return the text of an observation: one `(Title: T) text` per line, best passage first (R-Search's released code)."""
     return "\n".join(f"(Title: {passage.title}) {passage.text}" for passage in passages)

@@ -1,4 +1,4 @@
-"""Questions with gold answers, and the question files that hold them, in their publishers' own forms."""
+"""Read questions with gold answers from files in the formats of their publishers. Read `load_questions` first."""
 
 import dataclasses
 import json
@@ -13,12 +13,12 @@ from rrl.data.decoding import BrokenRecord
 from rrl.data.records import (
     ExcludedRecord,
     OnError,
-    asked_fields_of,
     fields_of,
     id_field,
     list_field,
     list_in_text,
     load_records,
+    question_fields_of,
     read_records,
     text_field,
 )
@@ -27,23 +27,28 @@ from rrl.errors import UserError
 
 ALLOWED = (
     f"a question (one of {', '.join(QUESTIONS)}) and answers (one of {', '.join(ANSWERS)}, or KILT's output) with id, type or "
-    "kind, supporting_facts, evidence_list, paragraphs, gold or gold_ids where known, in metadata or beside it; choices or "
+    "kind, supporting_facts, evidence_list, paragraphs, gold or gold_ids if known, at the top level or in metadata; choices or "
     "choice_A, choice_B, ...; columns of these names in TSV or CSV"
 )
-"""The question forms that are understood; JSON lines, one JSON list or a table; plain, gzip or bzip2."""
+"""The supported question formats, for error messages. JSON lines, one JSON list or a table; plain, gzip or bzip2."""
 
 QUESTION_FIELDS = QUESTIONS
+"""Names of the field with the question; the first that a record has is used."""
 ANSWER_FIELDS = ANSWERS
-LISTED_AS_TEXT = ("answers", "golden_answers", "answer_aliases", "possible_answers", "reference")
-"""Fields of `ANSWER_FIELDS` that a table holds as the text of a list."""
+"""Names of fields with gold answers; all that a record has are used."""
+LIST_TEXT_FIELDS = ("answers", "golden_answers", "answer_aliases", "possible_answers", "reference")
+"""Fields of `ANSWER_FIELDS` that may be a list written as text, as in tables."""
 Unanswerable = Literal["leave_out", "empty"]
+"""How to treat unanswerable questions; see `load_questions`."""
 UNANSWERABLE = ("",)
-"""The gold answers of a question whose right answer is none."""
+"""The gold answers of an unanswerable question: the empty answer is correct."""
 KIND_FIELDS = ("kind", "type", "question_type", "domain")
+"""Names of the field with the kind of a question; the first with a value is used."""
 GOLD_IDS = ("gold_ids", "gold_doc_ids", "relevant_docids", "answer_pids")
-"""Lists of ids of gold passages: our own and BRIGHT's, ..., LoTTE's."""
+"""Fields with ids of gold passages: `gold_ids` is written by `save_questions` and BRIGHT, `answer_pids` by LoTTE."""
 GOLD_PASSAGES = ("evidence_docs", "gold_docs", "positive_passages", "positive_ctxs")
-"""Lists of gold passages with ids or titles: BrowseComp-Plus' two (its recall is that of the first), Tevatron's, DPR's."""
+"""Fields with gold passages that have ids or titles. The first two are those of BrowseComp-Plus, whose recall counts the first;
+the others are Tevatron's and DPR's."""
 METADATA = (
     *KIND_FIELDS,
     *GOLD_IDS,
@@ -55,27 +60,27 @@ METADATA = (
     "answerable",
     "is_impossible",
 )
-"""What FlashRAG keeps in `metadata`; it counts where the record itself does not have it."""
+"""Fields that FlashRAG stores in `metadata`. They are used if the record itself does not have them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """One question."""
+    """A question with its gold answers and gold passages."""
 
     id: str
     text: str
     answers: tuple[str, ...]
-    """Gold answers, any of which is right; the first is the main one. Of a multiple choice, letters."""
+    """Gold answers. Each is correct; the first is the main one. Letters, if the question is a multiple choice."""
     kind: str = ""
-    """The publisher's type ("compositional", "bridge", ...), or our own ("two_hop", ...)."""
+    """The publisher's type ("compositional", "bridge", ...), or that of the built-in world ("two_hop", ...)."""
     gold: tuple[str, ...] = ()
-    """Titles of the supporting passages, where known."""
+    """Titles of the gold passages; empty if unknown."""
     hops: int = 0
-    """Steps that the publisher says it takes (MuSiQue); 0 where it does not say."""
+    """Number of hops as published (MuSiQue); 0 if unknown."""
     choices: tuple[str, ...] = ()
-    """What to choose from; the first is A. Empty where the answer is free."""
+    """Choices of a multiple choice, beginning with A; empty for free answers."""
     gold_ids: tuple[str, ...] = ()
-    """Ids of the supporting passages in their corpus, where known."""
+    """Ids of the gold passages in their corpus; empty if unknown."""
 
 
 def load_questions(
@@ -87,19 +92,17 @@ def load_questions(
     unanswerable: Unanswerable = "leave_out",
 ) -> list[Question]:
     """Read a question file: FlashRAG, NQ-open, HotpotQA / 2Wiki, MuSiQue, TriviaQA, PopQA, Bamboogle, MultiHop-RAG, SQuAD, KILT,
-    LongBench, DPR, StrategyQA, SimpleQA, FRAMES, BrowseComp-Plus or our own form (see `ALLOWED`).
-
+    LongBench, DPR, StrategyQA, SimpleQA, FRAMES, BrowseComp-Plus or the format of `save_questions` (see `ALLOWED`).
 
     Args:
       path: the file; gzip and bzip2 are recognised by content.
-      on_error: "refuse" raises UserError at the first broken record; "skip" leaves them out and logs how many
-        and where.
-      skipped: if given, receives one "line 7: reason" for each record left out.
-      truth: a file with the answers of questions that come without, {id: {answer, evidence_list}} (MultiHop-RAG's form).
-      unanswered: a question without a gold answer is read too, and has none; otherwise it is a broken record.
-      unanswerable: what becomes of a question that its publisher marks so (`answerable` false, `is_impossible` true, SQuAD's
-        empty list of answers): "leave_out" logs their number, "empty" reads an empty text as the right answer. With `unanswered`
-        it is read and has no answer.
+      on_error: "refuse" raises UserError at the first broken record; "skip" skips them and logs how many and where.
+      skipped: if given, receives one "line 7: reason" for each skipped record.
+      truth: a file with the gold answers, if the question file has none: {id: {answer, evidence_list}} (MultiHop-RAG).
+      unanswered: True: a question without a gold answer is read with no answers. False: it is a broken record.
+      unanswerable: how to treat a question that its publisher marks as unanswerable (`answerable` false, `is_impossible`
+        true, or SQuAD's empty list of answers): "leave_out" excludes it and logs the number, "empty" makes the empty answer
+        the gold answer. With `unanswered` it is read with no answers.
     """
     answers = _truth(truth) if truth is not None else {}
 
@@ -115,7 +118,10 @@ def load_questions(
 
 
 def has_answers(path: str | Path) -> bool:
-    """Whether a question file has any gold answer. True also for one that cannot be read, whose fault `load_questions` names."""
+    """Return whether a question file has any gold answer.
+
+    Also True for an empty file and for one with a broken record before the first answer: `load_questions` names their fault.
+    """
     empty = True
     for position, (_, record) in enumerate(read_records(path)):
         empty = False
@@ -128,32 +134,33 @@ def has_answers(path: str | Path) -> bool:
 
 
 def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    """Read a file of gold answers (`truth` of `load_questions`) as fields by question id."""
+    answers_by_id: dict[str, dict[str, Any]] = {}
     for position, (place, record) in enumerate(read_records(path)):
         try:
             if isinstance(record, BrokenRecord):
                 raise ValueError(record.reason)
             fields = fields_of(record)
             identity = id_field(fields, position)
-            if identity in found:
+            if identity in answers_by_id:
                 raise ValueError(f"id: {identity!r} occurs twice")
         except ValueError as error:
             raise UserError(
                 f"{path}, {place}: {error}. Allowed: {{id: {{answer, ...}}}}, or a list of {{id, answer, ...}}."
             ) from error
-        found[identity] = fields
-    return found
+        answers_by_id[identity] = fields
+    return answers_by_id
 
 
 def with_choices(question: Question) -> str:
-    """The question as it is shown, with its choices where it has any."""
+    """Return the text of a question as the model reads it, with its choices if it is a multiple choice."""
     letters = [f"({chr(ord('A') + at)}) {choice}" for at, choice in enumerate(question.choices)]
     hint = ["Answer with the letter of the right choice."] if letters else []
     return "\n".join([question.text, *letters, *hint])
 
 
 def save_questions(path: str | Path, questions: Iterable[Question]) -> None:
-    """Write our own form, one JSON object a line; `load_questions` reads it back unchanged."""
+    """Write one JSON object per line; `load_questions` reads the questions back unchanged."""
     with Path(path).open("w", encoding="utf-8") as stream:
         for question in questions:
             stream.write(json.dumps(dataclasses.asdict(question), ensure_ascii=False) + "\n")
@@ -162,17 +169,18 @@ def save_questions(path: str | Path, questions: Iterable[Question]) -> None:
 def question_of(
     position: int, record: Any, unanswered: bool = False, unanswerable: Unanswerable = "leave_out"
 ) -> Question:
-    """The question that a record holds (see `ALLOWED`); `unanswered` and `unanswerable` as in `load_questions`.
+    """Return the question of a record (see `ALLOWED`); `unanswered` and `unanswerable` as in `load_questions`.
 
-    ValueError names what is wrong, such as no gold answer; ExcludedRecord: its publisher marks it as unanswerable.
+    Raises ValueError that names what is wrong, such as no gold answer, and ExcludedRecord if the publisher marks the question
+    as unanswerable.
     """
-    fields = asked_fields_of(record)
+    fields = question_fields_of(record)
     metadata = fields.get("metadata")
     if isinstance(metadata, dict):
         fields = {name: metadata[name] for name in METADATA if name in metadata} | fields
     identity, choices = id_field(fields, position), _choices(fields)
     if "title" in fields and not {*QUESTION_FIELDS, *ANSWER_FIELDS} - {"text"} & fields.keys():
-        raise ValueError("text: stands beside a title and no answer: a passage, not a question")
+        raise ValueError("text: the record has a title and no answer: a passage, not a question")
     return Question(
         id=identity,
         text=text_field(fields, *QUESTION_FIELDS),
@@ -188,27 +196,28 @@ def question_of(
 def _answers(
     fields: dict[str, Any], choices: tuple[str, ...], unanswered: bool, unanswerable: Unanswerable
 ) -> tuple[str, ...]:
+    """Return the gold answers of a question, as letters if it has choices."""
     if _unanswerable(fields):
         if unanswered or unanswerable == "empty":
             return () if unanswered else UNANSWERABLE
         raise ExcludedRecord("its publisher marks it as unanswerable")
-    found: dict[str, None] = {}
+    gold_answers: dict[str, None] = {}
     for name in (*ANSWER_FIELDS, "output"):
-        for answer in _listed(fields, name):
+        for answer in _answer_values(fields, name):
             if choices and type(answer) is int and 0 <= answer < len(choices):
-                answer = string.ascii_uppercase[answer]  # FlashRAG's golden_answers are places in the choices
+                answer = string.ascii_uppercase[answer]  # FlashRAG's golden_answers are indices of choices
             text = answer_text(name, answer)
             if text.strip():
-                found.setdefault(_letter(name, text.strip(), choices) if choices else text.strip())
-    if not found and not unanswered:
+                gold_answers.setdefault(_letter(name, text.strip(), choices) if choices else text.strip())
+    if not gold_answers and not unanswered:
         raise ValueError(
             f"no gold answer in any of the fields {', '.join(ANSWER_FIELDS)}; found the fields {', '.join(list(fields)[:8])}"
         )
-    return tuple(found)
+    return tuple(gold_answers)
 
 
 def answer_text(name: str, answer: Any) -> str:
-    """An answer as text: a number as it is written, true and false as yes and no. ValueError for anything else."""
+    """Return an answer as text: numbers in decimal, true and false as yes and no. Raises ValueError for other types."""
     if isinstance(answer, bool):
         return "yes" if answer else "no"
     if isinstance(answer, float) and math.isfinite(answer):
@@ -221,9 +230,10 @@ def answer_text(name: str, answer: Any) -> str:
 
 
 def _unanswerable(fields: dict[str, Any]) -> bool:
-    """MuSiQue-Full's, SQuAD 2's official and the datasets library's mark of a question whose passages do not answer it.
+    """Return whether the publisher marks a question as unanswerable from its passages.
 
-    In a table they are words.
+    The marks are MuSiQue-Full's `answerable`, SQuAD 2's `is_impossible`, and the empty list of answers in the datasets library.
+    Tables hold them as words.
     """
     words = {name: str(fields.get(name)).strip().lower() for name in ("answerable", "is_impossible")}
     if words["answerable"] in ("false", "0") or words["is_impossible"] in ("true", "1"):
@@ -233,7 +243,7 @@ def _unanswerable(fields: dict[str, Any]) -> bool:
 
 
 def _letter(name: str, answer: str, choices: tuple[str, ...]) -> str:
-    """The letter of the choice that an answer names, by its letter or its text."""
+    """Return the letter of the choice that an answer names by its letter or by its text."""
     letters = string.ascii_uppercase[: len(choices)]
     if len(answer) == 1 and answer.upper() in letters:
         return answer.upper()
@@ -248,19 +258,20 @@ def _letter(name: str, answer: str, choices: tuple[str, ...]) -> str:
 
 
 _ANSWER_DICTS = (("Value", "Aliases"), ("value", "aliases"), ("", "text"), ("text", ""), ("answer", ""))
-"""Names of an answer and of a list of answers inside an object: TriviaQA's own form and that of the datasets library, SQuAD's
-there, SQuAD's own, KILT's."""
+"""Keys of one answer and of a list of answers inside an object: TriviaQA's file, TriviaQA and SQuAD in the datasets library,
+SQuAD's file, KILT's file."""
 
 
-def _listed(fields: dict[str, Any], name: str) -> list[Any]:
+def _answer_values(fields: dict[str, Any], name: str) -> list[Any]:
+    """Return the answers in a field, which may be a value, a list, an object or a list written as text."""
     value = fields.get(name)
     if name == "output":
-        # KILT's; in a file of predictions it is what a model wrote.
+        # KILT's gold answers are objects. In a file of predictions, `output` is the text that a model wrote.
         entries = value if isinstance(value, list) else []
         return [entry["answer"] for entry in entries if isinstance(entry, dict) and "answer" in entry]
     if isinstance(value, dict):
-        return _inside(name, value)
-    if isinstance(value, str) and name in LISTED_AS_TEXT:
+        return _answers_in_object(name, value)
+    if isinstance(value, str) and name in LIST_TEXT_FIELDS:
         try:
             listed = list_in_text(value)
         except ValueError as error:
@@ -272,13 +283,13 @@ def _listed(fields: dict[str, Any], name: str) -> list[Any]:
         return [
             inner
             for entry in value
-            for inner in (_inside(name, entry) if isinstance(entry, dict) else [entry])
+            for inner in (_answers_in_object(name, entry) if isinstance(entry, dict) else [entry])
         ]
     return [] if value is None else [value]
 
 
-def _inside(name: str, value: dict[str, Any]) -> list[Any]:
-    """The answers of an object; ValueError for one of no known form, since its answers would be lost."""
+def _answers_in_object(name: str, value: dict[str, Any]) -> list[Any]:
+    """Return the answers of an object. Raises ValueError for an unknown format, since its answers would be lost."""
     for one, more in _ANSWER_DICTS:
         if more in value and isinstance(value[more], list):
             return [*([value[one]] if one in value else []), *value[more]]
@@ -288,19 +299,24 @@ def _inside(name: str, value: dict[str, Any]) -> list[Any]:
 
 
 def _choices(fields: dict[str, Any]) -> tuple[str, ...]:
+    """Return the choices of a multiple choice, from `choice_A`, `choice_B`, ... or the list `choices`."""
     names = [f"choice_{letter}" for letter in string.ascii_uppercase if f"choice_{letter}" in fields]
-    found = [fields[name] for name in names] or list_field(fields, "choices")
-    if not all(isinstance(choice, str) for choice in found) or len(found) > len(string.ascii_uppercase):
+    texts = [fields[name] for name in names] or list_field(fields, "choices")
+    if not all(isinstance(choice, str) for choice in texts) or len(texts) > len(string.ascii_uppercase):
         raise ValueError("choices: not a list of at most 26 strings")
-    return tuple(found)
+    return tuple(texts)
 
 
 def _gold(fields: dict[str, Any]) -> Iterator[str]:
-    """Titles: our own form, HotpotQA's [title, sentence] pairs or plain titles, MuSiQue's supporting paragraphs, MultiHop-RAG's
-    evidence, those of `GOLD_PASSAGES`."""
+    """Yield titles of gold passages.
+
+    Sources: `gold` (the format of `save_questions`), HotpotQA's [title, sentence] pairs or plain titles, MuSiQue's supporting
+    paragraphs, KILT's provenance, `GOLD_PASSAGES`, and MultiHop-RAG's evidence.
+    """
     facts = fields.get("supporting_facts")
     if isinstance(facts, dict):
-        fields = fields | {"supporting_facts": list_field(facts, "title")}  # the form of the datasets library
+        # The datasets library stores parallel lists.
+        fields = fields | {"supporting_facts": list_field(facts, "title")}
     for fact in list_field(fields, "gold") or list_field(fields, "supporting_facts"):
         title = fact[0] if isinstance(fact, list) and fact else fact
         if not isinstance(title, str):
@@ -322,7 +338,7 @@ def _gold(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _gold_ids(fields: dict[str, Any]) -> Iterator[str]:
-    """Ids: of a list of them, of the passages in `GOLD_PASSAGES`, of supporting paragraphs with ids, of KILT's provenance."""
+    """Yield ids of gold passages: `GOLD_IDS`, `GOLD_PASSAGES`, MuSiQue's supporting paragraphs, KILT's provenance."""
     for name in GOLD_IDS:
         value = fields.get(name)
         if isinstance(value, str) and not value.strip().startswith("["):
@@ -346,16 +362,20 @@ def _gold_ids(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _gold_passages(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The gold passages of the first list of `GOLD_PASSAGES` that has any."""
+    """Return the passages of the first non-empty field of `GOLD_PASSAGES`."""
     for name in GOLD_PASSAGES:
         value = fields.get(name)
-        if found := [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []:
-            return found
+        if (
+            passages := [entry for entry in value if isinstance(entry, dict)]
+            if isinstance(value, list)
+            else []
+        ):
+            return passages
     return []
 
 
 def _provenance(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Where KILT's answers are from."""
+    """Yield the sources of KILT's answers."""
     for output in list_field(fields, "output") if "input" in fields else ():
         for source in list_field(output, "provenance") if isinstance(output, dict) else ():
             if isinstance(source, dict):
@@ -363,7 +383,7 @@ def _provenance(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _hops(fields: dict[str, Any], identity: str) -> int:
-    """Our own field, the length of MuSiQue's decomposition, or the number in its ids ("3hop1__...")."""
+    """Return the field `hops`, the length of MuSiQue's decomposition, or the number in MuSiQue's ids ("3hop1__...")."""
     stated = fields.get("hops")
     if isinstance(stated, int) and not isinstance(stated, bool) and stated >= 0:
         return stated

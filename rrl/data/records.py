@@ -1,8 +1,8 @@
-"""Records of a data file whatever its container: JSON lines, one JSON document or a table; plain, gzip or bzip2.
+"""Read the records of a data file: JSON lines, one JSON document or a table; plain, gzip or bzip2. Read `parse_records` first.
 
-The content decides: compression by its magic bytes, JSON by its first characters; only `.jsonl`, `.tsv` and `.csv` (before
-`.gz` or `.bz2`) are believed by name. A record that cannot be read is yielded as a `BrokenRecord`; the caller refuses or skips
-it. Half a character, which an escape of JSON may stand for, is read as "?".
+The format is detected by content: compression by its magic bytes, JSON by its first characters. Only the endings `.jsonl`,
+`.tsv` and `.csv` (before `.gz` or `.bz2`) decide by name. A record that cannot be read is yielded as a `BrokenRecord`, which the
+caller refuses or skips. A lone surrogate in a JSON escape is read as "?".
 """
 
 import ast
@@ -21,48 +21,59 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from rrl.data.decoding import BrokenRecord, decode, open_plain, plain_name
 from rrl.data.tables import QUESTION_IDS, read_table
 from rrl.errors import UserError
-from rrl.text.characters import whole_characters
+from rrl.text.characters import replace_lone_surrogates
 
 OnError = Literal["refuse", "skip"]
+"""How to treat a broken record: refuse its file with a UserError, or skip it."""
 OnFault = Literal["refuse", "skip", "stop"]
-"""What a run does on a fault of its data. Broken records refuse the file ("refuse", "stop") or are skipped. A question that is
-too long for the context ends as "context_limit"; with "stop" the run does not begin."""
+"""How a run treats faults of its data. "refuse" and "stop" refuse a file with a broken record, "skip" skips the record. If the
+prompt of a question is too long for the context, "stop" does not start the run; otherwise the episode ends as "context_limit"."""
 T = TypeVar("T")
 
-LISTS = ("Data", "data", "queries", "questions", "examples")
-"""Fields of a JSON document under which publishers put their list of records."""
+LIST_FIELDS = ("Data", "data", "queries", "questions", "examples")
+"""Fields of a JSON document that may hold its list of records."""
 
-TABLES = (".tsv", ".csv")
+TABLE_ENDINGS = (".tsv", ".csv")
 """Endings of tables."""
 
 MAX_NAMED_LINES = 5
-"""How many broken places a log line names; the rest is counted."""
+"""Number of broken records that a log line names; the others are only counted."""
 
 
 def on_broken(on_fault: OnFault) -> OnError:
-    """What a broken record does."""
+    """Return how a run with `on_fault` treats broken records."""
     return "skip" if on_fault == "skip" else "refuse"
 
 
 class ExcludedRecord(ValueError):
-    """A record that is read rightly but holds nothing to use, such as a document without title and text."""
+    """A valid record that cannot be used, such as a document without title and text, or an unanswerable question."""
 
 
 def read_records(path: str | Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record): place is "line 7" or "record 7" (from 1), record a decoded value or `BrokenRecord`.
+    """Yield (place, record) for each record of a file.
 
-    Empty lines are passed over. A JSON object of {title: [sentences]} yields ("record i", (title, sentences)), one of
-    {id: {question or answer ...}} those objects with the id in them, and one with a list of objects under a name of `LISTS`
-    that list. `columns` are the meaning of a table's columns, where its header does not say it (see `read_table`).
-    Raises UserError if the file cannot be opened or holds no readable text at all, and as `read_table`.
+    The place is "line 7" or "record 7", counted from 1. The record is a decoded value or a `BrokenRecord`. Empty lines are
+    skipped. A single JSON object may hold many records:
+    - {title: [sentences], ...} yields (title, sentences) pairs;
+    - {id: {question or answer ...}, ...} yields the inner objects with their id;
+    - an object with a list of objects in one of `LIST_FIELDS` yields that list.
+
+    Args:
+      path: the file.
+      columns: the meaning of a table's columns, if its header does not name them (see `read_table`).
+
+    Raises:
+      UserError: the file cannot be opened or decoded, `columns` are given for a file that is not a table, or as `read_table`.
     """
     path = Path(path)
     ending = Path(plain_name(path)).suffix
-    if columns and ending not in TABLES:
-        raise UserError(f"columns={','.join(columns)}: {path} is no table (named {' or '.join(TABLES)})")
+    if columns and ending not in TABLE_ENDINGS:
+        raise UserError(
+            f"columns={','.join(columns)}: {path} is not a table; columns are allowed for {' and '.join(TABLE_ENDINGS)} files"
+        )
     try:
         with open_plain(path) as stream:
-            if ending in TABLES:
+            if ending in TABLE_ENDINGS:
                 yield from read_table(path, stream, columns)
             elif ending == ".jsonl":
                 yield from _json_lines(stream)
@@ -81,7 +92,7 @@ def load_records(
     on_error: OnError,
     skipped: list[str] | None,
 ) -> list[T]:
-    """What `parse_records` yields, as a list."""
+    """Return a list of one item per record, as `parse_records`."""
     return list(parse_records(path, lambda at, record: (parse(at, record),), allowed, on_error, skipped))
 
 
@@ -91,19 +102,29 @@ def parse_records(
     allowed: str,
     on_error: OnError,
     skipped: list[str] | None = None,
-    left_out: list[str] | None = None,
+    excluded: list[str] | None = None,
     columns: Sequence[str] = (),
 ) -> Iterator[T]:
-    """Yield the items of every record by `parse(position, record)`, whose ValueError marks the record as broken.
+    """Yield the items of every record of a file.
 
-    Broken records are refused (UserError naming file, place, reason and `allowed`) or skipped: then each is
-    appended to `skipped` as "place: reason" and their number is logged. A record whose `parse` raises `ExcludedRecord` is never
-    refused: it is appended to `left_out`, and their number is logged. A file without an item is refused.
+    Args:
+      path: the file.
+      parse: returns the items of a record from its position (from 0) and its value. It raises ValueError for a broken record
+        and `ExcludedRecord` for a valid record that is never used.
+      allowed: the allowed formats, for error messages.
+      on_error: "refuse" raises UserError at the first broken record, with file, place, reason and `allowed`; "skip" skips
+        broken records and logs their number.
+      skipped: if given, receives "place: reason" for each broken record.
+      excluded: if given, receives the same for each excluded record; their number is logged too.
+      columns: as in `read_records`.
+
+    Raises:
+      UserError: as above, and if the file yields no item.
     """
     if on_error not in ("refuse", "skip"):
         raise UserError(f"on_error: got {on_error!r}; allowed are 'refuse' and 'skip'.")
     count = total = 0
-    broken, empty = _Named(skipped), _Named(left_out)
+    broken, empty = _RecordLog(skipped), _RecordLog(excluded)
     for position, (place, record) in enumerate(read_records(path, columns)):
         total += 1
         try:
@@ -117,77 +138,84 @@ def parse_records(
             if on_error == "refuse":
                 raise UserError(
                     f"{path}, {place}: {error}. Allowed: {allowed}. "
-                    "Repair the file, or skip its broken records where that can be asked for: --config.data.on_error=skip of a "
-                    "run, --skip_broken of launch/build_index.py, on_error='skip' in Python."
+                    "Repair the file, or skip its broken records: --config.data.on_error=skip for a run, --skip_broken for "
+                    "launch/build_index.py, on_error='skip' in Python."
                 ) from error
             broken.add(f"{place}: {error}")
             continue
         count += len(items)
         yield from items
     if not count:
-        found = "the file is empty"
+        problem = "the file is empty"
         if broken.count:
-            found = f"all {broken.count} records are broken (first: {broken.first[0]})"
+            problem = f"all {broken.count} records are broken (first: {broken.first[0]})"
         if empty.count:
-            found = f"nothing of its {total} records can be used (first: {[*broken.first, *empty.first][0]})"
-        raise UserError(f"{path}: {found}. Allowed: {allowed}.")
-    for doing, named in (("skipped %d broken records", broken), ("left out %d records", empty)):
-        if named.count:
-            more = "; ..." if named.count > len(named.first) else ""
+            problem = f"none of its {total} records can be used (first: {[*broken.first, *empty.first][0]})"
+        raise UserError(f"{path}: {problem}. Allowed: {allowed}.")
+    for event, records in (("skipped %d broken records", broken), ("excluded %d records", empty)):
+        if records.count:
+            more = "; ..." if records.count > len(records.first) else ""
             logging.getLogger(__name__).warning(
-                f"%s: {doing} of %d (%s%s)", path, named.count, total, "; ".join(named.first), more
+                f"%s: {event} of %d (%s%s)", path, records.count, total, "; ".join(records.first), more
             )
 
 
-class _Named:
-    """Records that are not yielded: how many, the first of them, and all where somebody keeps a list."""
+class _RecordLog:
+    """Counts the records that are not yielded and stores the first `MAX_NAMED_LINES`, or all in the caller's list."""
 
-    def __init__(self, all_of_them: list[str] | None) -> None:
+    def __init__(self, entries: list[str] | None) -> None:
+        """`entries`: the caller's list, which receives every entry, or None."""
         self.count, self.first = 0, list[str]()
-        self._all = all_of_them
+        self._entries = entries
 
-    def add(self, what: str) -> None:
-        """Counts one, "place: reason"."""
+    def add(self, entry: str) -> None:
+        """Add an entry, "place: reason"."""
         self.count += 1
         if len(self.first) < MAX_NAMED_LINES:
-            self.first.append(what)
-        if self._all is not None:
-            self._all.append(what)
+            self.first.append(entry)
+        if self._entries is not None:
+            self._entries.append(entry)
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """The record as a mapping; ValueError if it is none."""
+    """Return the record as a mapping. Raises ValueError if it is not one."""
     if not isinstance(record, dict):
         raise ValueError(f"got {_short(record)}, not an object with named fields")
     return record
 
 
-def asked_fields_of(record: Any) -> dict[str, Any]:
-    """As `fields_of`. Of our own results and trajectories, whose question is a record itself, the fields of that stand beside
-    the others, and the answer is the prediction."""
+def question_fields_of(record: Any) -> dict[str, Any]:
+    """Return the record as a mapping with the fields of its question, as `fields_of`.
+
+    In results.jsonl and trajectories.jsonl the question is an object. Its fields are merged into those of the record, and the
+    record's answer becomes the field `prediction`.
+    """
     record = fields_of(record)
     question = record.get("question")
     if isinstance(question, dict) and isinstance(question.get("text"), str):
-        own = {name: value for name, value in record.items() if name != "answer"}
-        said = {"prediction": record["answer"]} if "answer" in record else {}
-        return {**said, **own, **question, "question": question["text"]}
+        others = {name: value for name, value in record.items() if name != "answer"}
+        prediction = {"prediction": record["answer"]} if "answer" in record else {}
+        return {**prediction, **others, **question, "question": question["text"]}
     return record
 
 
 def text_field(record: dict[str, Any], *names: str) -> str:
-    """The first of the named fields that is there, which must be a string with something in it."""
+    """Return the first of the named fields that the record has. Raises ValueError unless it is a non-empty string."""
     for name in names:
         if name in record:
             value = record[name]
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"{name}: got {_short(value)}, not a non-empty string")
             return value.strip()
-    found = ", ".join(list(map(str, record))[:8]) + (", ..." if len(record) > 8 else "")
-    raise ValueError(f"{' or '.join(names)}: missing; found the fields {found or '(none)'}")
+    present = ", ".join(list(map(str, record))[:8]) + (", ..." if len(record) > 8 else "")
+    raise ValueError(f"{' or '.join(names)}: missing; found the fields {present or '(none)'}")
 
 
 def list_field(record: dict[str, Any], name: str) -> list[Any]:
-    """The named list, which a table or a column of JSON may hold as text; empty where the field is missing or null."""
+    """Return a list in a field, or [] if the field is missing or null.
+
+    Tables hold lists as text (see `list_in_text`). Raises ValueError if the value is not a list.
+    """
     value = record.get(name)
     if isinstance(value, str):
         try:
@@ -201,9 +229,9 @@ def list_field(record: dict[str, Any], name: str) -> list[Any]:
 
 
 def list_in_text(text: str) -> list[Any] | None:
-    """The list that a text writes down in JSON or as Python does; None if it does not begin and end as a list.
+    """Return the list that a text holds in JSON or Python syntax; None if the text is not in brackets.
 
-    ValueError for one that cannot be read, such as an array in NumPy's form, whose strings have no commas between them.
+    Raises ValueError if it cannot be parsed, such as the text of a NumPy array, which has no commas between its strings.
     """
     text = text.strip()
     if not (text.startswith("[") and text.endswith("]")):
@@ -213,93 +241,101 @@ def list_in_text(text: str) -> list[Any] | None:
     except ValueError:
         pass
     try:
-        found = ast.literal_eval(text)
+        parsed = ast.literal_eval(text)
         whole = not re.search(r"""["']\s+[A-Za-z]{0,2}["']""", text) or _commas_between(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError):
-        found = whole = None
-    if not isinstance(found, list) or not whole:
+        parsed = whole = None
+    if not isinstance(parsed, list) or not whole:
         raise ValueError(f"got {_short(text)}, not a list in JSON or Python")
-    return found
+    return parsed
 
 
 def _commas_between(text: str) -> bool:
-    """Whether no string of a Python literal follows another directly, which Python would join."""
+    """Return whether no two strings of a Python literal are adjacent, since Python would join them."""
     kinds = [token.type for token in tokenize.generate_tokens(io.StringIO(text).readline)]
     kinds = [kind for kind in kinds if kind not in (tokenize.NL, tokenize.NEWLINE)]
     return not any(a == b == tokenize.STRING for a, b in itertools.pairwise(kinds))
 
 
 def id_field(record: dict[str, Any], position: int, names: Sequence[str] = QUESTION_IDS) -> str:
-    """The first of the named fields with a value, as a string; without one, the position in the file."""
+    """Return the first of the named fields with a value, as a string, or the position in the file if none has a value."""
     value = next((record[name] for name in names if record.get(name) is not None), position)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise ValueError(f"id: got {_short(value)}, not a string or an integer")
     return str(value)
 
 
-def places_of(path: str | Path, identity: str) -> list[str]:
-    """Where in a file the records with an id stand: "line 7", ...; a record without an id has its position."""
+def record_places(path: str | Path, identity: str) -> list[str]:
+    """Return the places ("line 7", ...) of all records with this id in a file. The id of a record without one is its position."""
     places = []
     for position, (place, record) in enumerate(read_records(path)):
         try:
             if id_field(fields_of(record), position) == identity:
                 places.append(place)
         except ValueError:
-            continue  # a broken record is no question
+            continue  # a broken record has no id
     return places
 
 
 def _short(value: Any) -> str:
+    """Return at most 60 characters of a value's representation, for error messages."""
     shown = repr(value)
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def _parse(text: str) -> Any:
+    """Parse a JSON text; return a `BrokenRecord` if it is invalid."""
     try:
-        value = json.loads(text, object_pairs_hook=_object)
-        return _whole(value) if "\\ud" in text.lower() else value
+        value = json.loads(text, object_pairs_hook=_unique_names)
+        return _without_lone_surrogates(value) if "\\ud" in text.lower() else value
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 or "\n" in text.strip() else ""
         return BrokenRecord(f"not JSON ({error.msg}: {line}column {error.colno})")
-    except _Twice as error:
-        return BrokenRecord(f"{error.name!r} is there twice in one object{_second(text, error.name)}")
+    except _DuplicateName as error:
+        return BrokenRecord(f"{error.name!r} occurs twice in one object{_second_place(text, error.name)}")
     except (ValueError, RecursionError) as error:
         return BrokenRecord(str(error))
 
 
-def _whole(value: Any) -> Any:
-    """The value, whose texts can be written down again: an escape may stand for half a character."""
+def _without_lone_surrogates(value: Any) -> Any:
+    """Return a JSON value with lone surrogates replaced in all texts, so that they can be encoded as UTF-8."""
     if isinstance(value, str):
-        return whole_characters(value)
+        return replace_lone_surrogates(value)
     if isinstance(value, list):
-        return [_whole(part) for part in value]
+        return [_without_lone_surrogates(part) for part in value]
     if isinstance(value, dict):
-        return {_whole(name): _whole(part) for name, part in value.items()}
+        return {
+            _without_lone_surrogates(name): _without_lone_surrogates(part) for name, part in value.items()
+        }
     return value
 
 
-class _Twice(ValueError):
+class _DuplicateName(ValueError):
+    """A name that occurs twice in one JSON object."""
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name
 
 
-def _second(text: str, name: str) -> str:
-    """Where a name of an object of several lines stands again; nothing where other objects have it too."""
-    places = [found.start() for found in re.finditer(re.escape(json.dumps(name)) + r"\s*:", text)]
+def _second_place(text: str, name: str) -> str:
+    """Return " (line N)" for the second occurrence of a name in a JSON document, or "" if that is ambiguous or line 1."""
+    places = [match.start() for match in re.finditer(re.escape(json.dumps(name)) + r"\s*:", text)]
     line = text.count("\n", 0, places[-1]) + 1 if len(places) == 2 else 1
     return f" (line {line})" if line > 1 else ""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object. Raises `_DuplicateName` if a name occurs twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         (twice, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise _Twice(twice)
-    return found
+        raise _DuplicateName(twice)
+    return fields
 
 
 def _json_lines(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """Yield the record of each non-empty line."""
     for number, line in enumerate(stream, 1):
         text = decode(line)
         if isinstance(text, BrokenRecord):
@@ -309,7 +345,7 @@ def _json_lines(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """One JSON list, one JSON object of {title: sentences}, or JSON lines."""
+    """Yield the records of one JSON list, of one JSON object with many records (see `_entries`), or of JSON lines."""
     first = stream.readline()
     while first and not first.strip():
         first = stream.readline()
@@ -335,11 +371,11 @@ def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(document: dict[str, Any]) -> list[Any] | None:
-    """The records of a JSON object that holds many; None where it is a record itself."""
-    for name in LISTS:
+    """Return the records that a JSON object holds; None if it is a record itself."""
+    for name in LIST_FIELDS:
         inner = document.get(name)
         if isinstance(inner, list) and inner and all(isinstance(entry, dict) for entry in inner):
-            return [question for entry in inner for question in _squad(entry)]
+            return [question for entry in inner for question in _squad_questions(entry)]
     values = document.values()
     if document and all(isinstance(value, list) for value in values):
         return list(document.items())
@@ -350,8 +386,8 @@ def _entries(document: dict[str, Any]) -> list[Any] | None:
     return None
 
 
-def _squad(article: dict[str, Any]) -> list[dict[str, Any]]:
-    """The questions of an article in SQuAD's own file, each with its title and context; any other record as it is."""
+def _squad_questions(article: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the questions of an article in SQuAD's file, each with its title and context; any other record unchanged."""
     paragraphs = article.get("paragraphs")
     if not isinstance(paragraphs, list):
         return [article]

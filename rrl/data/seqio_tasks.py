@@ -1,7 +1,6 @@
-"""Question files as seqio tasks with our tokenizers and metrics, and the papers' training sets as mixtures.
+"""Register question files as seqio tasks, and the papers' training sets as seqio mixtures. Read `add_task` first.
 
-Importing this module imports seqio, and with it TensorFlow (the extra `[seqio]`); nothing else in rrl does. Nothing is registered
-until it is asked for.
+Importing this module imports seqio and TensorFlow (the extra `[seqio]`), as no other module of rrl does. It registers nothing.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rrl.data.mixtures import parts_of, take_part
+from rrl.data.mixtures import draw_part, paper_parts
 from rrl.data.questions import Question, load_questions, with_choices
 from rrl.errors import UserError
 from rrl.models.tokenizer import load_tokenizer
@@ -28,45 +27,45 @@ try:
     import tensorflow as tf
 except ImportError as error:
     raise UserError(
-        f"rrl.data.seqio_tasks needs seqio, which can't be imported ({error}): install the extra, pip install -e '.[seqio]'"
+        f"rrl.data.seqio_tasks needs seqio, which cannot be imported ({error}): install the extra, pip install -e '.[seqio]'"
     ) from error
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Question))
-"""What an example holds of its question, beside "inputs" and "targets"."""
+"""Fields of a question that an example holds in addition to "inputs" and "targets"."""
 
 Source: TypeAlias = str | Path | Sequence[Question]
-"""Questions, or a file of them in any form that `load_questions` reads."""
+"""Questions, or a question file in any format of `load_questions`."""
 
 
 class TokenizerVocabulary(seqio.Vocabulary):
-    """A Hugging Face tokenizer as seqio's vocabulary; ids are the tokenizer's own, so that they are the model's.
+    """A Hugging Face tokenizer as a seqio vocabulary with the same token ids.
 
-    seqio's feature converters pad with 0 and give no loss where a target is 0. In the shipped tokenizers that is the padding
-    token; where 0 is a text (in Qwen2.5 it is "!"), take the examples of a task as they are.
+    seqio's feature converters pad with id 0 and mask the loss of targets with id 0. Id 0 is the padding token of the shipped
+    tokenizers. If it is text (in Qwen2.5 it is "!"), use the examples of a task without a feature converter.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """`folder` is a Hugging Face folder. Raises UserError as `load_tokenizer`, and for one without an end token."""
+        """`folder`: a Hugging Face folder. Raises UserError as `load_tokenizer`, and if the tokenizer has no eos_token."""
         super().__init__()
         self.tokenizer = load_tokenizer(folder)
         if self.tokenizer.eos_token_id is None:
-            raise UserError(f"tokenizer folder {folder}: no eos_token; name it in its tokenizer_config.json")
+            raise UserError(f"tokenizer folder {folder}: no eos_token; set it in its tokenizer_config.json")
         self._size = max(self.tokenizer.get_vocab().values()) + 1
         self._identity = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
     @property
     def bos_id(self) -> int | None:
-        """The tokenizer's beginning of a text; it is never added."""
+        """The tokenizer's token for the beginning of a text; it is never added."""
         return self.tokenizer.bos_token_id
 
     @property
     def eos_id(self) -> int:
-        """What ends a target."""
+        """The token that ends a target."""
         return self.tokenizer.eos_token_id
 
     @property
     def unk_id(self) -> None:
-        """None: tokenizers that spell bytes know every text."""
+        """None, because byte-level tokenizers encode every text."""
 
     @property
     def _base_vocab_size(self) -> int:
@@ -77,12 +76,12 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
     def _decode(self, ids: Sequence[int]) -> str:
         ids = list(ids)
-        end = ids.index(self.eos_id) if self.eos_id in ids else len(ids)  # what follows may be any padding
+        end = ids.index(self.eos_id) if self.eos_id in ids else len(ids)  # padding of any value may follow
         return self.tokenizer.decode(ids[:end], skip_special_tokens=True)
 
     def _encode_tf(self, s: Any) -> Any:
         def encode(text: Any) -> np.ndarray:
-            # Bytes in a graph, an array of them where TensorFlow runs eagerly.
+            # `text` is bytes in a graph, and an array of bytes in eager mode.
             return np.array(self._encode(np.asarray(text, object).item().decode()), np.int32)
 
         ids = tf.numpy_function(encode, [tf.convert_to_tensor(s)], tf.int32, stateful=False)
@@ -106,10 +105,10 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
 
 class QuestionSource(seqio.DataSource):
-    """Questions in memory, by split.
+    """A seqio data source of questions in memory, by split.
 
-    They come in the order of their file, or where they are shuffled, in an order that is a function of the seed alone. Of n
-    shards the i-th has every n-th question of the file from the i-th on, shuffled or not: none is in two, and none is left out.
+    Questions come in the order of their file, or shuffled in an order that depends on the seed alone. Shard i of n holds every
+    n-th question of the file, beginning at the i-th, whether shuffled or not; the shards partition the questions.
     """
 
     def __init__(self, splits: Mapping[str, Sequence[Question]]) -> None:
@@ -122,11 +121,11 @@ class QuestionSource(seqio.DataSource):
 
     @property
     def supports_arbitrary_sharding(self) -> bool:
-        """True: a shard is cut before anything is made of it."""
+        """True: a shard is selected before its examples are built."""
         return True
 
     def list_shards(self, split: str) -> list[str]:
-        """One: the whole split."""
+        """Return one shard, the whole split."""
         return [split]
 
     def get_dataset(
@@ -137,7 +136,7 @@ class QuestionSource(seqio.DataSource):
         shard_info: Any = None,
         **unused: Any,
     ) -> Any:
-        """The examples of a split, or of one shard of it."""
+        """Return the examples of a split or of one of its shards."""
         questions = self.questions[split]
         if shard_info is not None:
             questions = questions[shard_info.index :: shard_info.num_shards]
@@ -171,35 +170,40 @@ def add_task(
     tokenizer: str | Path | TokenizerVocabulary,
     normalization: str = "squad",
 ) -> seqio.Task:
-    """Registers the questions of a dataset as a task, and returns it.
+    """Register the questions of a dataset as a task, and return the task.
 
-    An example has "inputs", the token ids of the question (with its choices, where it has any), and "targets", those of its main
-    answer and the end token, both int32 and beside them the texts ("inputs_pretokenized", ...); and the fields of the question
-    (`FIELDS`), from which `question_of` makes it again. What a model writes is scored against all gold answers: em, f1 and cem,
-    or acc where the questions are a multiple choice, in [0, 1].
+    An example has "inputs", the token ids (int32) of the question with its choices; "targets", the token ids of its main answer
+    and the eos token; their texts ("inputs_pretokenized", ...); and the fields of the question (`FIELDS`), from which
+    `question_of` rebuilds it. Predictions are scored against all gold answers: em, f1 and cem, or acc for multiple choices,
+    each in [0, 1].
 
     Args:
-      name: in seqio's registry; what was registered under it is replaced.
-      splits: for each split a question file, or questions: `miniwiki_questions`, or those that `load_questions` reads from a file
-        without answers and its truth (MultiHop-RAG).
+      name: the name in seqio's registry; an existing task of this name is replaced.
+      splits: a question file or a sequence of questions for each split, such as the result of `rrl.miniwiki.questions_by_split`,
+        or of `load_questions` for questions whose answers are in another file (MultiHop-RAG).
       tokenizer: a Hugging Face folder, or its vocabulary, which tasks may share.
-      normalization: of the metrics, a name of `rrl.text.normalize.RULES`.
+      normalization: the normalisation of the metrics, a name in `rrl.text.normalize.RULES`.
 
-    Raises UserError for a name with other signs than letters, digits and `_.:#`, no splits, a split without questions, multiple
-    choices among other questions, an unknown normalisation, and as `load_questions` and `TokenizerVocabulary`.
+    Raises:
+      UserError: the name has characters other than letters, digits and `_.:#`; there are no splits; a split has no questions;
+        only some questions are multiple choices; the normalisation is unknown; or as `load_questions` and `TokenizerVocabulary`.
     """
     _check_name(name)
     rule = rule_named(normalization)
     if not splits:
         raise UserError(f"task {name}: splits is empty; give a question file for one split or more")
-    questions = {split: _loaded(source) for split, source in splits.items()}
-    for split, some in questions.items():
-        if not some:
-            raise UserError(f"task {name}: the split {split!r} has no questions; give some, or leave it out")
-    choosing = {bool(question.choices) for some in questions.values() for question in some}
-    if len(choosing) > 1:
+    questions = {split: _load(source) for split, source in splits.items()}
+    for split, split_questions in questions.items():
+        if not split_questions:
+            raise UserError(
+                f"task {name}: the split {split!r} has no questions; give some, or omit the split"
+            )
+    has_choices = {
+        bool(question.choices) for split_questions in questions.values() for question in split_questions
+    }
+    if len(has_choices) > 1:
         raise UserError(
-            f"task {name}: some questions are a multiple choice and others are not; make two tasks of them"
+            f"task {name}: some questions are multiple choices and others are not; register two tasks"
         )
     if not isinstance(tokenizer, TokenizerVocabulary):
         tokenizer = TokenizerVocabulary(tokenizer)
@@ -212,8 +216,8 @@ def add_task(
             "inputs": seqio.Feature(tokenizer, add_eos=False),
             "targets": seqio.Feature(tokenizer, add_eos=True),
         },
-        postprocess_fn=_gold_or_said,
-        metric_fns=[choice_accuracy if True in choosing else functools.partial(mean_scores, rule=rule)],
+        postprocess_fn=_postprocess,
+        metric_fns=[choice_accuracy if True in has_choices else functools.partial(mean_scores, rule=rule)],
     )
 
 
@@ -226,31 +230,33 @@ def add_mixture(
     scale: float = 1.0,
     normalization: str = "squad",
 ) -> seqio.Mixture:
-    """Registers what a paper trains on as a mixture, and returns it.
+    """Register the training set of a paper as a mixture, and return the mixture.
 
-    It has a task for each dataset, called `name`_`dataset`, which comes up as often as the paper has questions of it; R2AG's has
-    the split "validation" too.
+    It has one task for each dataset, named `name`_`dataset`, with a rate proportional to its number of questions in the paper.
+    The mixture of R2AG also has the split "validation".
 
     Args:
-      name: in seqio's registry; what was registered under it is replaced.
-      paper: a name of `rrl.data.mixtures.PAPERS`, where the numbers stand with their source.
+      name: the name in seqio's registry; an existing mixture of this name is replaced.
+      paper: a key of `rrl.data.mixtures.PAPERS`, which has the numbers and their source.
       files: the training questions of each of the paper's datasets.
       tokenizer: a Hugging Face folder, or its vocabulary.
-      seed: of the draw of questions from each file.
-      scale: share of the paper's numbers, for a small mixture of the same proportions.
-      normalization: of the metrics.
+      seed: seed of the draw of questions from each file.
+      scale: multiplies the paper's numbers, for a small mixture of the same proportions, in (0, 1].
+      normalization: the normalisation of the metrics, a name in `rrl.text.normalize.RULES`.
 
-    Raises UserError for an unknown paper, datasets that are not the paper's, and as `add_task` and `rrl.data.mixtures.take_part`.
+    Raises:
+      UserError: the paper is unknown, or `files` has other datasets than the paper; or as `add_task` and
+        `rrl.data.mixtures.draw_part`.
     """
     _check_name(name)
-    parts = parts_of(paper)
+    parts = paper_parts(paper)
     if files.keys() != parts.keys():
         raise UserError(
-            f"files: {paper} is trained on {', '.join(parts)}; got {', '.join(files) or 'none'}. Give the questions of each"
+            f"files: {paper} is trained on {', '.join(parts)}; got {', '.join(files) or 'none'}. Give one file for each dataset"
         )
     vocabulary = tokenizer if isinstance(tokenizer, TokenizerVocabulary) else TokenizerVocabulary(tokenizer)
     taken = {
-        dataset: take_part(_loaded(files[dataset]), part, seed, scale, f"{paper}, {dataset}")
+        dataset: draw_part(_load(files[dataset]), part, seed, scale, f"{paper}, {dataset}")
         for dataset, part in parts.items()
     }
     tasks = [
@@ -263,19 +269,27 @@ def add_mixture(
 
 
 def questions_of(name: str, split: str = "train", count: int = 0, seed: int = 0) -> list[Question]:
-    """The questions of a registered task or mixture, to train or to be tested on: `save_questions` writes them to a file.
+    """Return questions of a registered task or mixture; `save_questions` writes them to a file.
 
-    With `count`, so many, shuffled and in a mixture's proportions, from the beginning again where they end. Without, each once,
-    in the order of their files, task after task. Raises UserError for a name that is not registered, or a split that it does not
-    have.
+    Args:
+      name: a registered task or mixture.
+      split: one of its splits.
+      count: number of questions, shuffled, in the proportions of the mixture, with repetition after a full pass. 0: every
+        question once, in the order of the files, task after task.
+      seed: seed of the order if `count` is given.
+
+    Raises:
+      UserError: the name is not registered, or has no such split.
     """
     if name not in (*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()):
         raise UserError(
-            f"name={name!r} is neither a registered task nor a mixture; make it with add_task or add_mixture"
+            f"name={name!r} is neither a registered task nor a mixture; register it with add_task or add_mixture"
         )
     provider = seqio.get_mixture_or_task(name)
     if split not in provider.splits:
-        raise UserError(f"split={split!r} is none of {name}'s: {', '.join(sorted(provider.splits))}")
+        raise UserError(
+            f"split={split!r} is not a split of {name}; it has {', '.join(sorted(provider.splits))}"
+        )
     mixture = isinstance(provider, seqio.Mixture)
     if not count:
         tasks = [task for task in (provider.tasks if mixture else [provider]) if split in task.splits]
@@ -286,7 +300,10 @@ def questions_of(name: str, split: str = "train", count: int = 0, seed: int = 0)
 
 
 def question_of(example: Mapping[str, Any]) -> Question:
-    """The question of an example, its tensors as NumPy arrays; of a mixture's, with `passthrough_features=FIELDS`."""
+    """Return the question of an example whose tensors are NumPy arrays.
+
+    Examples of a mixture have the fields only if its dataset was made with `passthrough_features=FIELDS`.
+    """
 
     def texts(field: str) -> tuple[str, ...]:
         return tuple(text.decode() for text in example[field].tolist())
@@ -306,35 +323,35 @@ def question_of(example: Mapping[str, Any]) -> Question:
 def mean_scores(
     targets: Sequence[Mapping[str, Any]], predictions: Sequence[str], rule: Rule = RRL
 ) -> dict[str, float]:
-    """Means of exact match, token F1 and cover exact match, in [0, 1], each against the best gold answer.
+    """Return the means of exact match, token F1 and cover exact match, in [0, 1], each for the best gold answer.
 
-    Targets are what a task's postprocessing makes of its examples: {"answers": gold answers, "choices": choices}.
+    Targets are the postprocessed examples of a task: {"answers": gold answers, "choices": choices}.
     """
     scores = score_answers(predictions, [target["answers"] for target in targets], rule)
     return dict(zip(("em", "f1", "cem"), np.mean(scores, axis=0).tolist(), strict=True))
 
 
 def choice_accuracy(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
-    """Share of multiple choices that settle on a right letter; targets as in `mean_scores`."""
-    right = [
-        choice_correct(said, target["answers"], target["choices"])
-        for said, target in zip(predictions, targets, strict=True)
+    """Return the share of multiple choices answered with a correct letter; targets as in `mean_scores`."""
+    correct = [
+        choice_correct(prediction, target["answers"], target["choices"])
+        for prediction, target in zip(predictions, targets, strict=True)
     ]
-    return {"acc": float(np.mean(right))}
+    return {"acc": float(np.mean(correct))}
 
 
-def _gold_or_said(said: str, example: Mapping[str, Any] | None = None, is_target: bool = False) -> Any:
-    """seqio's postprocessing: of a target its gold answers and choices, of a prediction its text."""
+def _postprocess(text: str, example: Mapping[str, Any] | None = None, is_target: bool = False) -> Any:
+    """seqio's postprocessing: gold answers and choices for a target, the text for a prediction."""
     if not is_target or example is None:
-        return said
+        return text
     question = question_of(example)
     return {"answers": list(question.answers), "choices": list(question.choices)}
 
 
-def _loaded(source: Source) -> Sequence[Question]:
+def _load(source: Source) -> Sequence[Question]:
     return load_questions(source) if isinstance(source, str | Path) else source
 
 
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[\w.:#]+", name):
-        raise UserError(f"name={name!r}: seqio allows letters, digits and the signs _ . : # in it")
+        raise UserError(f"name={name!r}: seqio allows only letters, digits and _ . : #")

@@ -1,7 +1,7 @@
-"""CSV and TSV files: records whose quoted cells may hold line breaks, and columns found by the names in the header.
+"""Read records from CSV and TSV files with a header, or without one if the columns are clear. Read `read_table` first.
 
-`read_table` is the entry. Files of some publishers are not quoted at all (MS MARCO's collection.tsv): a line of a TSV file that
-has all its columns is a record by itself, even if a cell begins with a quotation mark that nothing closes.
+Quoted cells may hold line breaks. Some files are not quoted at all (MS MARCO's collection.tsv): a line of a TSV file with all
+columns is a record even if a cell begins with a quotation mark that is never closed.
 """
 
 import collections
@@ -17,10 +17,13 @@ from rrl.data.decoding import BrokenRecord, decode
 from rrl.errors import UserError
 
 PASSAGE_IDS = ("id", "_id", "pid", "docid", "doc_id", "passage_id", "psg_id", "docno")
+"""Field names of the id of a passage. Of each tuple of names here, the first that a record has is used."""
 QUESTION_IDS = ("id", "_id", "question_id", "QuestionId", "query_id", "qid")
+"""Field names of the id of a question."""
 TEXTS = ("text", "body", "passage", "content", "document", "paragraph_text")
-"""Names of a passage's text. `contents` is one too; without a title beside it, its first line may be the title."""
+"""Field names of the text of a passage. `contents` is another one: its first line is the title if the record has no title."""
 QUESTIONS = ("question", "text", "query", "Question", "problem", "prompt", "input")
+"""Field names of a question."""
 ANSWERS = (
     "answers",
     "golden_answers",
@@ -30,6 +33,7 @@ ANSWERS = (
     "Answer",
     "reference",
 )
+"""Field names of gold answers; a record may have several of them."""
 PREDICTIONS = (
     "prediction",
     "predictions",
@@ -40,8 +44,9 @@ PREDICTIONS = (
     "response",
     "result",
 )
+"""Field names of a prediction."""
 
-KNOWN = {
+KNOWN_COLUMNS = {
     name.lower(): name
     for names in (
         ("title", "contents", "metadata"),
@@ -49,22 +54,22 @@ KNOWN = {
     )
     for name in names
 } | {"question": "question", "answer": "answer"}
-"""Column names that are understood, whatever their case."""
+"""Known column names by their lower-case form."""
 
-ALONE = ("text", "question")
-"""A first line with one of these names is a header; otherwise it takes two known names."""
+HEADER_WORDS = ("text", "question")
+"""A first line with one of these names is a header; with other names, it needs two known ones."""
 
-NAME_LENGTH = 40
-"""Characters of a column's name at most."""
+MAX_NAME_LENGTH = 40
+"""Maximum number of characters in a column name."""
 
-SAMPLE = 100
-"""Records without a header from which the meaning of the columns is inferred."""
+SAMPLE_RECORDS = 100
+"""Number of records from which the meaning of the columns is inferred if there is no header."""
 
-CELL_LINES = 100_000
-"""Lines of one quoted cell at most."""
+MAX_CELL_LINES = 100_000
+"""Maximum number of lines in a quoted cell."""
 
 COLUMNS = ("id", "title", "text", "-")
-"""What a caller may name columns; "-" is not read."""
+"""Names that a caller may give to columns; "-" is a column to ignore."""
 
 
 class _Row(NamedTuple):
@@ -74,31 +79,35 @@ class _Row(NamedTuple):
     """Number of its first line, counted from 1."""
     cells: list[str]
     broken: str = ""
-    """Why it could not be read."""
+    """Why the record could not be read; "" if it could."""
 
 
 def read_table(
     path: Path, stream: BinaryIO, columns: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, Any] | BrokenRecord]]:
-    """Yields ("line 7", {column: cell}) for each record of a CSV or TSV file; memory holds a few records.
+    """Yield ("line 7", {column: cell}) for each record of a CSV or TSV file. Only a few records are held in memory.
+
+    A record whose number of cells differs from that of the header is broken. If it has fewer cells, the record before it is
+    broken too, since its text may continue on this line.
 
     Args:
-      path: the file, for messages and the log.
-      stream: its bytes, decompressed.
-      columns: the meaning of each column (see `COLUMNS`), in place of the header's names. Without a header and without these,
-        the meaning is inferred from the first records, or asked for.
+      path: the file, for error messages and the log.
+      stream: its decompressed bytes.
+      columns: the meaning of each column (see `COLUMNS`); replaces the names of the header. If this and the header are
+        missing, the meaning is inferred from the first records.
 
-    A record with another number of cells than the header is broken. So is the one before it where the cells are fewer, since its
-    text may go on there. Raises UserError for columns whose meaning is not clear, and for quotes that do not show where a record
-    ends.
+    Raises:
+      UserError: the meaning of a column is not clear, or the quotes do not show where a record ends.
     """
     _check_columns(path, columns)
-    rows = _Rows(path, stream, len(columns)).rows()
-    first = list(itertools.islice(rows, SAMPLE))
-    names, first = _names(path, first, columns)
-    split_title = not columns and names == ["id", "text"] and _titles_inside(first)
+    rows = _RowReader(path, stream, len(columns)).rows()
+    first = list(itertools.islice(rows, SAMPLE_RECORDS))
+    names, first = _column_names(path, first, columns)
+    split_title = not columns and names == ["id", "text"] and _has_inline_titles(first)
     if split_title:
-        logging.getLogger(__name__).info("%s: its texts, 'Title: ... Text: ...', are taken apart", path)
+        logging.getLogger(__name__).info(
+            "%s: each text has the form 'Title: ... Text: ...' and is split", path
+        )
     before: tuple[str, dict[str, Any] | BrokenRecord] | None = None
     for row in itertools.chain(first, rows):
         place = f"line {row.line}"
@@ -115,7 +124,7 @@ def read_table(
                 name: cell for name, cell in zip(names, row.cells, strict=True) if name not in ("", "-")
             }
             if split_title:
-                record |= _title_inside(record["text"])
+                record |= _split_inline_title(record["text"])
         if before:
             yield before
         before = place, record
@@ -123,20 +132,20 @@ def read_table(
         yield before
 
 
-class _Rows:
-    """Reads records from lines, looking ahead only inside a quoted cell."""
+class _RowReader:
+    """Splits lines into records. It reads ahead only inside quoted cells."""
 
     def __init__(self, path: Path, stream: BinaryIO, width: int = 0) -> None:
-        """`width` is the number of columns; 0: that of the first record."""
+        """`width`: the number of columns; 0: the number of cells of the first record."""
         self._path, self._width = path, width
         self._lines = enumerate(stream, 1)
         self._ahead: collections.deque[tuple[int, str, str]] = collections.deque()
         self._delimiter = self._guess_delimiter()
         self._quoted = self._delimiter == ","
-        """Whether quotation marks enclose cells; of tabs that is not sure before a record shows it."""
+        """Whether the file quotes cells. True for CSV; for TSV, True once a record shows it (see `_shows_quoting`)."""
 
     def rows(self) -> Iterator[_Row]:
-        """Every record; empty lines are passed over."""
+        """Yield every record; empty lines are skipped."""
         while self._peek(0) is not None:
             line, text, broken = self._ahead.popleft()
             if broken or not text.strip():
@@ -149,7 +158,7 @@ class _Rows:
             yield row
 
     def _peek(self, at: int) -> tuple[int, str, str] | None:
-        """Number, text and fault of the line `at` lines ahead."""
+        """Return number, text and fault of the line `at` lines ahead, or None at the end of the file."""
         while len(self._ahead) <= at:
             number, data = next(self._lines, (0, b""))
             if not number:
@@ -161,7 +170,7 @@ class _Rows:
         return self._ahead[at]
 
     def _guess_delimiter(self) -> str:
-        """By the name, unless the first lines say otherwise: DPR's *.qa.csv have tabs."""
+        """Guess the delimiter from the file name, unless the first lines contradict it: DPR's *.qa.csv use tabs."""
         lines = [self._peek(at) for at in range(3)]
         texts = [line[1] for line in lines if line and line[1].strip()]
         usual = "\t" if ".tsv" in self._path.suffixes else ","
@@ -173,6 +182,7 @@ class _Rows:
         return usual
 
     def _row(self, line: int, text: str) -> _Row:
+        """Return the record that begins with a line, and consume the further lines that it has."""
         if '"' not in text:
             return _Row(line, text.split(self._delimiter))
         try:
@@ -181,68 +191,75 @@ class _Rows:
             return _Row(line, cells)
         except csv.Error as error:
             if not _is_open(error):
-                return self._unquoted(line, text, str(error))
-        return self._joined(line, text) or self._unquoted(line, text, "a quoted cell is not closed")
+                return self._unquoted_row(line, text, str(error))
+        return self._multiline_row(line, text) or self._unquoted_row(
+            line, text, "a quoted cell is not closed"
+        )
 
-    def _joined(self, line: int, text: str) -> _Row | None:
-        """The record that begins with a line whose last cell is open, with the lines that it goes on in; None if those do not
-        close it."""
-        size, group, faults = self._width or self._count(text), [text], [""]
-        quotes = _marks(text)
-        while (ahead := self._peek(len(group) - 1)) is not None and len(group) < CELL_LINES:
-            _, more, broken = ahead
-            group.append(more)
+    def _multiline_row(self, line: int, text: str) -> _Row | None:
+        """Return the record that begins with a line whose last cell is open, and consume the lines that it continues on.
+
+        Returns None if no line closes the cell, if the result has the wrong number of cells, or if each line is a whole record
+        and the file is not known to quote cells.
+        """
+        size, lines, faults = self._width or self._count_cells(text), [text], [""]
+        quotes = _count_quotes(text)
+        while (ahead := self._peek(len(lines) - 1)) is not None and len(lines) < MAX_CELL_LINES:
+            _, next_line, broken = ahead
+            lines.append(next_line)
             faults.append(broken)
-            quotes += _marks(more)
+            quotes += _count_quotes(next_line)
             if quotes % 2:
                 continue  # the cell is still open
             try:
-                cells = _cells("\n".join(group), self._delimiter)
+                cells = _cells("\n".join(lines), self._delimiter)
             except csv.Error:
                 return None
             if self._width and len(cells) != self._width:
                 return None
-            removed = sum(map(_marks, group)) - sum(map(_marks, cells))
-            if not self._quoted and removed <= 2 and all(self._count(one) == size for one in group):
-                return None  # each line is a whole record, and no other quotation marks say that it is not
-            for _ in group[1:]:
+            removed = sum(map(_count_quotes, lines)) - sum(map(_count_quotes, cells))
+            if not self._quoted and removed <= 2 and all(self._count_cells(each) == size for each in lines):
+                return None  # each line is a whole record, and nothing else shows that the file quotes cells
+            for _ in lines[1:]:
                 self._ahead.popleft()
             self._quoted = True
             return _Row(line, cells, next(filter(None, faults), ""))
         return None
 
-    def _unquoted(self, line: int, text: str, error: str) -> _Row:
-        """The line as it stands, where the file is not quoted; UserError where that is not sure.
+    def _unquoted_row(self, line: int, text: str, error: str) -> _Row:
+        """Return the line as a record without quoting. Raises UserError if it is not clear that the file does not quote cells.
 
-        A guess could cut a passage, or take a part of one for a record.
+        A wrong guess could truncate a passage, or read a part of one as a record.
         """
-        size, after = self._width or self._count(text), self._peek(0)
-        whole = not self._quoted and self._count(text) == size > 1
-        if whole and (after is None or not after[1].strip() or self._count(after[1]) == size):
+        size, after = self._width or self._count_cells(text), self._peek(0)
+        whole = not self._quoted and self._count_cells(text) == size > 1
+        if whole and (after is None or not after[1].strip() or self._count_cells(after[1]) == size):
             return _Row(line, text.split(self._delimiter))
         raise UserError(
-            f"{self._path}, line {line}: {error}, so that it cannot be seen where this record ends. Write a quotation mark "
+            f"{self._path}, line {line}: {error}, so it is not clear where this record ends. Write a quotation mark "
             'inside a quoted cell as "", and close every quoted cell.'
         )
 
     def _shows_quoting(self, text: str, cells: Sequence[str]) -> bool:
-        """Whether a record has a quoted cell that a file without quoting is unlikely to have: with a tab or doubled quotation
-        marks in it, or beside another."""
-        removed = _marks(text) - sum(map(_marks, cells))
+        """Return whether a record shows that the file quotes cells.
+
+        It does if a quoted cell holds a delimiter or doubled quotation marks, or if several cells are quoted.
+        """
+        removed = _count_quotes(text) - sum(map(_count_quotes, cells))
         return removed > 2 or (removed > 0 and any(self._delimiter in cell for cell in cells))
 
-    def _count(self, text: str) -> int:
+    def _count_cells(self, text: str) -> int:
         return text.count(self._delimiter) + 1
 
 
-def _marks(text: str) -> int:
+def _count_quotes(text: str) -> int:
     return text.count('"')
 
 
 def _cells(text: str, delimiter: str) -> list[str]:
-    """The cells of one record; csv.Error if it is none."""
+    """Parse the cells of one record. Raises csv.Error if the text is not exactly one record."""
     if len(text) > csv.field_size_limit():
-        csv.field_size_limit(len(text))  # of the whole process; it is never lowered
+        csv.field_size_limit(len(text))  # a limit of the whole process, which is never lowered
     records = csv.reader([line + "\n" for line in text.split("\n")], delimiter=delimiter, strict=True)
     cells = next(records)
     if next(records, None) is not None:
@@ -251,43 +268,50 @@ def _cells(text: str, delimiter: str) -> list[str]:
 
 
 def _is_open(error: csv.Error) -> bool:
+    """Return whether the error is that the last cell of a record is not closed."""
     return "unexpected end of data" in str(error)
 
 
 def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    """Raise UserError if `columns` are not names of `COLUMNS`, each once, with a text or a title."""
     named = [name for name in columns if name != "-"]
     if columns and (
         not set(columns) <= set(COLUMNS) or len(set(named)) < len(named) or not {"text", "title"} & set(named)
     ):
         raise UserError(
-            f"columns={','.join(columns)}: not the columns of {path}. Give what each column is, in order, such as "
-            "id,text,title: each of id, title, text once at most, text or title among them, and - for a column to pass over."
+            f"columns={','.join(columns)}: not the columns of {path}. Name each column, in order, such as "
+            "id,text,title: each of id, title and text at most once, with text or title among them, and - for a column to ignore."
         )
 
 
-def _names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple[list[str], list[_Row]]:
-    """The names of the columns, and the rows without the header; both are logged."""
+def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple[list[str], list[_Row]]:
+    """Return the names of the columns and the rows without the header, and log the meaning of each column."""
     good = [row for row in rows if not row.broken]
     if not good:
         return list(columns), rows
     head = good[0]
-    given = [cell.strip() for cell in head.cells]
+    head_cells = [cell.strip() for cell in head.cells]
     names = list(columns)
-    header = _is_header(given) or (bool(columns) and _differs(good, columns))
+    header = _is_header(head_cells) or (bool(columns) and _is_unknown_header(good, columns))
     if not names and header:
-        names = [KNOWN.get(name.lower(), name) for name in given]
+        names = [KNOWN_COLUMNS.get(name.lower(), name) for name in head_cells]
         twice = [name for name, count in collections.Counter(filter(None, names)).items() if count > 1]
         if twice:
             raise UserError(
-                f"{path}, line {head.line}: the column {twice[0]!r} is there twice in the header {', '.join(given)}. Rename one."
+                f"{path}, line {head.line}: the column {twice[0]!r} occurs twice in the header {', '.join(head_cells)}. "
+                "Rename one."
             )
     elif not names:
-        names = _inferred(path, good)
+        names = _infer_columns(path, good)
     logging.getLogger(__name__).info(
         "%s: %s; %s",
         path,
-        ", ".join(_taken(names, given if header else [f"column {at}" for at in range(1, len(names) + 1)])),
-        "as given" if columns else "by the header" if header else "inferred, since there is no header",
+        ", ".join(
+            _describe_columns(
+                names, head_cells if header else [f"column {at}" for at in range(1, len(names) + 1)]
+            )
+        ),
+        "as given" if columns else "from the header" if header else "inferred, because there is no header",
     )
     return names, [row for row in rows if not (header and row is head)]
 
@@ -300,11 +324,11 @@ _ROLES = (
     ("answer", ANSWERS),
     ("prediction", PREDICTIONS),
 )
-"""What a column may be taken for, and its names, the first of which that is there is taken."""
+"""Roles of a column, each with its names; a role goes to the first of its names that the table has."""
 
 
-def _taken(names: Sequence[str], shown: Sequence[str]) -> Iterator[str]:
-    """For each column, what it is taken for."""
+def _describe_columns(names: Sequence[str], shown: Sequence[str]) -> Iterator[str]:
+    """Yield "name as role" for each column with a role, and the name alone for the others."""
     roles = {
         next(name for name in known if name in names): role
         for role, known in _ROLES
@@ -315,25 +339,27 @@ def _taken(names: Sequence[str], shown: Sequence[str]) -> Iterator[str]:
 
 
 def _is_header(cells: Sequence[str]) -> bool:
-    """Whether a row is the names of columns; numbers and sentences are none, whatever word stands beside them."""
-    if any(len(cell) > NAME_LENGTH or cell.isdigit() for cell in cells):
+    """Return whether a row holds column names. A row with a number or a long cell never does."""
+    if any(len(cell) > MAX_NAME_LENGTH or cell.isdigit() for cell in cells):
         return False
-    known = [KNOWN[cell.lower()] for cell in cells if cell.lower() in KNOWN]
-    return len(known) > 1 or any(name in ALONE for name in known)
+    known = [KNOWN_COLUMNS[cell.lower()] for cell in cells if cell.lower() in KNOWN_COLUMNS]
+    return len(known) > 1 or any(name in HEADER_WORDS for name in known)
 
 
-def _differs(rows: Sequence[_Row], columns: Sequence[str]) -> bool:
-    """Whether the first row has a word where all others have a number as their id: a header in words of its own."""
+def _is_unknown_header(rows: Sequence[_Row], columns: Sequence[str]) -> bool:
+    """Return whether the first row is a header with unknown names: its id is not a number, but all other ids are."""
     if "id" not in columns or len(rows) < 2:
         return False
-    at = columns.index("id")
-    ids = [row.cells[at] for row in rows if len(row.cells) == len(columns)]
+    column = columns.index("id")
+    ids = [row.cells[column] for row in rows if len(row.cells) == len(columns)]
     return len(ids) > 1 and not ids[0].isdigit() and all(identity.isdigit() for identity in ids[1:])
 
 
-def _inferred(path: Path, rows: Sequence[_Row]) -> list[str]:
-    """The meaning of the columns where the first records leave no doubt: DPR's questions with lists of answers, or an id beside
-    a text, or beside a text and a title of at most half its length. UserError otherwise.
+def _infer_columns(path: Path, rows: Sequence[_Row]) -> list[str]:
+    """Infer the meaning of the columns from the first records.
+
+    The supported forms are a question with a list of answers (DPR), an id with a text, and an id with a text and a title that is
+    at most half as long. Raises UserError for other forms.
     """
     cells = [row.cells for row in rows]
     size = len(cells[0])
@@ -348,26 +374,28 @@ def _inferred(path: Path, rows: Sequence[_Row]) -> list[str]:
                     return ["id", "title", "text"] if title == 1 else ["id", "text", "title"]
     shown = ", ".join(repr(cell if len(cell) <= 30 else cell[:27] + "...") for cell in cells[0][:8])
     raise UserError(
-        f"{path}, line {rows[0].line}: {shown} is no header with names such as id, title and text, or question and answer, and "
-        "it is not clear what each column holds. Put a line of such names above it; of a corpus, "
-        "launch/build_index.py --columns=id,text,title (in the order of the file) says it too."
+        f"{path}, line {rows[0].line}: {shown} is not a header with names such as id, title and text, or question and answer, "
+        "and it is not clear what each column holds. Put a line with such names above it. For a corpus, you can instead give "
+        "launch/build_index.py --columns=id,text,title (in the order of the file)."
     )
 
 
 def _is_text(cell: str) -> bool:
-    """Whether it is more than a word; the name of a column is none."""
+    """Return whether a cell is a text rather than a column name: several words, or at least 20 characters."""
     return bool(re.search(r"\S\s+\S", cell)) or len(cell) >= 20
 
 
-_TITLE_INSIDE = re.compile(r"Title: (.+?) Text: (.*)", re.S)
-"""How a two-column corpus may write a passage with its title."""
+_INLINE_TITLE = re.compile(r"Title: (.+?) Text: (.*)", re.S)
+"""How a two-column corpus may write the title of a passage into its text."""
 
 
-def _titles_inside(rows: Iterable[_Row]) -> bool:
+def _has_inline_titles(rows: Iterable[_Row]) -> bool:
+    """Return whether every text of a two-column table has the form `_INLINE_TITLE`."""
     cells = [row.cells for row in rows if not row.broken]
-    return bool(cells) and all(len(row) == 2 and _TITLE_INSIDE.fullmatch(row[1]) for row in cells)
+    return bool(cells) and all(len(row) == 2 and _INLINE_TITLE.fullmatch(row[1]) for row in cells)
 
 
-def _title_inside(text: str) -> dict[str, str]:
-    found = _TITLE_INSIDE.fullmatch(text)
-    return {"title": found[1], "text": found[2]} if found else {}
+def _split_inline_title(text: str) -> dict[str, str]:
+    """Return title and text of a text of the form `_INLINE_TITLE`; an empty dict for any other text."""
+    match = _INLINE_TITLE.fullmatch(text)
+    return {"title": match[1], "text": match[2]} if match else {}

@@ -1,4 +1,4 @@
-"""What one episode leaves behind: token ids, a role for each, and what the environment did."""
+"""The record of an episode: token ids with roles and log-probabilities, searches, answer and rewards. Read `Trajectory` first."""
 
 import dataclasses
 import itertools
@@ -12,90 +12,92 @@ from rrl.data.questions import Question
 from rrl.text.chat import opened_thought
 
 PROMPT, POLICY, ENVIRONMENT = 0, 1, 2
-"""Roles of a token. Only POLICY tokens were sampled; only they carry loss."""
+"""Roles of a token. Only POLICY tokens were sampled, and only they have a loss."""
 
 NOT_FINITE = "not_finite"
-"""How an episode ended whose next logits were no distribution: one was NaN or +inf, or all were -inf."""
+"""End reason of an episode whose next logits were not a distribution: one was NaN or +inf, or all were -inf."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
-    """One search that the policy made."""
+    """A search of the policy."""
 
     turn: int
-    """Index of the turn that asked."""
+    """Index of the turn that requested the search."""
     query: str
     titles: tuple[str, ...] = ()
-    """Titles of the passages that were returned, best first."""
+    """Titles of the returned passages, best first."""
     failed: bool = False
-    """True when retrieval raised or timed out; the policy was told so."""
+    """True if retrieval raised or timed out; the policy then reads that the search failed."""
     passages: tuple[Passage, ...] = ()
-    """The passages themselves, where they are still there: a file of trajectories has only their titles and ids."""
+    """The returned passages. Empty for a trajectory read from a file, which stores only titles and ids."""
     ids: tuple[str, ...] = ()
-    """Ids of these passages in their corpus, beside the titles; empty in older files."""
+    """Ids of the returned passages in their corpus, parallel to `titles`; empty in older files."""
 
     @classmethod
     def of(cls, turn: int, query: str, passages: Sequence[Passage] | None) -> "Search":
-        """A search that returned these passages; None: it failed."""
-        found = tuple(passages or ())
-        titles, ids = tuple(p.title for p in found), tuple(p.id for p in found)
-        return cls(turn, query, titles, passages is None, found, ids)
+        """Return the search that returned these passages; None: the search failed."""
+        returned = tuple(passages or ())
+        titles, ids = tuple(p.title for p in returned), tuple(p.id for p in returned)
+        return cls(turn, query, titles, passages is None, returned, ids)
 
 
 @dataclasses.dataclass(slots=True)
 class Trajectory:
-    """A finished episode; tokens are the sampled ids themselves, never re-encoded text."""
+    """A finished episode. Its tokens are the sampled ids, never re-encoded text."""
 
     question: Question
     request: int
-    """Seed of the episode: the same request gives the same trajectory whatever else is in the batch."""
+    """Seed of the episode: the same request gives the same trajectory in any batch."""
     group: int
-    """Samples of one question share a group."""
+    """Index of the group; the samples of one question share a group."""
     tokens: Int[np.ndarray, "T"]
     roles: Int[np.ndarray, "T"]
     """PROMPT, POLICY or ENVIRONMENT."""
     logps: Float[np.ndarray, "T"]
     """Log-probability of each policy token under the full distribution (temperature 1, no truncation); 0 elsewhere."""
     sampled_logps: Float[np.ndarray, "T"]
-    """The same under the distribution that was sampled from."""
+    """The same under the distribution that was sampled from; 0 elsewhere."""
     turns: Int[np.ndarray, "T"]
-    """Index of the turn each token belongs to; a turn is policy tokens and the environment's answer to them."""
+    """Index of the turn of each token. A turn is the policy's tokens and the environment's answer to them."""
     segments: list[tuple[int, str]]
-    """(role, text) in order, what is said at a time by itself; decoded from the bytes of the ids."""
+    """(role, text) in order, decoded from the bytes of the ids. Each prompt, each text of the policy and each answer of the
+    environment is one segment."""
     searches: list[Search]
     ended: str
-    """Why the episode ended: "answer", "turn_limit", "context_limit", ...; docs/metrics.md names all and what they mean."""
+    """End reason: "answer", "turn_limit", "context_limit", ...; docs/metrics.md lists all of them."""
     starts: tuple[int, ...] = (0,)
-    """Where each context begins: what the policy saw when it wrote a token is what lies between the last start and it."""
+    """Index of the first token of each context. The policy saw only the tokens from the last start on when it wrote a token."""
     cuts: tuple[tuple[int, str], ...] = ()
-    """Limits that were met, each with its turn, in order: "turn_tokens" or "context", where the policy's text broke off;
-    "observation_tokens", where the environment's was cut; "room", where it did not fit the context. What followed, a cut, another
-    turn or the end, was the environment's choice."""
+    """(turn, limit) for each limit that was reached, in order. "turn_tokens" and "context" truncated the policy's text,
+    "observation_tokens" truncated the environment's; with "room" the environment's text did not fit into the context. The
+    environment decides how the episode continues."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Reward by component, and "total"."""
     turn_rewards: dict[int, float] | None = None
-    """What each turn earned, paid at its last policy token, where a recipe rewards steps (R3-RAG); None: the total is paid at
-    the end."""
+    """Reward of each turn, paid at its last policy token, if the recipe rewards single steps (R3-RAG). None: the total reward is
+    paid at the last policy token of the episode."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     """em, f1, ... of the final answer."""
     answer: str = ""
     evidence: str = ""
+    """The policy's evidence (R-Search); "" if the recipe has none."""
     reader_answer: str = ""
-    """What the cross-family reader answered from the evidence (R-Search, Eq. 4)."""
+    """The answer of the cross-family reader from the evidence (R-Search, Eq. 4)."""
 
     @property
     def response(self) -> list[str]:
-        """What the policy wrote, cut where the environment spoke, behind the thought that its prompt opened, if any."""
+        """Texts of the policy, one per turn. A text whose prompt ends with an opening `<think>` begins with this tag."""
         return responses(self.segments)
 
     @property
     def written(self) -> list[str]:
-        """What the policy wrote, cut where the environment spoke."""
+        """Texts of the policy, one per turn, without an opening tag from the prompt."""
         return [text for role, text in self.segments if role == POLICY]
 
     @property
     def contexts(self) -> list[slice]:
-        """The tokens of each context."""
+        """Slice of `tokens` for each context."""
         return [slice(*ends) for ends in itertools.pairwise((*self.starts, len(self.tokens)))]
 
     @property
@@ -105,28 +107,31 @@ class Trajectory:
 
     @property
     def token_rewards(self) -> Float[np.ndarray, "T"]:
-        """When what was earned is paid: `turn_rewards`, or the total at the last policy token."""
-        paid = np.zeros(len(self.tokens), np.float32)
-        own = np.flatnonzero(self.roles == POLICY)
+        """Reward of each token: `turn_rewards` at the last policy token of each turn, or the total at that of the episode.
+
+        Raises ValueError if a turn with a reward has no policy token.
+        """
+        rewards = np.zeros(len(self.tokens), np.float32)
+        policy = np.flatnonzero(self.roles == POLICY)
         if self.turn_rewards is None:
-            paid[own[-1:]] = self.rewards["total"]
-            return paid
+            rewards[policy[-1:]] = self.rewards["total"]
+            return rewards
         for turn, reward in self.turn_rewards.items():
-            written = own[self.turns[own] == turn]
-            if not len(written):
+            tokens = policy[self.turns[policy] == turn]
+            if not len(tokens):
                 raise ValueError(
-                    f"question {self.question.id!r}: turn {turn} earned {reward} but nothing was written in it"
+                    f"question {self.question.id!r}: turn {turn} has the reward {reward} but no policy token"
                 )
-            paid[written[-1]] = reward
-        return paid
+            rewards[tokens[-1]] = reward
+        return rewards
 
     @property
     def policy_tokens(self) -> int:
-        """Number of sampled tokens."""
+        """Number of policy tokens."""
         return int((self.roles == POLICY).sum())
 
 
 def responses(segments: Sequence[tuple[int, str]]) -> list[str]:
-    """See `Trajectory.response`."""
+    """Return the policy's texts in `segments`, as `Trajectory.response`."""
     before = ["", *(text if role == PROMPT else "" for role, text in segments)]
     return [opened_thought(prompt) + text for prompt, (role, text) in zip(before, segments) if role == POLICY]

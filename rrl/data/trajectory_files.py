@@ -1,4 +1,4 @@
-"""Trajectories as JSON lines, for whoever reads them later: the words, the searches, what was earned; no tokens."""
+"""Save and load trajectories as JSON lines: texts, searches and rewards, without tokens."""
 
 import dataclasses
 import json
@@ -16,10 +16,11 @@ ALLOWED = (
     "{question: {id, text, answers, kind, gold}, segments: [[role, text]], searches: [{turn, query, titles, ids, failed}], "
     "answer, ended, rewards, metrics}, as a run writes to trajectories.jsonl"
 )
+"""The format of a line, for error messages."""
 
 
 def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
-    """Writes one JSON object a line; `load_trajectories` reads them back, but for their tokens."""
+    """Write one JSON object per line; `load_trajectories` reads the trajectories back without tokens."""
     with Path(path).open("w", encoding="utf-8") as stream:
         for trajectory in trajectories:
             record = {
@@ -35,7 +36,7 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> N
 
 
 def searches_as_json(searches: Iterable[Search]) -> list[dict[str, Any]]:
-    """Searches without the text of what they found."""
+    """Return searches as JSON objects, without the text of their passages."""
     names = ("turn", "query", "titles", "ids", "failed")
     return [{name: getattr(search, name) for name in names} for search in searches]
 
@@ -43,28 +44,31 @@ def searches_as_json(searches: Iterable[Search]) -> list[dict[str, Any]]:
 def load_trajectories(
     path: str | Path, on_error: OnError = "refuse", skipped: list[str] | None = None
 ) -> list[Trajectory]:
-    """Reads what `save_trajectories` wrote; token arrays are empty.
+    """Read a file of `save_trajectories`; the token arrays of the trajectories are empty.
 
-    `on_error` "refuse" raises UserError at the first broken record; "skip" leaves them out, into `skipped` if given.
+    Args:
+      path: the file.
+      on_error: "refuse" raises UserError at the first broken record; "skip" skips them and logs their number.
+      skipped: if given, receives one "line 7: reason" for each skipped record.
     """
     return load_records(path, _trajectory, ALLOWED, on_error, skipped)
 
 
 def _trajectory(position: int, record: Any) -> Trajectory:
     fields = fields_of(record)
-    none = np.zeros(0)
+    empty = np.zeros(0)
     try:
-        asked: dict[str, Any] = dict(fields["question"])
-        asked = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
+        question: dict[str, Any] = dict(fields["question"])
+        question = {name: tuple(v) if isinstance(v, list) else v for name, v in question.items()}
         searches = [
             Search(**{**search, "titles": tuple(search["titles"]), "ids": tuple(search.get("ids", ()))})
             for search in fields["searches"]
         ]
         return Trajectory(
-            Question(**asked),
+            Question(**question),
             position,
             position,
-            *(none, none, none, none, none),
+            *(empty, empty, empty, empty, empty),
             segments=[(int(role), str(text)) for role, text in fields["segments"]],
             searches=searches,
             ended=fields["ended"],
@@ -74,4 +78,4 @@ def _trajectory(position: int, record: Any) -> Trajectory:
             answer=fields["answer"],
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"no trajectory ({error!r})") from error
+        raise ValueError(f"not a trajectory ({error!r})") from error

@@ -13,7 +13,7 @@ import numpy as np
 from rrl.data.folder import load_folder
 from rrl.data.passages import Passage, fingerprint, load_passages
 from rrl.data.questions import Question, load_questions
-from rrl.data.records import OnFault, on_broken, places_of
+from rrl.data.records import OnFault, on_broken, record_places
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.retrieval.retriever import Retriever
@@ -224,7 +224,7 @@ def _reject_repeated(file: Path, questions: Sequence[Question]) -> None:
     seen: set[str] = set()
     for question in questions:
         if question.id in seen:
-            first, second, *_ = places_of(file, question.id)
+            first, second, *_ = record_places(file, question.id)
             raise UserError(
                 f"{file}, {second}: the id {question.id!r} occurs twice, first at {first}; ids must be unique, because results "
                 "are stored by id"

@@ -24,12 +24,11 @@ from rrl.models.weights import folder_hash
 from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.card import make_card
 from rrl.recipes.catalogue import RECIPES, is_recipe, make_recipe
-from rrl.recipes.episodes import find_long_prompts, prompt_ids, run_requests
+from rrl.recipes.episodes import find_long_prompts, question_requests, run_requests
 from rrl.recipes.prompted.base import PromptedResult, PromptedSettings
 from rrl.recipes.prompted.catalogue import METHODS, PromptedMethod, make_prompted_method
 from rrl.rewards.reader import ReaderReply
 from rrl.rollout.engine import Engine
-from rrl.rollout.episodes import Request
 from rrl.text.chat import Prompt, chat_ids
 from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
@@ -219,9 +218,7 @@ class TrainedAgent:
         self, engine: Engine, questions: Sequence[Question], on_error: OnFault, log: Callable[[str], None]
     ) -> None:
         check_tags(self.recipe, engine.tokenizer)
-        find_long_prompts(
-            engine, self.recipe, [_with_choices(question) for question in questions], on_error, log
-        )
+        find_long_prompts(engine, self.recipe, questions, on_error, log)
 
     def answer(
         self,
@@ -232,11 +229,10 @@ class TrainedAgent:
         temperature: float,
         on_record: OnRecord,
     ) -> None:
-        prompts = [prompt_ids(engine, self.recipe, _with_choices(question)) for _, question in questions]
-        requests = [
-            Request(question, prompt, number, number, temperature)
-            for (number, question), prompt in zip(questions, prompts, strict=True)
-        ]
+        numbers = [number for number, _ in questions]
+        requests = question_requests(
+            engine, self.recipe, [question for _, question in questions], (temperature,), numbers
+        )
 
         def on_finish(place: int, trajectory: Trajectory) -> None:
             self.recipe.score([trajectory], NO_MODELS)
@@ -399,11 +395,6 @@ def _answer_rank(question: Question, searches: Sequence[Search]) -> int | None:
         return None
     texts = dict.fromkeys(passage.text for search in searches for passage in search.passages)
     return next((at for at, text in enumerate(texts, 1) if cover_exact_match(text, question.answers)), 0)
-
-
-def _with_choices(question: Question) -> Question:
-    """Return the question as a recipe asks it, with the choices in its text."""
-    return dataclasses.replace(question, text=with_choices(question)) if question.choices else question
 
 
 def _short(value: Any) -> Any:

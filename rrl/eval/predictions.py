@@ -15,7 +15,7 @@ from typing import Any
 from rrl.data.decoding import BrokenRecord
 from rrl.data.passages import passage_of
 from rrl.data.questions import QUESTION_FIELDS, answer_text
-from rrl.data.records import ExcludedRecord, asked_fields_of, fields_of, id_field, list_field, read_records
+from rrl.data.records import ExcludedRecord, fields_of, id_field, list_field, question_fields_of, read_records
 from rrl.data.tables import PASSAGE_IDS, PREDICTIONS, QUESTION_IDS
 from rrl.errors import UserError
 
@@ -129,7 +129,7 @@ def _by_id(document: dict[str, Any]) -> dict[str, Any] | None:
 def _prediction(place: str, record: Any, field: str, judge_field: str) -> Prediction:
     if isinstance(record, BrokenRecord):
         raise ValueError(record.reason)
-    fields = asked_fields_of(record)
+    fields = question_fields_of(record)
     identity = id_field(fields, 0) if any(fields.get(name) is not None for name in QUESTION_IDS) else None
     question = next((fields[name] for name in QUESTION_FIELDS if isinstance(fields.get(name), str)), "")
     if identity is None and not question.strip():

@@ -21,7 +21,7 @@ from rrl.eval.predictions import Prediction
 from rrl.files import atomic_stream, saving
 from rrl.report.summary import table
 from rrl.retrieval.gold import TITLES, GoldHits, gold_key, hits_by_key
-from rrl.text.characters import one_form
+from rrl.text.characters import canonical_unicode
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import choice_correct
@@ -459,7 +459,7 @@ def _means(scores: Scores, labels: Sequence[str], label: str) -> dict[str, float
 
 def _plain(text: str) -> str:
     """Return a text without case and extra white space, in one Unicode form."""
-    return " ".join(one_form(text).casefold().split())
+    return " ".join(canonical_unicode(text).casefold().split())
 
 
 def _texts(texts: Sequence[str]) -> list[tuple[str, int]]:

@@ -1,9 +1,9 @@
-"""miniwiki: a generated closed encyclopedia with random facts, and questions of the 2WikiMultiHopQA types about it.
+"""The built-in world: a generated encyclopedia with random facts, and questions about it of the types of 2WikiMultiHopQA.
 
     >>> wiki = generate("train", seed=0, passages=200)
     >>> wiki.passages[0].title, wiki.questions("two_hop", 1, seed=0)[0].question.text
 
-Facts are random, so a model that does not search answers near chance; names of one split never occur in another.
+Because facts are random, a model that does not search answers near chance. Names of one split never occur in another.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.miniwiki.questions import KINDS, Hop, MiniQuestion, Plan, ask
+from rrl.miniwiki.questions import KINDS, Hop, MiniQuestion, Plan, generate_questions
 from rrl.miniwiki.world import World, build_world, write_passages
 
 __all__ = [
@@ -35,26 +35,26 @@ class MiniWiki:
 
     world: World
     passages: list[Passage]
-    """One about each entity, sub-world after sub-world."""
+    """One passage about each entity, ordered by sub-world."""
     spans: tuple[range, ...]
-    """Positions in `passages` of each sub-world."""
+    """The indices in `passages` of each sub-world."""
 
     def questions(self, kind: str, n: int, seed: int) -> list[MiniQuestion]:
-        """`n` different questions of one of KINDS; UserError when there are not so many."""
-        return ask(self.world, kind, n, seed)
+        """Return `n` different questions of a kind in KINDS. Raises UserError if there are fewer."""
+        return generate_questions(self.world, kind, n, seed)
 
 
 def generate(split: str, seed: int, passages: int, worlds: int = 1) -> MiniWiki:
-    """Make a world: the same arguments give the same passages.
+    """Generate a world. The same arguments give the same passages.
 
     Args:
-      split: "train", "dev" or "test"; entity names of one never occur in another.
-      seed: 0 or more.
-      passages: 50 to 1,000,000 in all; one about each entity.
-      worlds: closed sub-worlds to divide them into, of at least 50 passages each.
+      split: "train", "dev" or "test"; entity names of one split never occur in another.
+      seed: seed of names, facts and wordings; 0 or more.
+      passages: total number of passages, one about each entity; 50 to 1,000,000.
+      worlds: number of closed sub-worlds, with at least 50 passages each.
 
     Raises:
-      UserError: an argument out of range.
+      UserError: an argument is out of range.
     """
     world = build_world(split, seed, passages, worlds)
     edges = [w * passages // worlds for w in range(worlds + 1)]
@@ -63,7 +63,7 @@ def generate(split: str, seed: int, passages: int, worlds: int = 1) -> MiniWiki:
 
 
 def mixed_questions(wiki: MiniWiki, per_kind: int, kinds: Sequence[str], seed: int) -> list[MiniQuestion]:
-    """`per_kind` questions of each kind, interleaved at random; a pure function of its arguments."""
+    """Return `per_kind` questions of each kind in random order; the same arguments give the same questions."""
     items = [item for kind in kinds for item in wiki.questions(kind, per_kind, seed)]
     return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
 
@@ -75,9 +75,9 @@ def questions_by_split(
     world_size: int = 200,
     per_kind: int = 144,
 ) -> dict[str, list[Question]]:
-    """Questions of the built-in world by split, as many of each kind; with these defaults, test is what training holds out.
+    """Return questions of the built-in world by split, `per_kind` of each kind.
 
-    Raises UserError as `generate`.
+    With the defaults, the split "test" has the held-out questions of training. Raises UserError as `generate`.
     """
     return {
         split: [

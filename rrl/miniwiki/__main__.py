@@ -1,9 +1,9 @@
-"""Write a built-in world, or the tokenizer made from it, as files.
+"""Write a built-in world or its tokenizer to files.
 
     python -m rrl.miniwiki --out=FOLDER --split=test --passages=2000 --worlds=10 --questions=200
     python -m rrl.miniwiki --tokenizer=FOLDER
 
-The first writes passages.jsonl and questions.jsonl (`--questions` of each kind), the second a Hugging Face folder.
+The first command writes passages.jsonl and questions.jsonl (`--questions` of each kind), the second a Hugging Face folder.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from pathlib import Path
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, MiniWiki, generate
 from rrl.miniwiki.names import SPLITS
-from rrl.miniwiki.vocabulary import VOCABULARY, build_tokenizer
+from rrl.miniwiki.vocabulary import VOCABULARY_SIZE, build_tokenizer
 
 
 def write(wiki: MiniWiki, folder: Path, questions: int, seed: int) -> None:
     """Write passages.jsonl ({id, title, text}) and questions.jsonl ({id, question, golden_answers, kind, gold})."""
-    # Ask first: when there are too few questions, nothing is written.
+    # Generate the questions first, so that no file is written if there are too few.
     items = [item.question for kind in KINDS for item in wiki.questions(kind, questions, seed)]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "passages.jsonl").open("w", encoding="utf-8") as file:
@@ -36,7 +36,7 @@ def _line(file: object, record: dict) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code (2 for wrong input)."""
+    """Run the command line; return the exit code (2 for wrong input)."""
     parser = argparse.ArgumentParser(
         prog="python -m rrl.miniwiki", description=(__doc__ or "").split("\n")[0]
     )
@@ -45,23 +45,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--split", default="train", choices=SPLITS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--passages", type=int, default=2000, help="in all sub-worlds together, up to 1,000,000"
+        "--passages", type=int, default=2000, help="total number of passages, up to 1,000,000"
     )
-    parser.add_argument("--worlds", type=int, default=10, help="closed sub-worlds")
-    parser.add_argument("--questions", type=int, default=200, help="of each kind")
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens of the tokenizer")
-    given = parser.parse_args(arguments)
-    if given.out is None and given.tokenizer is None:
+    parser.add_argument("--worlds", type=int, default=10, help="number of closed sub-worlds")
+    parser.add_argument("--questions", type=int, default=200, help="number of questions of each kind")
+    parser.add_argument(
+        "--vocabulary", type=int, default=VOCABULARY_SIZE, help="number of tokens of the tokenizer"
+    )
+    args = parser.parse_args(arguments)
+    if args.out is None and args.tokenizer is None:
         parser.error("nothing to do: give --out=FOLDER, --tokenizer=FOLDER or both")
     try:
-        for flag, folder in (("--out", given.out), ("--tokenizer", given.tokenizer)):
+        for flag, folder in (("--out", args.out), ("--tokenizer", args.tokenizer)):
             if folder is not None and folder.is_file():
-                raise UserError(f"{flag}={folder} is a file; give a folder, or one that is not there yet")
-        if given.out is not None:
-            wiki = generate(given.split, given.seed, given.passages, given.worlds)
-            write(wiki, given.out, given.questions, given.seed)
-        if given.tokenizer is not None:
-            build_tokenizer(given.seed, given.vocabulary).save_pretrained(given.tokenizer)
+                raise UserError(f"{flag}={folder} is a file; give a new or an existing folder")
+        if args.out is not None:
+            wiki = generate(args.split, args.seed, args.passages, args.worlds)
+            write(wiki, args.out, args.questions, args.seed)
+        if args.tokenizer is not None:
+            build_tokenizer(args.seed, args.vocabulary).save_pretrained(args.tokenizer)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

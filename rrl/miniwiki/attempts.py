@@ -1,6 +1,6 @@
-"""Attempts at questions of the built-in world, right ones and such as go wrong in a weak search agent's ways.
+"""Generate attempts at questions of the built-in world: correct ones, and ones with the typical faults of a weak search agent.
 
-For those who must learn to tell good work from bad: each attempt is a plan that a scripted expert can act out.
+They are training data for judges. Each attempt is a plan that the scripted expert can carry out. Read `make_attempt` first.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rrl.miniwiki.context import Entity, Shelf, facts_of
+from rrl.miniwiki.lookup import Entity, WikiLookup, facts_of
 from rrl.miniwiki.passages import RELATION
 from rrl.miniwiki.questions import Hop, MiniQuestion, Plan, hop
 
@@ -17,120 +17,122 @@ Rng = np.random.Generator
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt(Plan):
-    """What was looked up, and what was taken for each fact, right or wrong."""
+    """A plan with the facts as the agent read them, correct or wrong."""
 
-    stated: str
-    """What it says beforehand that it will look up."""
+    stated_facts: str
+    """The facts that the agent announces to look up; they may differ from those in `hops`."""
     answer: str
-    unfound: frozenset[int] = frozenset()
-    """Hops whose search finds other passages than the one that is needed."""
+    """The agent's answer."""
+    failed_hops: frozenset[int] = frozenset()
+    """Indices of hops whose search does not return the required passage."""
 
     @property
     def facts(self) -> str:
-        """What it says, which is not always what it does."""
-        return self.stated
+        """The announced facts, `stated_facts`."""
+        return self.stated_facts
 
 
-def attempt(item: MiniQuestion, shelf: Shelf, rng: Rng, faulty: float) -> Attempt:
-    """One attempt at a question; the same arguments (and state of `rng`) give the same one.
+def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float) -> Attempt:
+    """Return an attempt at a question. The same arguments (and state of `rng`) give the same attempt.
 
     Args:
-      item: the question and its right plan.
-      shelf: the passages of its world.
-      rng: chooses what goes wrong.
-      faulty: chance that something does, in 0..1.
+      item: the question with its correct plan.
+      lookup: an index of its wiki.
+      rng: source of all random choices.
+      faulty: probability of a fault, in [0, 1].
     """
-    right = Attempt(item.plan.hops, item.plan.conclusion, item.plan.facts, item.question.answers[0])
+    correct = Attempt(item.plan.hops, item.plan.conclusion, item.plan.facts, item.question.answers[0])
     if rng.random() >= faulty:
-        return right
-    # Names that are miscopied are what most often goes wrong.
+        return correct
+    # Miscopied names are the most frequent fault of weak agents.
     names = [*FAULTS, "misspelt", "misspelt"]
-    hops, unfound = FAULTS[names[int(rng.integers(len(names)))]](item, shelf, rng)
+    hops, failed = FAULTS[names[int(rng.integers(len(names)))]](item, lookup, rng)
     conclusion = item.plan.conclusion
-    if hops == item.plan.hops and not unfound:
-        return right
+    if hops == item.plan.hops and not failed:
+        return correct
     if conclusion and rng.random() < 0.5:
         conclusion = ""
-    # Most say what is needed and then do something else; some do what they say.
+    # Most faulty attempts announce the required facts and then look up others; some announce what they look up.
     stated = item.plan.facts if rng.random() < 0.7 else Plan(hops, "").facts
-    return Attempt(hops, conclusion, stated, _answer(item, hops, rng), unfound)
+    return Attempt(hops, conclusion, stated, _answer(item, hops, rng), failed)
 
 
-Outcome = tuple[tuple[Hop, ...], frozenset[int]]
-"""Hops, and which of them find nothing that is needed."""
-NONE: frozenset[int] = frozenset()
+FaultyPlan = tuple[tuple[Hop, ...], frozenset[int]]
+"""The hops of a plan with a fault, and the indices of hops whose search fails."""
+NO_HOPS: frozenset[int] = frozenset()
+"""No search fails."""
 
 
-def _early(item: MiniQuestion, shelf: Shelf, rng: Rng) -> Outcome:
-    """Stops before the last facts."""
+def _early(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+    """Stop before the last facts."""
     hops = item.plan.hops
-    return hops[: int(rng.integers(1, max(len(hops), 2)))], NONE
+    return hops[: int(rng.integers(1, max(len(hops), 2)))], NO_HOPS
 
 
-def _mistaken(item: MiniQuestion, shelf: Shelf, rng: Rng) -> Outcome:
-    """Takes something else for a fact, and goes on from there."""
-    before, wrong, relations, after = _cut(item, rng)
-    other = _values(item, shelf, rng, wrong, 1)[0]
-    return _on(shelf, before, dataclasses.replace(wrong, value=other), relations, after), NONE
+def _mistaken(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+    """Read a wrong value of a fact, and continue from that value."""
+    before, wrong, relations, after = _split_at_hop(item, rng)
+    other = _other_values(item, lookup, rng, wrong, 1)[0]
+    return _continue_from(lookup, before, dataclasses.replace(wrong, value=other), relations, after), NO_HOPS
 
 
-def _misspelt(item: MiniQuestion, shelf: Shelf, rng: Rng) -> Outcome:
-    """A name is miscopied and searched so, at times from where it was read on; so may be the value that is read then."""
-    before, wrong, relations, after = _cut(item, rng)
-    subject = shelf.named(wrong.subject)
-    name = _mixed(wrong.subject, shelf.some(rng, item.world, subject.kind, 1)[0], rng)
+def _misspelt(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+    """Search for a miscopied name. The name may already be wrong in the hop before, and the value read may be wrong too."""
+    before, wrong, relations, after = _split_at_hop(item, rng)
+    subject = lookup.entity_named(wrong.subject)
+    name = _corrupt(wrong.subject, lookup.sample_names(rng, item.world, subject.kind, 1)[0], rng)
     if before and before[-1].value == wrong.subject and rng.random() < 0.5:
         before = (*before[:-1], dataclasses.replace(before[-1], value=name))
     value, draw = wrong.value, rng.random()
     if draw < 0.6:
-        other = _values(item, shelf, rng, wrong, 1)[0]
-        value = other if draw < 0.3 else _mixed(value, other, rng)
+        other = _other_values(item, lookup, rng, wrong, 1)[0]
+        value = other if draw < 0.3 else _corrupt(value, other, rng)
     query = RELATION[subject.kind, wrong.relation].query(name)
     misread = dataclasses.replace(wrong, subject=name, value=value, query=query, title=name)
-    return _on(shelf, before, misread, relations, after), NONE
+    return _continue_from(lookup, before, misread, relations, after), NO_HOPS
 
 
-def _astray(item: MiniQuestion, shelf: Shelf, rng: Rng) -> Outcome:
-    """Asks for another fact than the one that is needed, and goes on from there."""
-    before, wrong, relations, after = _cut(item, rng)
-    subject = shelf.named(wrong.subject)
-    keys = [key for key in facts_of(shelf.world, subject) if key[1] != wrong.relation]
+def _astray(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+    """Look up another fact of the same entity, and continue from its value."""
+    before, wrong, relations, after = _split_at_hop(item, rng)
+    subject = lookup.entity_named(wrong.subject)
+    keys = [key for key in facts_of(lookup.world, subject) if key[1] != wrong.relation]
     if not keys:
-        return item.plan.hops, NONE
-    asked = hop(shelf.world, keys[int(rng.integers(len(keys)))], subject.index)
-    return _on(shelf, before, asked, relations, after), NONE
+        return item.plan.hops, NO_HOPS
+    other = hop(lookup.world, keys[int(rng.integers(len(keys)))], subject.index)
+    return _continue_from(lookup, before, other, relations, after), NO_HOPS
 
 
-def _elsewhere(item: MiniQuestion, shelf: Shelf, rng: Rng) -> Outcome:
-    """Looks the right fact up of something else, most often of a namesake or of its like."""
-    before, wrong, relations, after = _cut(item, rng)
-    subject = shelf.named(wrong.subject)
-    other = shelf.named(shelf.some(rng, item.world, subject.kind, 1)[0])
-    found = _chain(shelf, other, [wrong.relation, *relations])
-    return (*before, *found, *after) or item.plan.hops, NONE
+def _elsewhere(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+    """Look up the same relation of another entity of the same type, and continue from its value."""
+    before, wrong, relations, after = _split_at_hop(item, rng)
+    subject = lookup.entity_named(wrong.subject)
+    other = lookup.entity_named(lookup.sample_names(rng, item.world, subject.kind, 1)[0])
+    detour = _chain(lookup, other, [wrong.relation, *relations])
+    return (*before, *detour, *after) or item.plan.hops, NO_HOPS
 
 
-def _skipped(item: MiniQuestion, shelf: Shelf, rng: Rng) -> Outcome:
-    """Leaves a search out, and goes on as if it had found what it had to."""
+def _skipped(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+    """Skip a hop, and continue as if its value were known."""
     hops = item.plan.hops
     at = int(rng.integers(len(hops)))
-    return (hops[:at] + hops[at + 1 :]) or hops, NONE
+    return (hops[:at] + hops[at + 1 :]) or hops, NO_HOPS
 
 
-def _again(item: MiniQuestion, shelf: Shelf, rng: Rng) -> Outcome:
-    """Searches one fact twice; at times another is left out for it."""
+def _again(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+    """Search for one fact twice. Either the last hop is dropped instead, or the plan is truncated to four hops."""
     hops = item.plan.hops
     at = int(rng.integers(len(hops)))
     twice = hops[: at + 1] + hops[at:]
-    return twice[: len(hops)] if rng.random() < 0.5 else twice[:4], NONE
+    return twice[: len(hops)] if rng.random() < 0.5 else twice[:4], NO_HOPS
 
 
-def _unfound(item: MiniQuestion, shelf: Shelf, rng: Rng) -> Outcome:
-    """A search finds other passages, and what it should have found is stated all the same."""
+def _failed_search(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+    """Let one search return other passages; the agent states the fact nevertheless."""
     return item.plan.hops, frozenset({int(rng.integers(len(item.plan.hops)))})
 
 
-FAULTS: dict[str, Callable[[MiniQuestion, Shelf, Rng], Outcome]] = {
+FAULTS: dict[str, Callable[[MiniQuestion, WikiLookup, Rng], FaultyPlan]] = {
     "early": _early,
     "mistaken": _mistaken,
     "misspelt": _misspelt,
@@ -138,42 +140,48 @@ FAULTS: dict[str, Callable[[MiniQuestion, Shelf, Rng], Outcome]] = {
     "elsewhere": _elsewhere,
     "skipped": _skipped,
     "again": _again,
-    "unfound": _unfound,
+    "unfound": _failed_search,
 }
-"""What can go wrong."""
+"""Faults by name. Each function returns a plan with the fault, or the correct plan if the fault does not apply."""
 
 
-def wrong_answer(item: MiniQuestion, shelf: Shelf, rng: Rng) -> str:
-    """An answer of the right type that is not the gold one: another name or year, a misspelt one, the other of two."""
+def wrong_answer(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> str:
+    """Return a wrong answer of the correct type: another name or year, a miscopied one, or the other choice of a comparison."""
     answer, last = item.question.answers[0], item.plan.hops[-1]
     if item.plan.conclusion:
         return _other_of_two(item)
-    others = _values(item, shelf, rng, last, 2)
+    others = _other_values(item, lookup, rng, last, 2)
     other = others[0] if others[0] != answer else others[1]
     draw = rng.random()
     if draw < 0.5:
-        mixed = _mixed(answer, other, rng)
+        mixed = _corrupt(answer, other, rng)
         return mixed if mixed != answer else other
     return item.plan.hops[0].value if draw < 0.65 and len(item.plan.hops) > 1 else other
 
 
 def _other_of_two(item: MiniQuestion) -> str:
+    """Return the wrong one of the two possible answers to a comparison."""
     answer, hops = item.question.answers[0], item.plan.hops
-    named = {"yes": "no", "no": "yes"}
-    if answer in named:
-        return named[answer]
+    opposite = {"yes": "no", "no": "yes"}
+    if answer in opposite:
+        return opposite[answer]
     heads = (hops[0].subject, hops[len(hops) // 2].subject)
     return heads[answer == heads[0]]
 
 
 def _answer(item: MiniQuestion, hops: Sequence[Hop], rng: Rng) -> str:
+    """Return the answer of an agent that read these hops: for a comparison, one of the two possible answers."""
     if item.plan.conclusion:
         return item.question.answers[0] if rng.random() < 0.5 else _other_of_two(item)
     return hops[-1].value
 
 
-def _cut(item: MiniQuestion, rng: Rng) -> tuple[tuple[Hop, ...], Hop, list[str], tuple[Hop, ...]]:
-    """A plan at one of its hops: those before, it, the relations that follow it in its branch, the hops of other branches."""
+def _split_at_hop(item: MiniQuestion, rng: Rng) -> tuple[tuple[Hop, ...], Hop, list[str], tuple[Hop, ...]]:
+    """Split a plan at a random hop.
+
+    Returns the hops before it, the hop, the relations that follow it in its branch, and the hops of later branches. A comparison
+    has two branches of equal length, other plans have one.
+    """
     hops = item.plan.hops
     length = len(hops) // (2 if item.plan.conclusion else 1)
     at = int(rng.integers(len(hops)))
@@ -181,42 +189,44 @@ def _cut(item: MiniQuestion, rng: Rng) -> tuple[tuple[Hop, ...], Hop, list[str],
     return hops[:at], hops[at], [later.relation for later in hops[at + 1 : end]], hops[end:]
 
 
-def _on(
-    shelf: Shelf, before: Sequence[Hop], wrong: Hop, relations: Sequence[str], after: Sequence[Hop]
+def _continue_from(
+    lookup: WikiLookup, before: Sequence[Hop], wrong: Hop, relations: Sequence[str], after: Sequence[Hop]
 ) -> tuple[Hop, ...]:
-    """A plan that goes on from the value of a wrong hop, as far as that has such facts."""
-    start = shelf.named(wrong.value) if relations and shelf.knows(wrong.value) else None
-    return (*before, wrong, *(_chain(shelf, start, relations) if start else ()), *after)
+    """Return the hops of a plan that continues from the value of a wrong hop, as far as the required facts exist."""
+    start = lookup.entity_named(wrong.value) if relations and lookup.has_entity(wrong.value) else None
+    return (*before, wrong, *(_chain(lookup, start, relations) if start else ()), *after)
 
 
-def _chain(shelf: Shelf, entity: Entity, relations: Sequence[str]) -> list[Hop]:
-    """The facts that lead on from an entity, up to the first that it does not have."""
-    found: list[Hop] = []
-    following: Entity | None = entity
+def _chain(lookup: WikiLookup, entity: Entity, relations: Sequence[str]) -> list[Hop]:
+    """Follow relations from an entity, and return the hops up to the first missing fact."""
+    hops: list[Hop] = []
+    current: Entity | None = entity
     for relation in relations:
-        if following is None or (following.kind, relation) not in facts_of(shelf.world, following):
+        if current is None or (current.kind, relation) not in facts_of(lookup.world, current):
             break
-        key = (following.kind, relation)
-        found.append(hop(shelf.world, key, following.index))
-        following = shelf.follow(following, key)
-    return found
+        key = (current.kind, relation)
+        hops.append(hop(lookup.world, key, current.index))
+        current = lookup.follow(current, key)
+    return hops
 
 
-def _values(item: MiniQuestion, shelf: Shelf, rng: Rng, fact: Hop, n: int) -> list[str]:
-    """`n` different values that a fact might have."""
-    relation = RELATION[shelf.named(fact.title).kind, fact.relation]
+def _other_values(item: MiniQuestion, lookup: WikiLookup, rng: Rng, fact: Hop, n: int) -> list[str]:
+    """Sample `n` different values of the type of a fact's value."""
+    relation = RELATION[lookup.entity_named(fact.title).kind, fact.relation]
     if relation.value == "year":
         low, high = relation.years
         return [str(low + year) for year in rng.choice(high - low + 1, n, replace=False).tolist()]
-    return shelf.some(rng, item.world, relation.value, n)
+    return lookup.sample_names(rng, item.world, relation.value, n)
 
 
-def _mixed(name: str, other: str, rng: Rng) -> str:
-    """A name as a weak policy copies it: one of its words gives way to another name's, or ends as that one does. A single
-    word, which may be a year, takes the other's second half."""
-    mine, theirs = name.split(), other.split()
-    at = int(rng.integers(len(mine)))
-    word, foreign = mine[at], theirs[min(at, len(theirs) - 1)]
-    if len(mine) == 1 or rng.random() < 0.6:
-        foreign = word[: (len(word) + 1) // 2] + foreign[len(foreign) // 2 :]
-    return " ".join([*mine[:at], foreign, *mine[at + 1 :]])
+def _corrupt(name: str, other: str, rng: Rng) -> str:
+    """Miscopy a name as weak policies do: replace one of its words, or the second half of the word, by that of another name.
+
+    In a name of one word, which may be a year, only the second half is replaced.
+    """
+    words, other_words = name.split(), other.split()
+    at = int(rng.integers(len(words)))
+    word, replacement = words[at], other_words[min(at, len(other_words) - 1)]
+    if len(words) == 1 or rng.random() < 0.6:
+        replacement = word[: (len(word) + 1) // 2] + replacement[len(replacement) // 2 :]
+    return " ".join([*words[:at], replacement, *words[at + 1 :]])

@@ -1,4 +1,7 @@
-"""Names of the built-in world: made of reusable sub-words, unique in a call, disjoint between splits."""
+"""Draw names of the built-in world: composed of reusable parts, unique within a call, disjoint between splits.
+
+Read `draw_names` first.
+"""
 
 import dataclasses
 import math
@@ -80,38 +83,42 @@ Ilyria Dravia Westmark Halvia Corenia Rundia Sarnia Tolmark Ulmia
 
 SPLITS = ("train", "dev", "test")
 _SHARES = (0.5, 0.25, 0.25)
+"""Share of all names in each split."""
 _KEY = 20250601
-"""Key of the partition of names into splits; another value would be another data set."""
+"""Key of the partition of names into splits. Another value gives another data set."""
 
-_PAIRED = 5
-"""Every fifth drawn name brings its namesake into the same call."""
+_NAMESAKE_EVERY = 5
+"""Every fifth drawn name is followed by its namesake in the same call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """One way to build a name: a part from each table, put into `form`.
+    """A pattern of names: one part from each table, formatted by `form`.
 
-    Names that differ only in the first table, by half of its length, are *namesakes*; they always share a split.
+    Two names with the same parts, except that their first parts are half of the first table apart, are *namesakes*. They are
+    always in the same split.
     """
 
     form: str
+    """A format string whose fields {0}, {1}, ... are the parts."""
     parts: tuple[tuple[str, ...], ...]
+    """One table of words for each part."""
     share: float = 1.0
-    """The share of names this pattern takes from what earlier patterns left over, as long as its names last."""
+    """Share of this pattern in the names that earlier patterns leave, as long as it has enough names."""
 
     @property
     def pairs(self) -> int:
-        """Number of pairs of namesakes in all splits together."""
+        """Total number of pairs of namesakes in all splits."""
         return math.prod(len(part) for part in self.parts) // 2
 
     def bounds(self, split: str) -> tuple[int, int]:
-        """Range of (permuted) pair numbers that belong to `split`."""
+        """Return the range of (permuted) pair numbers of `split`."""
         i = SPLITS.index(split)
         edges = np.cumsum((0.0, *_SHARES)) * self.pairs
         return int(edges[i]), int(edges[i + 1])
 
     def render(self, pair: Int[np.ndarray, "n"], second: Int[np.ndarray, "n"]) -> list[str]:
-        """Names of the given pair numbers; `second` chooses the namesake."""
+        """Return the names of the given pair numbers: the first of a pair where `second` is 0, its namesake where it is 1."""
         head, *rest = self.parts
         half = len(head) // 2
         number = permute(pair, self.pairs, _KEY)
@@ -124,7 +131,7 @@ class Pattern:
 
 
 def _parts(*tables: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """The tables, the first one cut to even length, so that it has two halves."""
+    """Return the tables, the first one truncated to even length, so that it has two halves."""
     return (tables[0][: len(tables[0]) // 2 * 2], *tables[1:])
 
 
@@ -149,11 +156,11 @@ PATTERNS: dict[str, tuple[Pattern, ...]] = {
         Pattern("{3} {1}{2}{0}", _parts(CITY_END, START, MIDDLE, CITY_FRONT)),
     ),
 }
-"""Ways to name each family; films and books are both "work", so that they confuse each other and never collide."""
+"""Patterns of each family of names. Films and books share the family "work": their names are similar and never the same."""
 
 
 def permute(number: Int[np.ndarray, "n"], size: int, key: int) -> Int[np.ndarray, "n"]:
-    """A keyed permutation of 0..size-1 (four Feistel rounds, cycle walking), computed for `number` alone."""
+    """Return the images of `number` under a keyed permutation of 0..size-1 (four Feistel rounds with cycle walking)."""
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
     shift = np.uint64(half)
@@ -173,21 +180,21 @@ def permute(number: Int[np.ndarray, "n"], size: int, key: int) -> Int[np.ndarray
 
 
 def draw_names(family: str, count: int, split: str, seed: int) -> list[str]:
-    """`count` different names of `split`, namesakes next to each other.
+    """Draw `count` different names of a split, with namesakes next to each other.
 
     Args:
       family: a key of PATTERNS.
-      count: how many names.
+      count: number of names.
       split: "train", "dev" or "test"; their names never overlap.
-      seed: which names of the split.
+      seed: seed of the draw.
 
     Raises:
-      UserError: the split has fewer names of this family.
+      UserError: the split has too few names of this family.
     """
     rng = np.random.default_rng((seed, *family.encode()))
-    # Group g holds one name, or two namesakes when g is a multiple of _PAIRED.
-    groups = -(-count * _PAIRED // (_PAIRED + 1)) + 1
-    sizes = 1 + (np.arange(groups) % _PAIRED == 0)
+    # Group g has one name, or two namesakes if g is a multiple of _NAMESAKE_EVERY.
+    groups = -(-count * _NAMESAKE_EVERY // (_NAMESAKE_EVERY + 1)) + 1
+    sizes = 1 + (np.arange(groups) % _NAMESAKE_EVERY == 0)
     patterns = PATTERNS[family]
     remaining, taken = groups, []
     for pattern in patterns:
@@ -196,8 +203,8 @@ def draw_names(family: str, count: int, split: str, seed: int) -> list[str]:
         remaining -= taken[-1]
     if remaining:
         raise UserError(
-            f"passages: the {split} split of miniwiki has names for {sum(taken)} groups of kind {family!r}, "
-            f"{groups} are needed; ask for fewer passages"
+            f"passages: the split {split!r} of miniwiki has only {sum(taken)} groups of names of kind {family!r}, "
+            f"but {groups} are required; give fewer passages"
         )
     which = rng.permutation(np.repeat(np.arange(len(patterns)), taken))
     group = np.repeat(np.arange(groups), sizes)

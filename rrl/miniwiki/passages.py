@@ -1,13 +1,14 @@
-"""What the built-in world knows (relations) and how a passage says it (templates)."""
+"""Relations of the built-in world, and the templates of the sentences that state them."""
 
 import dataclasses
 
 TYPES = ("person", "film", "book", "company", "city")
+"""Types of entities."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Relation:
-    """A fact an entity has: its `name`, whose it is, and what its value is."""
+    """A relation between entities of a type and their values."""
 
     name: str
     subject: str
@@ -15,14 +16,14 @@ class Relation:
     value: str
     """Entity type of the value, or "year" or "country"."""
     phrases: tuple[str, ...]
-    """Noun phrases for the value inside a longer question, "{}" is the subject."""
-    asks: tuple[str, ...]
-    """Whole questions for the value."""
+    """Noun phrases for the value in longer questions; "{}" is the subject."""
+    questions: tuple[str, ...]
+    """Whole questions for the value; "{}" is the subject."""
     years: tuple[int, int] = (0, 0)
-    """First and last year, for values that are years."""
+    """First and last possible year, if the value is a year."""
 
     def query(self, subject: str) -> str:
-        """The search query for this fact, worded the same everywhere."""
+        """Return the search query for this fact; its wording is the same everywhere."""
         return f"{self.name} of {subject}"
 
 
@@ -67,19 +68,21 @@ MENTION = {
     "company": ("{}", "the company {}"),
     "city": ("{}", "the city of {}"),
 }
-"""How a question names an entity of each type."""
+"""Phrases by which a question mentions an entity of each type."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One sentence of a passage: the relations it states ({1}, {2}; {0} is the subject) and its wordings.
+    """One sentence of a passage: the relations that it states and its templates.
 
-    The subject comes before its values: a causal model of a few layers learns to look up what follows a name in
-    minutes, and what precedes it hardly at all.
+    Templates name the subject before its values. A causal model of a few layers learns within minutes to look up what follows
+    a name, but hardly learns to look up what precedes it.
     """
 
     relations: tuple[str, ...]
+    """Names of the relations; their values are {1}, {2} in the templates."""
     templates: tuple[str, ...]
+    """Wordings of the sentence; {0} is the subject."""
 
 
 SLOTS: dict[str, tuple[Slot, ...]] = {
@@ -120,7 +123,7 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
                              "The employer of {0} is {1}.", "{0} has a job at {1}.")),
     ),
 }  # fmt: skip
-"""The sentences of each type of passage, in order (a passage may start with any of them)."""
+"""Slots of each type of passage in order. A passage may start with any of them and continues cyclically."""
 
 SLOT_OF = {
     (kind, name): i
@@ -131,3 +134,4 @@ SLOT_OF = {
 """Index of the slot that states a relation, by (subject type, relation)."""
 
 TEMPLATES_PER_SLOT = 4
+"""Number of templates of each slot."""

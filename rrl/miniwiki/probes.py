@@ -1,4 +1,4 @@
-"""Held-out reading tasks by kind: what a pretrained model can do, one order an example."""
+"""Held-out reading tasks by kind, one task per example, to measure what a pretrained model can do."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
 from rrl.miniwiki import MiniWiki, reading
-from rrl.miniwiki.context import Shelf
+from rrl.miniwiki.lookup import WikiLookup
 
 
 def reading_probes(
@@ -19,26 +19,26 @@ def reading_probes(
     passages: int = 5,
     limit: int = 640,
 ) -> Mapping[str, list[Example]]:
-    """`n` examples of each kind of order, whose answer alone is a target.
+    """Return `n` examples of each kind of task. Only the answer is a target.
 
     Args:
-      wiki: a world whose names the model has not seen.
-      tokenizer: the model's.
-      seed: order and choice.
-      n: examples of each kind.
-      passages: what each example reads before the order.
-      limit: longest example in tokens; longer ones are left out.
+      wiki: a world whose names do not occur in training.
+      tokenizer: the tokenizer of the model.
+      seed: seed of all random choices.
+      n: number of examples of each kind.
+      passages: number of passages before the task.
+      limit: maximum length of an example in tokens; longer examples are dropped.
     """
     rng = np.random.default_rng((seed, 3))
-    shelf, writer = Shelf(wiki), reading.Writer(tokenizer)
+    lookup, writer = WikiLookup(wiki), reading.ExampleWriter(tokenizer)
     probes: dict[str, list[Example]] = {}
-    for order in reading.ORDERS_BY_SHARE:
-        found: list[Example] = []
-        while len(found) < n:
-            context = shelf.gather(rng, passages)
-            if asked := order(shelf, rng, context):
-                text = "".join(f"(Title: {shelf.title(e)}) {shelf.text(e)}\n" for e in context.entities)
-                example = writer.example([(text, False), *asked], limit + 1)
-                found += [example] if len(example) <= limit else []
-        probes[order.__name__.strip("_")] = found
+    for task in reading.READING_TASKS:
+        examples: list[Example] = []
+        while len(examples) < n:
+            seen = lookup.sample_entities(rng, passages)
+            if segments := task(lookup, rng, seen):
+                text = "".join(f"(Title: {lookup.title(e)}) {lookup.text(e)}\n" for e in seen.entities)
+                example = writer.example([(text, False), *segments], limit + 1)
+                examples += [example] if len(example) <= limit else []
+        probes[task.__name__.strip("_")] = examples
     return probes

@@ -1,4 +1,7 @@
-"""Questions about the built-in world, in the types of 2WikiMultiHopQA, each with the plan that answers it."""
+"""Generate questions about the built-in world, of the types of 2WikiMultiHopQA, each with a plan that answers it.
+
+Read `generate_questions` first.
+"""
 
 import dataclasses
 import itertools
@@ -15,43 +18,46 @@ from rrl.miniwiki.world import World
 
 T = TypeVar("T")
 
-Key = tuple[str, str]
+RelationKey = tuple[str, str]
 """Subject type and relation."""
 
-Chain = tuple[Key, ...]
-"""Relations followed one after the other."""
+Chain = tuple[RelationKey, ...]
+"""A path of relations: each starts at the value of the one before."""
 
 KINDS = ("one_hop", "two_hop", "three_hop", "comparison", "bridge_comparison")
+"""Kinds of questions. A comparison is about facts of two entities. In a bridge comparison, each fact needs two hops."""
 
 YES_NO = 0.4
-"""Share of comparisons that ask yes or no; half of these are yes."""
+"""Share of comparisons that are yes/no questions; the answer to half of these is yes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hop:
-    """One fact that a plan looks up."""
+    """A fact that a plan looks up."""
 
     subject: str
     relation: str
     value: str
     query: str
-    """A search query for the fact: "director of Silver Harbour"."""
+    """The search query for the fact, such as "director of Silver Harbour"."""
     sentence: str
-    """The sentence of the passage that states it."""
+    """The sentence of a passage that states the fact."""
     title: str
-    """Title of that passage (the subject)."""
+    """The title of that passage, which is the subject."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """How to answer: facts to look up in order, and what follows from comparing them ("" without a comparison)."""
+    """How to answer a question: the facts to look up, and the conclusion from them."""
 
     hops: tuple[Hop, ...]
+    """The facts in order."""
     conclusion: str
+    """The sentence that compares the facts; "" if the question is not a comparison."""
 
     @property
     def facts(self) -> str:
-        """What it looks up: "author of X, spouse", or "founding year of A; founding year of B; earlier"."""
+        """The required facts as text: "author of X, spouse", or "founding year of A; founding year of B; earlier"."""
         hops, length = self.hops, len(self.hops) // (2 if self.conclusion else 1)
         parts = [
             ", ".join([hops[at].query, *(hop.relation for hop in hops[at + 1 : at + length])])
@@ -66,28 +72,30 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MiniQuestion:
-    """A question with the plan that answers it."""
+    """A question of the built-in world with the plan that answers it."""
 
     question: Question
     plan: Plan
     world: int
-    """Sub-world it is about."""
+    """Sub-world of its entities."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Order:
-    """A comparison of years: who or which came first."""
+class YearComparison:
+    """Questions that compare two entities of a type by a year."""
 
     kind: str
+    """Entity type."""
     relation: str
-    asks: tuple[tuple[str, str], ...]
-    """(question, word of the conclusion); "earlier" or "later" in the word decides."""
+    """Relation whose values are the years."""
+    questions: tuple[tuple[str, str], ...]
+    """(question, "earlier" or "later"): the wording, and which of the two years it asks for."""
     verb: str
-    """How the conclusion states a year, "{0} was born in {1}"."""
+    """Verb of the conclusion: "{0} was born in {1}"."""
 
 
 def _which(noun: str, verb: str, ask_older: bool = True) -> tuple[tuple[str, str], ...]:
-    """Wordings of a comparison of years; a third to a quarter asks for the later one."""
+    """Return wordings of a comparison of years; a quarter or a third of them ask for the later year."""
     older = ((f"Which {noun} is older, {{0}} or {{1}}?", "earlier"),) if ask_older else ()
     return (
         (f"Which {noun} was {verb} first, {{0}} or {{1}}?", "earlier"),
@@ -97,22 +105,22 @@ def _which(noun: str, verb: str, ask_older: bool = True) -> tuple[tuple[str, str
     )
 
 
-WHO = (
+BIRTH_QUESTIONS = (
     ("Who was born first, {0} or {1}?", "earlier"),
     ("Who was born earlier, {0} or {1}?", "earlier"),
     ("Who was born later, {0} or {1}?", "later"),
     ("Who is older, {0} or {1}?", "earlier"),
 )
 
-ORDERS = (
-    Order("person", "birth year", WHO, "born"),
-    Order("film", "release year", _which("film", "released", ask_older=False), "released"),
-    Order("book", "publication year", _which("book", "published", ask_older=False), "published"),
-    Order("company", "founding year", _which("company", "founded"), "founded"),
-    Order("city", "founding year", _which("city", "founded"), "founded"),
+YEAR_COMPARISONS = (
+    YearComparison("person", "birth year", BIRTH_QUESTIONS, "born"),
+    YearComparison("film", "release year", _which("film", "released", ask_older=False), "released"),
+    YearComparison("book", "publication year", _which("book", "published", ask_older=False), "published"),
+    YearComparison("company", "founding year", _which("company", "founded"), "founded"),
+    YearComparison("city", "founding year", _which("city", "founded"), "founded"),
 )
 
-SAME = {
+EQUALITY_COMPARISONS = {
     ("person", "birthplace"): (
         "born in",
         "Were {} born in the same city?",
@@ -130,31 +138,37 @@ SAME = {
     ),
     ("city", "country"): ("located in", "Are {} in the same country?", "Do {} lie in the same country?"),
 }
-"""By (type, relation): the words that join name and value in the conclusion, and wordings of the yes/no question."""
+"""By (type, relation): the words between name and value in the conclusion, and the wordings of the yes/no question whether two
+entities have the same value."""
 
 BRIDGES = (("film", "director"), ("book", "author"), ("company", "founder"))
-BRIDGE_ORDER = (
+"""First hops of bridge comparisons: (type, relation), where the value is the person who is compared."""
+BRIDGE_QUESTIONS = (
     ("Which {kind} has the {role} who was born earlier, {0} or {1}?", "earlier"),
     ("Which {kind} has the {role} born first, {0} or {1}?", "earlier"),
     ("Which {kind} has the {role} who was born later, {0} or {1}?", "later"),
 )
+"""Wordings of bridge comparisons, as `YearComparison.questions`."""
 
 
 def chains(hops: int) -> tuple[Chain, ...]:
-    """All chains of `hops` relations, none of them twice."""
-    found: list[Chain] = [((r.subject, r.name),) for r in RELATIONS]
+    """Return all chains of `hops` different relations."""
+    paths: list[Chain] = [((r.subject, r.name),) for r in RELATIONS]
     for _ in range(hops - 1):
-        found = [
+        paths = [
             (*path, (r.subject, r.name))
-            for path in found
+            for path in paths
             for r in RELATIONS
             if r.subject == RELATION[path[-1]].value and (r.subject, r.name) not in path
         ]
-    return tuple(found)
+    return tuple(paths)
 
 
-def follow(world: World, chain: Chain) -> Int[np.ndarray, "H n"]:
-    """Entity before each hop and the value after the last, for every possible start; -1 from where the path ends."""
+def follow(world: World, chain: Chain) -> Int[np.ndarray, "steps n"]:
+    """Return the entities along a chain for every start entity n.
+
+    Row h has the entity before hop h, the last row the value of the last hop; -1 from the first missing fact on.
+    """
     start = np.arange(len(world.names[chain[0][0]]))
     steps = [start]
     for key in chain:
@@ -163,11 +177,13 @@ def follow(world: World, chain: Chain) -> Int[np.ndarray, "H n"]:
     return np.stack(steps)
 
 
-def ask(world: World, kind: str, n: int, seed: int) -> list[MiniQuestion]:
-    """`n` different questions of one kind, uniform over relations and entities. Same arguments, same questions.
+def generate_questions(world: World, kind: str, n: int, seed: int) -> list[MiniQuestion]:
+    """Generate `n` different questions of one kind, uniform over relations and entities.
+
+    The same arguments give the same questions.
 
     Raises:
-      UserError: unknown kind, or the world has fewer than `n` such questions.
+      UserError: the kind is unknown, `n` or `seed` is negative, or the world has fewer than `n` such questions.
     """
     if kind not in KINDS:
         raise UserError(f"kind={kind!r}: allowed are {', '.join(KINDS)}")
@@ -175,24 +191,24 @@ def ask(world: World, kind: str, n: int, seed: int) -> list[MiniQuestion]:
         raise UserError(f"n={n}, seed={seed}: both must be 0 or more")
     rng = np.random.default_rng((seed, KINDS.index(kind), world.seed))
     if "comparison" in kind:
-        made = _comparisons(world, rng, n, bridge=kind == "bridge_comparison")
+        generated = _comparisons(world, rng, n, bridge=kind == "bridge_comparison")
     else:
-        made = _paths(world, rng, n, chains(KINDS.index(kind) + 1))
+        generated = _paths(world, rng, n, chains(KINDS.index(kind) + 1))
     questions = []
-    for i, (text, answers, plan, where) in enumerate(itertools.islice(made, n)):
+    for i, (text, answers, plan, where) in enumerate(itertools.islice(generated, n)):
         gold = tuple(dict.fromkeys(hop.title for hop in plan.hops))
         name = f"miniwiki-{world.split}-{world.seed}.{seed}-{kind}-{i}"
         questions.append(MiniQuestion(Question(name, text, answers, kind, gold), plan, where))
     if len(questions) < n:
         raise UserError(
             f"n={n}: this world has only {len(questions)} different questions of kind {kind!r}; "
-            "ask for fewer or generate more passages"
+            "give a smaller number or generate more passages"
         )
     return questions
 
 
-Made = tuple[str, tuple[str, ...], Plan, int]
-"""Text, answers, plan and sub-world of a question."""
+GeneratedQuestion = tuple[str, tuple[str, ...], Plan, int]
+"""Text, gold answers, plan and sub-world of a question."""
 
 
 def _pick(rng: np.random.Generator, options: Sequence[T]) -> T:
@@ -203,8 +219,8 @@ def _mention(rng: np.random.Generator, kind: str, name: str) -> str:
     return _pick(rng, MENTION[kind]).format(name)
 
 
-def hop(world: World, key: Key, entity: int) -> Hop:
-    """Looking up one fact of an entity; it must have it."""
+def hop(world: World, key: RelationKey, entity: int) -> Hop:
+    """Return the hop that looks up a fact of an entity, which must have this fact."""
     kind, relation = key
     name = world.names[kind][entity]
     return Hop(
@@ -217,13 +233,15 @@ def hop(world: World, key: Key, entity: int) -> Hop:
     )
 
 
-def _paths(world: World, rng: np.random.Generator, n: int, options: Sequence[Chain]) -> Iterator[Made]:
-    """Compositional questions: a chain uniformly, then one of the starts it has left."""
+def _paths(
+    world: World, rng: np.random.Generator, n: int, options: Sequence[Chain]
+) -> Iterator[GeneratedQuestion]:
+    """Yield compositional questions: each draws a chain uniformly, then one of its unused start entities."""
     left = []
     for chain in options:
         steps = follow(world, chain)
         valid = (steps >= 0).all(0)
-        # No path through an entity twice: it would ask for what the question already says.
+        # Exclude paths that visit an entity twice: their questions would state their own answer.
         types = [key[0] for key in chain] + [RELATION[chain[-1]].value]
         for i, j in itertools.combinations(range(len(types)), 2):
             if types[i] == types[j]:
@@ -241,7 +259,7 @@ def _paths(world: World, rng: np.random.Generator, n: int, options: Sequence[Cha
         phrase = _mention(rng, chain[0][0], hops[0].subject)
         for key in chain[:-1]:
             phrase = _pick(rng, RELATION[key].phrases).format(phrase)
-        text = _pick(rng, RELATION[chain[-1]].asks).format(phrase)
+        text = _pick(rng, RELATION[chain[-1]].questions).format(phrase)
         yield (
             text,
             _answers(chain[-1], hops[-1].value),
@@ -250,25 +268,30 @@ def _paths(world: World, rng: np.random.Generator, n: int, options: Sequence[Cha
         )
 
 
-def _answers(key: Key, value: str) -> tuple[str, ...]:
+def _answers(key: RelationKey, value: str) -> tuple[str, ...]:
+    """Return the gold answers for a value; cities have two forms."""
     return (value, f"the city of {value}") if RELATION[key].value == "city" else (value,)
 
 
-def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -> Iterator[Made]:
-    """Pairs of entities of one type and sub-world, compared by year or asked to be the same."""
+def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -> Iterator[GeneratedQuestion]:
+    """Yield questions about two entities of one type and sub-world.
+
+    They ask which entity has the earlier or later year, or whether both have the same value. With `bridge`, the entities are
+    works or companies, and the compared facts are those of their directors, authors or founders.
+    """
     seen: set[tuple[Chain, frozenset[int]]] = set()
     yes, failed = True, 0
     for _ in range(20 * n + 2000):
-        # A wish is kept while pairs are hard to find, so that yes/no keeps its share; not for ever.
+        # Draw the form again only after 20 failed tries, so that yes/no questions keep their share although their pairs are rare.
         if failed % 20 == 0:
             same = rng.random() < YES_NO
         head = BRIDGES[int(rng.integers(len(BRIDGES)))] if bridge else None
         if same:
-            options = [k for k in SAME if not head or k[0] == "person"]
+            options = [k for k in EQUALITY_COMPARISONS if not head or k[0] == "person"]
             key = options[int(rng.integers(len(options)))]
         else:
-            order = ORDERS[0] if head else ORDERS[int(rng.integers(len(ORDERS)))]
-            key = (order.kind, order.relation)
+            comparison = YEAR_COMPARISONS[0 if head else int(rng.integers(len(YEAR_COMPARISONS)))]
+            key = (comparison.kind, comparison.relation)
         path: Chain = (head, key) if head else (key,)
         pair = _pair(world, rng, path, same, yes)
         if pair is None or (path, frozenset(pair)) in seen:
@@ -282,14 +305,14 @@ def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -
         mentions = [_mention(rng, subject, name) if same else name for name in names]
         if same:
             both = f"the {path[0][1]}s of {{0}} and {{1}}" if head else "{0} and {1}"
-            text = _pick(rng, SAME[key][1:]).format(both).format(*mentions)
-            answer, conclusion = conclude_same(hops, SAME[key][0])
+            text = _pick(rng, EQUALITY_COMPARISONS[key][1:]).format(both).format(*mentions)
+            answer, conclusion = conclude_equality(hops, EQUALITY_COMPARISONS[key][0])
             yes = not yes
         else:
-            template, word = _pick(rng, BRIDGE_ORDER if head else order.asks)
+            template, word = _pick(rng, BRIDGE_QUESTIONS if head else comparison.questions)
             text = template.format(*names, kind=subject, role=path[0][1])
-            answer, conclusion = conclude_order(
-                hops, word, order.verb, f"the {path[0][1]} of" if head else ""
+            answer, conclusion = conclude_years(
+                hops, word, comparison.verb, f"the {path[0][1]} of" if head else ""
             )
         plan = Plan(tuple(itertools.chain.from_iterable(hops)), conclusion)
         yield text, (answer,), plan, int(world.layout.world[subject][pair[0]])
@@ -298,7 +321,10 @@ def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -
 def _pair(
     world: World, rng: np.random.Generator, path: Chain, same: bool, yes: bool
 ) -> tuple[int, int] | None:
-    """Two entities of one sub-world whose values along `path` are as wanted; None when this try finds none."""
+    """Return two entities of one sub-world whose values along `path` suit the question; None if this try finds none.
+
+    The values are equal if `same` and `yes`, otherwise different.
+    """
     subject = path[0][0]
     steps = follow_one = world.facts[path[0]]
     if len(path) == 2:
@@ -321,6 +347,7 @@ def _pair(
 
 
 def _hop_along(world: World, path: Chain, entity: int) -> tuple[Hop, ...]:
+    """Return the hops of a path that starts at an entity."""
     hops = []
     for key in path:
         hops.append(hop(world, key, entity))
@@ -328,16 +355,19 @@ def _hop_along(world: World, path: Chain, entity: int) -> tuple[Hop, ...]:
     return tuple(hops)
 
 
-def conclude_same(hops: tuple[tuple[Hop, ...], ...], verb: str) -> tuple[str, str]:
-    """Answer and conclusion for two branches whose last values may be the same."""
+def conclude_equality(hops: tuple[tuple[Hop, ...], ...], verb: str) -> tuple[str, str]:
+    """Return answer and conclusion for two branches whose last values may be the same."""
     a, b = (branch[-1] for branch in hops)
     answer = "yes" if a.value == b.value else "no"
     word = "the same" if answer == "yes" else "not the same"
     return answer, f"{a.subject} is {verb} {a.value} and {b.subject} is {verb} {b.value}, {word}."
 
 
-def conclude_order(hops: tuple[tuple[Hop, ...], ...], word: str, verb: str, role: str) -> tuple[str, str]:
-    """Answer and conclusion for two branches that end in different years; `word` is "earlier" or "later"."""
+def conclude_years(hops: tuple[tuple[Hop, ...], ...], word: str, verb: str, role: str) -> tuple[str, str]:
+    """Return answer and conclusion for two branches that end in different years.
+
+    `word` is "earlier" or "later". `role` is the bridge, such as "the director of", or "".
+    """
     a, b = (branch[-1] for branch in hops)
     first = (int(a.value) < int(b.value)) == (word == "earlier")
     winner = hops[0] if first else hops[1]

@@ -1,8 +1,11 @@
-"""Reading, copying and comparing: the endless stream of text before any protocol is learned.
+"""Generate pretraining text: reading, copying and comparing, without any protocol. Read `reading_examples` first.
 
-An example is what an observation looks like, `(Title: T) text` one passage a line, followed by short orders such as
-" director of Silver Harbour :" and their answers, or a list of exercises without passages. One exercise says which facts a
-question asks for, as any language model understands a question; there are no tags, no searches and no answers to it.
+There are three kinds of examples:
+- passages in the format of observations, `(Title: T) text` one per line, followed by short tasks such as
+  " director of Silver Harbour :" with their answers;
+- drills: tasks without passages;
+- questions, each followed by the facts that it requires, so that the model understands questions. Answers to them, searches
+  and tags do not occur.
 """
 
 import itertools
@@ -13,45 +16,53 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
 from rrl.miniwiki import KINDS, MiniWiki
-from rrl.miniwiki.context import Context, Entity, Shelf, facts_of
+from rrl.miniwiki.lookup import Entity, SeenEntities, WikiLookup, facts_of
 from rrl.miniwiki.passages import RELATION, RELATIONS
 from rrl.miniwiki.questions import (
     BRIDGES,
-    ORDERS,
-    SAME,
+    EQUALITY_COMPARISONS,
+    YEAR_COMPARISONS,
     Hop,
-    Key,
     Plan,
-    conclude_order,
-    conclude_same,
+    RelationKey,
+    conclude_equality,
+    conclude_years,
     hop,
 )
 
-Piece = tuple[str, bool]
-"""Text, and whether it is a target."""
+Segment = tuple[str, bool]
+"""(text, whether it is a target)."""
 
 Rng = np.random.Generator
 
 
-class Writer:
-    """Turns pieces of text into one example; remembers the tokens of pieces it has seen (passages come again)."""
+class ExampleWriter:
+    """Tokenises segments into examples, with a cache, because passages recur."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}
 
-    def example(self, pieces: list[Piece], limit: int, everything: bool = False) -> Example:
-        """Pieces begin with a space or end with a line, so that tokens are the same as those of the whole text."""
-        unknown = [text for text, _ in pieces if text not in self._known]
+    def example(self, segments: list[Segment], limit: int, everything: bool = False) -> Example:
+        """Return the example of these segments, truncated to `limit` tokens.
+
+        Segments begin with a space or end with a line break, so that their tokens join to the tokens of the whole text.
+
+        Args:
+          segments: texts, and whether they are targets.
+          limit: maximum number of tokens.
+          everything: make every token a target.
+        """
+        unknown = [text for text, _ in segments if text not in self._known]
         if unknown:
             if len(self._known) > 200_000:
                 self._known.clear()
-                unknown = [text for text, _ in pieces]
+                unknown = [text for text, _ in segments]
             ids = self._tokenizer(unknown, add_special_tokens=False)["input_ids"]
             self._known.update(zip(unknown, ids, strict=True))
         tokens: list[int] = []
         loss: list[bool] = []
-        for text, target in pieces:
+        for text, target in segments:
             part = self._known[text]
             tokens += part
             loss += [target or everything] * len(part)
@@ -70,163 +81,175 @@ def reading_examples(
     most_passages: int = 9,
     limit: int = 640,
 ) -> Iterator[Example]:
-    """An endless stream of reading examples; the same arguments give the same stream.
+    """Yield reading examples without end; the same arguments give the same stream.
 
-    Targets are the answers to the orders, and every mention of a passage's subject after its title (the cheapest
-    lesson in copying).
+    Targets are the answers to the tasks, and the mentions of a passage's subject after its title, which are an easy exercise in
+    copying.
 
     Args:
-      wiki: where passages come from; each example stays in one sub-world.
-      tokenizer: any; it must not join what stands before a space to what follows.
-      seed: order and choice.
-      plain: share of examples in which every token is a target, passages too.
-      drills: share of examples without passages: comparing years and names, and copying, many to an example.
-      questions: share of examples that are questions, each followed by the facts it asks for.
-      most_passages: 1 to this many passages in an example.
-      limit: longest example in tokens; longer ones are cut.
+      wiki: the source of passages; each example stays in one sub-world.
+      tokenizer: the tokenizer; it must not merge a space with the text before it.
+      seed: seed of all random choices.
+      plain: share of examples in which every token is a target, in [0, 1].
+      drills: share of examples without passages, each with many short tasks of comparing and copying.
+      questions: share of examples with questions, each followed by the facts it requires.
+      most_passages: maximum number of passages in an example; the minimum is 1.
+      limit: maximum length of an example in tokens; longer examples are truncated.
     """
     rng = np.random.default_rng((seed, 1))
-    shelf, writer = Shelf(wiki), Writer(tokenizer)
-    asked = _questions(wiki, seed) if questions else []
+    lookup, writer = WikiLookup(wiki), ExampleWriter(tokenizer)
+    question_segments = _questions(wiki, seed) if questions else []
     while True:
         draw = rng.random()
         if draw < drills:
-            pieces = drill(shelf, rng)
+            segments = drill_segments(lookup, rng)
         elif draw < drills + questions:
-            chosen = rng.integers(len(asked), size=int(rng.integers(6, 13))).tolist()
-            pieces = [piece for i in chosen for piece in asked[i]]
+            chosen = rng.integers(len(question_segments), size=int(rng.integers(6, 13))).tolist()
+            segments = [segment for i in chosen for segment in question_segments[i]]
         else:
-            pieces = read(shelf, rng, int(rng.integers(1, most_passages + 1)))
-        yield writer.example(pieces, limit, everything=bool(rng.random() < plain))
+            segments = passage_segments(lookup, rng, int(rng.integers(1, most_passages + 1)))
+        yield writer.example(segments, limit, everything=bool(rng.random() < plain))
 
 
-def read(shelf: Shelf, rng: Rng, passages: int) -> list[Piece]:
-    """Passages in one to three blocks, each followed by orders about any passage read so far."""
-    context = shelf.gather(rng, passages)
+def passage_segments(lookup: WikiLookup, rng: Rng, passages: int) -> list[Segment]:
+    """Return passages in one to three blocks, each followed by tasks about the passages so far."""
+    sampled = lookup.sample_entities(rng, passages)
     blocks = min(passages, int(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])))
     cuts = (
         sorted(rng.choice(np.arange(1, passages), blocks - 1, replace=False).tolist()) if blocks > 1 else []
     )
-    pieces: list[Piece] = []
+    segments: list[Segment] = []
     for low, high in itertools.pairwise([0, *cuts, passages]):
-        for entity in context.entities[low:high]:
-            pieces += _passage(shelf, entity)
-        seen = Context(context.entities[:high], context.entities[low:high])
+        for entity in sampled.entities[low:high]:
+            segments += _passage(lookup, entity)
+        seen = SeenEntities(sampled.entities[:high], sampled.entities[low:high])
         for _ in range(int(rng.integers(1, 6 // blocks + 1))):
-            pieces += _order(shelf, rng, seen)
-    return pieces
+            segments += _task(lookup, rng, seen)
+    return segments
 
 
-def _passage(shelf: Shelf, entity: Entity) -> list[Piece]:
-    """A passage in which the subject's mentions after the title are targets."""
-    title, text = shelf.title(entity), shelf.text(entity)
-    pieces: list[Piece] = [(f"(Title: {title})", False)]
+def _passage(lookup: WikiLookup, entity: Entity) -> list[Segment]:
+    """Return a passage in which the mentions of the subject after the title are targets."""
+    title, text = lookup.title(entity), lookup.text(entity)
+    segments: list[Segment] = [(f"(Title: {title})", False)]
     for i, between in enumerate(f" {text}".split(f" {title}")):
         if i:
-            pieces.append((f" {title}", True))
+            segments.append((f" {title}", True))
         if between:
-            pieces.append((between, False))
-    return [*pieces, ("\n", False)]
+            segments.append((between, False))
+    return [*segments, ("\n", False)]
 
 
-def _order(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    """One order that the passages seen can answer; a look-up where the drawn one does not fit."""
-    made = ORDERS_BY_SHARE[int(rng.choice(len(ORDERS_BY_SHARE), p=_SHARES))](shelf, rng, seen)
-    return made or _value(shelf, rng, seen)
+def _task(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
+    """Return one task that the passages so far can answer; if the drawn kind does not fit them, a `_value` task."""
+    segments = READING_TASKS[int(rng.choice(len(READING_TASKS), p=_TASK_SHARES))](lookup, rng, seen)
+    return segments or _value(lookup, rng, seen)
 
 
-def _value(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    found = shelf.fact(rng, seen)
-    return [(f" {found.query} :", False), (f" {found.value}\n", True)]
+def _value(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
+    """Task: give the value of a fact."""
+    fact = lookup.sample_fact(rng, seen)
+    return [(f" {fact.query} :", False), (f" {fact.value}\n", True)]
 
 
-def _statement(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    found = shelf.fact(rng, seen)
-    return [(f" The {found.query} is", False), (f" {found.value}.\n", True)]
+def _statement(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
+    """Task: complete the statement of a fact."""
+    fact = lookup.sample_fact(rng, seen)
+    return [(f" The {fact.query} is", False), (f" {fact.value}.\n", True)]
 
 
-def _quote(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    """The sentences that state one to four facts, in the order asked."""
-    found = [shelf.fact(rng, seen) for _ in range(int(rng.choice([1, 2, 3, 4], p=[0.5, 0.25, 0.15, 0.1])))]
-    asked = ",".join(f" {item.query}" for item in found)
-    said = " ".join(dict.fromkeys(item.sentence for item in found))
-    return [(f" copy{asked} :", False), (f" {said}\n", True)]
+def _quote(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
+    """Task: copy the sentences that state one to four facts, in the requested order."""
+    facts = [
+        lookup.sample_fact(rng, seen) for _ in range(int(rng.choice([1, 2, 3, 4], p=[0.5, 0.25, 0.15, 0.1])))
+    ]
+    queries = ",".join(f" {fact.query}" for fact in facts)
+    sentences = " ".join(dict.fromkeys(fact.sentence for fact in facts))
+    return [(f" copy{queries} :", False), (f" {sentences}\n", True)]
 
 
-def _recite(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    """What the passage about X says."""
+def _recite(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
+    """Task: copy the passage about an entity."""
     entity = seen.entities[int(rng.integers(len(seen.entities)))]
-    return [(f" passage of {shelf.title(entity)} :", False), (f" {shelf.text(entity)}\n", True)]
+    return [(f" passage of {lookup.title(entity)} :", False), (f" {lookup.text(entity)}\n", True)]
 
 
-def _chain(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    """Two statements, the second about the value of the first."""
+def _chain(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
+    """Task: state two facts, the second about the value of the first."""
     links = [
-        (entity, key, shelf.follow(entity, key))
+        (entity, key, lookup.follow(entity, key))
         for entity in seen.entities
-        for key in facts_of(shelf.world, entity)
-        if shelf.follow(entity, key) in seen.entities
+        for key in facts_of(lookup.world, entity)
+        if lookup.follow(entity, key) in seen.entities
     ]
     if not links:
         return []
     entity, key, value = links[int(rng.integers(len(links)))]
     assert value is not None
-    keys = [key for key in facts_of(shelf.world, value) if shelf.follow(value, key) != entity]
+    keys = [key for key in facts_of(lookup.world, value) if lookup.follow(value, key) != entity]
     second = keys[int(rng.integers(len(keys)))]
-    hops = (hop(shelf.world, key, entity.index), hop(shelf.world, second, value.index))
-    return _worked_out(rng, Plan(hops, ""), hops[-1].value)
+    hops = (hop(lookup.world, key, entity.index), hop(lookup.world, second, value.index))
+    return _derivation(rng, Plan(hops, ""), hops[-1].value)
 
 
-def _compare(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    """Which of two passages' subjects is earlier or later, after stating both years."""
-    choices = [(order, pair) for order in ORDERS for pair in itertools.combinations(seen.of(order.kind), 2)]
+def _compare(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
+    """Task: state the years of two subjects, and conclude which one is earlier or later."""
+    choices = [
+        (comparison, pair)
+        for comparison in YEAR_COMPARISONS
+        for pair in itertools.combinations(seen.of(comparison.kind), 2)
+    ]
     if not choices:
         return []
-    order, pair = choices[int(rng.integers(len(choices)))]
+    comparison, pair = choices[int(rng.integers(len(choices)))]
     a, b = (
-        hop(shelf.world, (order.kind, order.relation), entity.index)
+        hop(lookup.world, (comparison.kind, comparison.relation), entity.index)
         for entity in (pair if rng.random() < 0.5 else pair[::-1])
     )
     if a.value == b.value:
         return []
-    answer, conclusion = conclude_order(((a,), (b,)), _earlier_or_later(rng), order.verb, "")
-    return _worked_out(rng, Plan((a, b), conclusion), answer)
+    answer, conclusion = conclude_years(((a,), (b,)), _earlier_or_later(rng), comparison.verb, "")
+    return _derivation(rng, Plan((a, b), conclusion), answer)
 
 
-def _same(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    """Whether two passages' subjects share a city, company or country, after stating both."""
+def _same(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
+    """Task: state a city, company or country of two subjects, and conclude whether it is the same."""
     choices = [
         (key, pair)
-        for key in SAME
+        for key in EQUALITY_COMPARISONS
         for pair in itertools.combinations(seen.of(key[0]), 2)
-        if all(shelf.world.facts[key][entity.index] >= 0 for entity in pair)
+        if all(lookup.world.facts[key][entity.index] >= 0 for entity in pair)
     ]
     if not choices:
         return []
-    equal = [c for c in choices if len({int(shelf.world.facts[c[0]][entity.index]) for entity in c[1]}) == 1]
+    equal = [c for c in choices if len({int(lookup.world.facts[c[0]][entity.index]) for entity in c[1]}) == 1]
     if equal and rng.random() < 0.5:
         choices = equal
     key, pair = choices[int(rng.integers(len(choices)))]
-    a, b = (hop(shelf.world, key, entity.index) for entity in pair)
-    answer, conclusion = conclude_same(((a,), (b,)), SAME[key][0])
-    return _worked_out(rng, Plan((a, b), conclusion), answer)
+    a, b = (hop(lookup.world, key, entity.index) for entity in pair)
+    answer, conclusion = conclude_equality(((a,), (b,)), EQUALITY_COMPARISONS[key][0])
+    return _derivation(rng, Plan((a, b), conclusion), answer)
 
 
-def _worked_out(rng: Rng, plan: Plan, outcome: str) -> list[Piece]:
-    """The facts a plan asks for, each stated, and its conclusion; then often the sentences they come from, the outcome."""
-    pieces: list[Piece] = [
+def _derivation(rng: Rng, plan: Plan, outcome: str) -> list[Segment]:
+    """Return the task to carry out a plan: state its facts and its conclusion.
+
+    Often the model must then copy the sentences of these facts, or give the outcome alone.
+    """
+    segments: list[Segment] = [
         (f" {plan.facts} :", False),
-        (f"{_stated(plan.hops)}{plan.conclusion and f' {plan.conclusion}'}\n", True),
+        (f"{_statements(plan.hops)}{plan.conclusion and f' {plan.conclusion}'}\n", True),
     ]
     if rng.random() < 0.7:
-        said = " ".join(dict.fromkeys(item.sentence for item in plan.hops))
-        pieces += [(" copy :", False), (f" {said}\n", True)]
+        sentences = " ".join(dict.fromkeys(item.sentence for item in plan.hops))
+        segments += [(" copy :", False), (f" {sentences}\n", True)]
     if rng.random() < 0.5:
-        pieces += [(" in short :", False), (f" {outcome}\n", True)]
-    return pieces
+        segments += [(" in short :", False), (f" {outcome}\n", True)]
+    return segments
 
 
-def _stated(hops: Iterable[Hop]) -> str:
+def _statements(hops: Iterable[Hop]) -> str:
+    """Return statements of facts, "The director of X is Y."."""
     return "".join(f" The {item.query} is {item.value}." for item in hops)
 
 
@@ -234,7 +257,7 @@ def _earlier_or_later(rng: Rng) -> str:
     return str(rng.choice(["earlier", "later"]))
 
 
-ORDERS_BY_SHARE: tuple[Callable[[Shelf, Rng, Context], list[Piece]], ...] = (
+READING_TASKS: tuple[Callable[[WikiLookup, Rng, SeenEntities], list[Segment]], ...] = (
     _value,
     _statement,
     _quote,
@@ -243,82 +266,90 @@ ORDERS_BY_SHARE: tuple[Callable[[Shelf, Rng, Context], list[Piece]], ...] = (
     _compare,
     _same,
 )
-_SHARES = (0.1, 0.14, 0.24, 0.02, 0.22, 0.18, 0.1)
+"""Kinds of tasks after passages. Their function names without "_" are the names of `rrl.miniwiki.probes`."""
+_TASK_SHARES = (0.1, 0.14, 0.24, 0.02, 0.22, 0.18, 0.1)
+"""Share of each kind in `READING_TASKS`."""
 
 
-def _questions(wiki: MiniWiki, seed: int) -> list[list[Piece]]:
-    """Questions of every kind with the facts they ask for."""
-    number = max(1, len(wiki.passages) // 20)
+def _questions(wiki: MiniWiki, seed: int) -> list[list[Segment]]:
+    """Return questions of every kind, each with the facts that it requires."""
+    per_kind = max(1, len(wiki.passages) // 20)
     return [
         [(f" {item.question.text} :", False), (f" {item.plan.facts}\n", True)]
         for kind in KINDS
-        for item in wiki.questions(kind, number, seed)
+        for item in wiki.questions(kind, per_kind, seed)
     ]
 
 
-def drill(shelf: Shelf, rng: Rng) -> list[Piece]:
-    """A dozen or two short lines of one or more exercises, without passages."""
-    world = int(rng.integers(len(shelf.spans)))
-    pieces: list[Piece] = []
+def drill_segments(lookup: WikiLookup, rng: Rng) -> list[Segment]:
+    """Return 8 to 19 short tasks without passages."""
+    world = int(rng.integers(len(lookup.spans)))
+    segments: list[Segment] = []
     for _ in range(int(rng.integers(8, 20))):
         exercise = (_years, _dated, _equal, _echo)[int(rng.choice(4, p=[0.3, 0.45, 0.2, 0.05]))]
-        pieces += exercise(shelf, rng, world)
-    return pieces
+        segments += exercise(lookup, rng, world)
+    return segments
 
 
-def _years(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
-    low, high = RELATIONS_WITH_YEARS[int(rng.integers(len(RELATIONS_WITH_YEARS)))]
+def _years(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
+    """Drill: choose the earlier or later of two years."""
+    low, high = YEAR_RANGES[int(rng.integers(len(YEAR_RANGES)))]
     a, b = rng.choice(np.arange(low, high + 1), 2, replace=False).tolist()
     word = _earlier_or_later(rng)
     return [(f" {word}, {a} or {b} :", False), (f" {min(a, b) if word == 'earlier' else max(a, b)}\n", True)]
 
 
-RELATIONS_WITH_YEARS = tuple(relation.years for relation in RELATIONS if relation.value == "year")
+YEAR_RANGES = tuple(relation.years for relation in RELATIONS if relation.value == "year")
+"""First and last year of each relation whose values are years."""
 
 
-def _dated(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
-    """Two years as stated, of two names or of those whom two works lead to, and which is earlier or later."""
+def _dated(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
+    """Drill: conclude from stated years of two entities, or of persons behind two works, which is earlier or later."""
     bridge = rng.random() < 0.4
-    order = ORDERS[0 if bridge else int(rng.integers(len(ORDERS)))]
-    low, high = RELATION[order.kind, order.relation].years
+    comparison = YEAR_COMPARISONS[0 if bridge else int(rng.integers(len(YEAR_COMPARISONS)))]
+    key = (comparison.kind, comparison.relation)
+    low, high = RELATION[key].years
     years = rng.choice(np.arange(low, high + 1), 2, replace=False)
-    branches, role = _branches(shelf, rng, world, (order.kind, order.relation), map(str, years), bridge)
+    branches, role = _branches(lookup, rng, world, key, map(str, years), bridge)
     word = _earlier_or_later(rng)
-    _, conclusion = conclude_order(branches, word, order.verb, role)
-    return [(f" {word} :{_stated(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
+    _, conclusion = conclude_years(branches, word, comparison.verb, role)
+    return [(f" {word} :{_statements(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
 
 
-def _equal(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
-    """Two cities, companies or countries as stated, and whether they are the same."""
-    key, (verb, *_) = list(SAME.items())[int(rng.integers(len(SAME)))]
-    x, y = shelf.some(rng, world, RELATION[key].value, 2)
+def _equal(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
+    """Drill: conclude from stated cities, companies or countries of two entities whether they are the same."""
+    key, (verb, *_) = list(EQUALITY_COMPARISONS.items())[int(rng.integers(len(EQUALITY_COMPARISONS)))]
+    x, y = lookup.sample_names(rng, world, RELATION[key].value, 2)
     values = (x, x if rng.random() < 0.5 else y)
-    branches, _ = _branches(shelf, rng, world, key, values, key[0] == "person" and bool(rng.random() < 0.5))
-    _, conclusion = conclude_same(branches, verb)
-    return [(f" same :{_stated(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
+    branches, _ = _branches(lookup, rng, world, key, values, key[0] == "person" and bool(rng.random() < 0.5))
+    _, conclusion = conclude_equality(branches, verb)
+    return [(f" same :{_statements(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
 
 
 def _branches(
-    shelf: Shelf, rng: Rng, world: int, key: Key, values: Iterable[str], bridge: bool
+    lookup: WikiLookup, rng: Rng, world: int, key: RelationKey, values: Iterable[str], bridge: bool
 ) -> tuple[tuple[tuple[Hop, ...], ...], str]:
-    """Two made-up lines of facts that end in `values`, through a work where `bridge` says so, and the bridge's role."""
+    """Return two branches of invented facts that end in `values`, and the role of the bridge ("" without one).
 
-    def fact(key: Key, subject: str, value: str) -> Hop:
+    With `bridge`, each branch has two facts: the person behind a work or company, and the value of that person.
+    """
+
+    def fact(key: RelationKey, subject: str, value: str) -> Hop:
         return Hop(subject, key[1], value, RELATION[key].query(subject), "", subject)
 
-    names = shelf.some(rng, world, key[0], 2)
+    names = lookup.sample_names(rng, world, key[0], 2)
     ends = [fact(key, name, value) for name, value in zip(names, values, strict=True)]
     if not bridge:
         return tuple((end,) for end in ends), ""
     head = BRIDGES[int(rng.integers(len(BRIDGES)))]
-    works = shelf.some(rng, world, head[0], 2)
+    works = lookup.sample_names(rng, world, head[0], 2)
     return tuple(
         (fact(head, work, end.subject), end) for work, end in zip(works, ends, strict=True)
     ), f"the {head[1]} of"
 
 
-def _echo(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
-    """A list of names, said again in the same order."""
+def _echo(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
+    """Drill: copy a list of names."""
     kind = str(rng.choice(["person", "film", "book", "company", "city"]))
-    said = " ".join(f"{name}." for name in shelf.some(rng, world, kind, int(rng.integers(1, 5))))
-    return [(f" copy : {said} :", False), (f" {said}\n", True)]
+    names = " ".join(f"{name}." for name in lookup.sample_names(rng, world, kind, int(rng.integers(1, 5))))
+    return [(f" copy : {names} :", False), (f" {names}\n", True)]

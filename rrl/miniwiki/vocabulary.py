@@ -1,4 +1,4 @@
-"""The tokenizer of the built-in world: which texts its vocabulary is made from."""
+"""Train the tokenizer of the built-in world from texts of its training split."""
 
 from collections.abc import Iterator
 
@@ -7,10 +7,10 @@ from transformers import PreTrainedTokenizerFast
 from rrl.miniwiki import KINDS, generate
 from rrl.models.tokenizer import train_tokenizer
 
-VOCABULARY = 1664
+VOCABULARY_SIZE = 1664
 """The smallest multiple of 128 at which nearly all first names, syllables, title words and countries are one token."""
 
-PROTOCOL = (
+PROTOCOL_TEXTS = (
     " <search> </search> <observation> </observation> <original_evidence> </original_evidence> <answer> </answer>",
     "<search> </search>\n<observation> </observation>\n<original_evidence> </original_evidence>\n<answer> </answer>\n",
     "earlier, later, copy :\n</search>\n</observation>\n</original_evidence>\n</answer>\n",
@@ -21,11 +21,11 @@ PROTOCOL = (
     " You are a helpful assistant.\nsystem\nuser\nassistant\n\nQuestion:\n\nAnswer:",
     " earlier later the same not the same older first last copy : passage of : which passage tells of : after before",
 )
-"""Words and tags of the protocols, so that they cost few tokens; none of them is a special token."""
+"""Words and tags of the protocols, so that they take few tokens. None of them becomes a special token."""
 
 
 def vocabulary_texts(seed: int, passages: int, worlds: int) -> Iterator[str]:
-    """Text of the training split only: passages as an observation shows them, questions, queries, conclusions."""
+    """Yield texts of the training split: passages in the format of observations, questions, queries and conclusions."""
     wiki = generate("train", seed, passages, worlds)
     for passage in wiki.passages:
         yield f"(Title: {passage.title}) {passage.text}\n"
@@ -34,16 +34,16 @@ def vocabulary_texts(seed: int, passages: int, worlds: int) -> Iterator[str]:
             yield f"{item.question.text}\n{item.plan.conclusion}\n"
             for hop in item.plan.hops:
                 yield f" {hop.query} : {hop.value}\n The {hop.query} is {hop.value}. {hop.sentence}\n"
-    # Every pair of digits is one token, whether or not a year of this world has it.
+    # Make every pair of digits one token, even if it occurs in no year of this world.
     for _ in range(30):
         for century in range(10, 21):
             yield "".join(f" {century}{year:02d}" for year in range(100))
-    for text in PROTOCOL:
+    for text in PROTOCOL_TEXTS:
         yield from [text] * 1000
 
 
 def build_tokenizer(
-    seed: int = 0, vocab_size: int = VOCABULARY, passages: int = 60000, worlds: int = 300
+    seed: int = 0, vocab_size: int = VOCABULARY_SIZE, passages: int = 60000, worlds: int = 300
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer shipped with the repository, made again: the same arguments give the same bytes."""
+    """Train the tokenizer. The same arguments give the same bytes; the defaults give the shipped tokenizer."""
     return train_tokenizer(vocabulary_texts(seed, passages, worlds), vocab_size)

@@ -1,4 +1,4 @@
-"""A closed encyclopedia with random facts: entities, what is true of them, and one passage about each."""
+"""Draw a closed encyclopedia with random facts: entities, their facts, and a passage about each. Read `build_world` first."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,27 +12,30 @@ from rrl.miniwiki.names import COUNTRY, SPLITS, draw_names
 from rrl.miniwiki.passages import RELATION, RELATIONS, SLOT_OF, SLOTS, TEMPLATES_PER_SLOT, TYPES
 
 SHARES = {"person": 0.36, "film": 0.20, "book": 0.16, "company": 0.14, "city": 0.14}
-"""Entities of each type in a sub-world."""
+"""Share of each entity type in a sub-world."""
 
-SMALLEST = 50
-LARGEST = 1_000_000
-"""Allowed passages in a sub-world, and in all of them together."""
+MIN_PASSAGES = 50
+"""Minimum number of passages in a sub-world."""
+MAX_PASSAGES = 1_000_000
+"""Maximum number of passages in all sub-worlds together."""
 
 MARRIED = 0.8
+"""Probability that a pair of persons is married."""
 EMPLOYED = 0.5
-"""Chance of a pair to be married, and of a married person to have an employer (the others always have one)."""
+"""Probability that a married person has an employer; unmarried persons always have one."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where the entities of each sub-world lie, by type: those of world w are starts[w]:starts[w + 1]."""
+class EntityLayout:
+    """The numbers of the entities of each sub-world, by type."""
 
     starts: dict[str, Int[np.ndarray, "W+1"]]
+    """The entities of sub-world w have the numbers starts[w] to starts[w + 1] - 1."""
     world: dict[str, Int[np.ndarray, "n"]]
-    """World of each entity."""
+    """Sub-world of each entity."""
 
     def random_other(self, rng: np.random.Generator, subject: str, value: str) -> Int[np.ndarray, "n"]:
-        """For each entity of type `subject`, a random entity of type `value` of the same world."""
+        """For each entity of type `subject`, draw an entity of type `value` in the same sub-world."""
         start, world = self.starts[value], self.world[subject]
         size = np.diff(start)[world]
         return start[world] + (rng.random(len(world)) * size).astype(np.int64)
@@ -40,21 +43,22 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """One or more closed sub-worlds. Entities are numbers, counted from 0 in each type."""
+    """One or more closed sub-worlds. An entity is a number, counted from 0 within its type over all sub-worlds."""
 
     split: str
     seed: int
-    layout: Layout
+    layout: EntityLayout
     names: dict[str, list[str]]
+    """Names of the entities, by type."""
     facts: dict[tuple[str, str], Int[np.ndarray, "n"]]
-    """By (subject type, relation): a year, the number of a country, or of an entity; -1 where there is none."""
+    """By (subject type, relation), the value for each entity: a year, or the number of a country or entity; -1 for no fact."""
     wording: dict[str, Int[np.ndarray, "n slots"]]
-    """Template of each sentence."""
-    turn: dict[str, Int[np.ndarray, "n"]]
-    """The sentence a passage starts with."""
+    """By type, the index of the template of each sentence."""
+    first_slot: dict[str, Int[np.ndarray, "n"]]
+    """By type, the slot with which each passage starts."""
 
     def value(self, kind: str, relation: str, entity: int) -> str:
-        """The value of a fact as text; "" where the entity has no such fact."""
+        """Return the value of a fact as text; "" if the entity has no such fact."""
         number = int(self.facts[kind, relation][entity])
         if number < 0:
             return ""
@@ -64,76 +68,81 @@ class World:
         return COUNTRY[number] if target == "country" else self.names[target][number]
 
     def sentence(self, kind: str, slot: int, entity: int) -> str:
-        """The sentence of the passage about `entity` that fills `slot`; "" if its fact does not exist."""
-        layout = SLOTS[kind][slot]
-        values = [self.value(kind, relation, entity) for relation in layout.relations]
+        """Return the sentence of `slot` in the passage about `entity`; "" if its fact does not exist."""
+        form = SLOTS[kind][slot]
+        values = [self.value(kind, relation, entity) for relation in form.relations]
         if not values[0]:
             return ""
-        return layout.templates[self.wording[kind][entity, slot]].format(self.names[kind][entity], *values)
+        return form.templates[self.wording[kind][entity, slot]].format(self.names[kind][entity], *values)
 
     def sentence_of(self, kind: str, relation: str, entity: int) -> str:
-        """The sentence that states a relation."""
+        """Return the sentence about an entity that states a relation."""
         return self.sentence(kind, SLOT_OF[kind, relation], entity)
 
     def sentences(self, kind: str, entity: int) -> list[str]:
-        """All sentences of the passage about `entity`, in their order."""
+        """Return all sentences of the passage about `entity`, in order."""
         slots = len(SLOTS[kind])
-        first = int(self.turn[kind][entity])
+        first = int(self.first_slot[kind][entity])
         written = (self.sentence(kind, (first + i) % slots, entity) for i in range(slots))
         return [sentence for sentence in written if sentence]
 
 
 def build_world(split: str, seed: int, passages: int, worlds: int = 1) -> World:
-    """Draw names, facts and wordings. Same arguments, same world.
+    """Draw names, facts and wordings. The same arguments give the same world.
 
     Args:
       split: "train", "dev" or "test"; no name of one split occurs in another.
-      seed: chooses names, facts and wordings.
-      passages: entities of all sub-worlds together, 50 .. 1,000,000.
-      worlds: number of sub-worlds; facts never lead out of one. At least 50 passages each.
+      seed: seed of names, facts and wordings.
+      passages: total number of entities, 50 to 1,000,000.
+      worlds: number of sub-worlds, with at least 50 entities each; facts never connect two of them.
 
     Raises:
-      UserError: an argument out of range.
+      UserError: an argument is out of range.
     """
     _check(split, seed, passages, worlds)
     rng = np.random.default_rng((seed, SPLITS.index(split), passages, worlds))
     layout = _lay_out(passages, worlds)
-    names = _name(rng, layout, split, seed)
+    names = _draw_names(rng, layout, split, seed)
     facts = _draw_facts(rng, layout)
-    wording, turn = {}, {}
+    wording, first_slot = {}, {}
     for kind in TYPES:
         n, slots = len(names[kind]), len(SLOTS[kind])
         wording[kind] = rng.integers(0, TEMPLATES_PER_SLOT, (n, slots), dtype=np.int8)
-        # Mostly the natural order, now and then another sentence first.
-        turn[kind] = np.where(rng.random(n) < 0.7, 0, rng.integers(0, slots, n)).astype(np.int8)
-    return World(split, seed, layout, names, facts, wording, turn)
+        # Most passages have the order of the slots; the others start with a random slot.
+        first_slot[kind] = np.where(rng.random(n) < 0.7, 0, rng.integers(0, slots, n)).astype(np.int8)
+    return World(split, seed, layout, names, facts, wording, first_slot)
 
 
 def _check(split: str, seed: int, passages: int, worlds: int) -> None:
+    """Raise UserError if an argument of `build_world` is out of range."""
     if split not in SPLITS:
         raise UserError(f"split={split!r}: allowed are {', '.join(SPLITS)}")
     if seed < 0:
         raise UserError(f"seed={seed}: must be 0 or more")
     if worlds < 1:
         raise UserError(f"worlds={worlds}: must be 1 or more")
-    if not SMALLEST * worlds <= passages <= LARGEST:
+    if not MIN_PASSAGES * worlds <= passages <= MAX_PASSAGES:
         raise UserError(
-            f"passages={passages} in worlds={worlds}: allowed are {SMALLEST} a world to {LARGEST:,} in all; "
-            f"give at least {SMALLEST * worlds} passages or fewer worlds"
+            f"passages={passages}, worlds={worlds}: allowed are {MIN_PASSAGES} passages per world to {MAX_PASSAGES:,} in total; "
+            f"give at least {MIN_PASSAGES * worlds} passages or fewer worlds"
         )
 
 
-def _lay_out(passages: int, worlds: int) -> Layout:
+def _lay_out(passages: int, worlds: int) -> EntityLayout:
+    """Divide the entities into sub-worlds and types."""
     edges = np.arange(worlds + 1, dtype=np.int64) * passages // worlds
     sizes = np.diff(edges)
     counts = {kind: (sizes * SHARES[kind]).astype(np.int64) for kind in TYPES}
     counts["person"] = sizes - counts["film"] - counts["book"] - counts["company"] - counts["city"]
     starts = {kind: np.concatenate([[0], np.cumsum(counts[kind])]) for kind in TYPES}
     world = {kind: np.repeat(np.arange(worlds), counts[kind]) for kind in TYPES}
-    return Layout(starts, world)
+    return EntityLayout(starts, world)
 
 
-def _name(rng: np.random.Generator, layout: Layout, split: str, seed: int) -> dict[str, list[str]]:
+def _draw_names(
+    rng: np.random.Generator, layout: EntityLayout, split: str, seed: int
+) -> dict[str, list[str]]:
+    """Draw the names of all entities, by type."""
     names = {}
     for family, kinds in {
         "person": ["person"],
@@ -144,7 +153,7 @@ def _name(rng: np.random.Generator, layout: Layout, split: str, seed: int) -> di
         world = np.concatenate([layout.world[kind] for kind in kinds])
         kind = np.repeat(np.arange(len(kinds)), [len(layout.world[k]) for k in kinds])
         drawn = np.asarray(draw_names(family, len(world), split, seed), object)
-        # Namesakes come side by side: keep them in one world, where they mislead, but in any order and type.
+        # Namesakes are adjacent in `drawn`. Keep them in one sub-world, where they are confusable, but shuffle order and type.
         named = np.empty(len(world), object)
         named[np.lexsort((rng.random(len(world)), world))] = drawn
         for i, k in enumerate(kinds):
@@ -152,7 +161,10 @@ def _name(rng: np.random.Generator, layout: Layout, split: str, seed: int) -> di
     return names
 
 
-def _draw_facts(rng: np.random.Generator, layout: Layout) -> dict[tuple[str, str], Int[np.ndarray, "n"]]:
+def _draw_facts(
+    rng: np.random.Generator, layout: EntityLayout
+) -> dict[tuple[str, str], Int[np.ndarray, "n"]]:
+    """Draw the facts of all entities: values are uniform, except for marriages and their effect on employers."""
     facts = {}
     for relation in RELATIONS:
         n = len(layout.world[relation.subject])
@@ -170,21 +182,21 @@ def _draw_facts(rng: np.random.Generator, layout: Layout) -> dict[tuple[str, str
     return facts
 
 
-def _marry(rng: np.random.Generator, layout: Layout) -> Int[np.ndarray, "n"]:
-    """Spouse of each person: neighbours in a world marry (names are already shuffled), some stay single."""
+def _marry(rng: np.random.Generator, layout: EntityLayout) -> Int[np.ndarray, "n"]:
+    """Return the spouse of each person: neighbours in a sub-world marry (names are shuffled before); some stay single."""
     world = layout.world["person"]
     n = len(world)
     rank = np.arange(n) - layout.starts["person"][world]
     spouse = np.arange(n) + np.where(rank % 2 == 0, 1, -1)
     alone = (spouse >= n) | (world[np.minimum(spouse, n - 1)] != world)
     single = rng.random(n) >= MARRIED
-    # Both of a pair follow the draw of the first.
+    # The draw of the first person decides for both of a pair.
     single = np.where(rank % 2 == 0, single, np.roll(single, 1))
     return np.where(alone | single, -1, spouse)
 
 
 def write_passages(world: World) -> list[Passage]:
-    """One passage for each entity, sub-world after sub-world, person to city inside one."""
+    """Return one passage for each entity, ordered by sub-world, then by type in the order of TYPES."""
     texts = {kind: _write(world, kind) for kind in TYPES}
     passages: list[Passage] = []
     prefix = f"{world.split}-{world.seed}-"
@@ -202,7 +214,7 @@ def write_passages(world: World) -> list[Passage]:
 
 
 def _write(world: World, kind: str) -> list[str]:
-    """Texts of all passages of a type, column by column: the same words as `World.sentences`, much faster."""
+    """Return the texts of all passages of a type: the same as from `World.sentences`, but much faster, slot by slot."""
     names = world.names[kind]
     columns = []
     for i, slot in enumerate(SLOTS[kind]):
@@ -210,16 +222,16 @@ def _write(world: World, kind: str) -> list[str]:
         values = [_texts(world, kind, relation) for relation in slot.relations]
         rows = zip(world.wording[kind][:, i].tolist(), names, *values, strict=True)
         columns.append([templates[t](name, *rest) if rest[0] else "" for t, name, *rest in rows])
-    turn = world.turn[kind].tolist()
+    first_slot = world.first_slot[kind].tolist()
     join: Callable[..., str] = " ".join
     return [
         join([sentence for sentence in row[first:] + row[:first] if sentence])
-        for first, row in zip(turn, zip(*columns, strict=True), strict=True)
+        for first, row in zip(first_slot, zip(*columns, strict=True), strict=True)
     ]
 
 
 def _texts(world: World, kind: str, relation: str) -> list[str]:
-    """Values of a relation as text, "" where there is none."""
+    """Return the values of a relation as text; "" for missing facts."""
     numbers = world.facts[kind, relation]
     target = RELATION[kind, relation].value
     if target == "year":

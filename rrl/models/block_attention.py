@@ -20,7 +20,7 @@ State = tuple[Array, ...]
 Labels = tuple[Int[Array, "B T"], ...]
 """(segment ids, with the largest integer on padding,) or (segment ids, branches)."""
 VisibleBlocks = tuple[Int[Array, "B blocks blocks"], Int[Array, "B blocks"]]
-"""(for each query block the key blocks, with those that it attends to first; the number of those)."""
+"""(order, count): for each query block, `order` lists the key blocks, visible ones first; `count` is how many are visible."""
 
 
 def block_attention(

@@ -70,7 +70,7 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        """R."""
+        """Number of rows R."""
         return self.k.shape[2]
 
     def read_groups(self, positions: Int[Array, "P T"], readers: Sequence[int] = ()) -> ReadGroups:

@@ -350,8 +350,11 @@ class Decoder(nnx.Module):
 
     @property
     def _unroll_layers(self) -> bool:
-        """Whether the packed pass unrolls the scan over layers. On a CPU the scan costs a shallow model an eighth of its
-        gradient's time, because the residuals of each layer are copied into a stacked array and out again."""
+        """Whether the packed pass unrolls the scan over layers.
+
+        On a CPU the scan makes the gradient of a shallow model an eighth slower, because it copies each layer's residuals into
+        a stacked array and out again.
+        """
         return self.attention == "blocks" and self.config.layers <= MAX_UNROLLED_LAYERS
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Hidden:

@@ -287,7 +287,7 @@ def check_context(config: DecoderConfig, context: int, where: str) -> None:
     """Raises UserError if texts of `context` tokens exceed the model's number of positions."""
     if context > config.max_positions:
         raise UserError(
-            f"{where}: a context of {context} tokens exceeds the model's max_position_embeddings="
+            f"{where}: a context of {context} tokens is more than the model's max_position_embeddings="
             f"{config.max_positions}; give its rollout a shorter context "
             "(--config.rollout.context=N, or that of its own section)"
         )

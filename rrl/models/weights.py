@@ -127,7 +127,7 @@ def write_folder(
         tensors: (name, value) in any order; each value is released after it is written.
         shard_size: most bytes per file; larger models are written to several files with an index.
     """
-    folder = shipped(folder)
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards = _split(shapes, dtype, shard_size)
     names = _shard_names(len(shards))

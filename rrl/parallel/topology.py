@@ -98,9 +98,8 @@ def _tpu(name: str) -> tuple[jax.Device, ...]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")  # required, but the topology's name decides
-    os.environ.setdefault(
-        "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
-    )  # no chip is used, so two processes do not conflict
+    # No chip is used, so two processes do not conflict.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except RuntimeError as error:

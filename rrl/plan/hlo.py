@@ -60,19 +60,19 @@ def collectives(text: str, scope: str = "") -> dict[str, Traffic]:
 
     visit(entry, 1)
     # A TPU program may hold one collective in several parts, all with the same channel.
-    found: dict[str, tuple[str, int, int]] = {}
+    by_channel: dict[str, tuple[str, int, int]] = {}
     for name, factor in times.items():
-        for place, line in enumerate(bodies.get(name, ())):
+        for position, line in enumerate(bodies.get(name, ())):
             if (match := _COLLECTIVE.search(line)) and scope in line:
                 shapes = [_size(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1])]
                 # An asynchronous start also lists its operand: the result is the larger (reduce-scatter: smaller).
                 pick = min if match[2] == "reduce-scatter" else max
                 size = pick(shapes) if match[3] else sum(shapes)
                 channel = _CHANNEL.search(line)
-                found.setdefault(
-                    channel[0] if channel else f"{name} {place}", (match[2], factor, factor * size)
+                by_channel.setdefault(
+                    channel[0] if channel else f"{name} {position}", (match[2], factor, factor * size)
                 )
-    parts = {kind: [part for part in found.values() if part[0] == kind] for kind in COLLECTIVES}
+    parts = {kind: [part for part in by_channel.values() if part[0] == kind] for kind in COLLECTIVES}
     return {
         kind: Traffic(sum(count for _, count, _ in group), sum(size for *_, size in group))
         for kind, group in parts.items()

@@ -103,8 +103,8 @@ class ModelShapes:
         if (critic_config := settings.train.critic) is not None:
             value_model = nnx.eval_shape(lambda: build(ValueModel, critic_config.body(config)))
             head, *states = split_trained(value_model, critic_config.optim.frozen)
-            critic = CriticShapes(head, *(_placed(state, mesh) for state in states))
-        params, reference, fixed = (_placed(state, mesh) for state in (params, reference, fixed))
+            critic = CriticShapes(head, *(_sharded(state, mesh) for state in states))
+        params, reference, fixed = (_sharded(state, mesh) for state in (params, reference, fixed))
         return cls(config, graph, params, reference, fixed, critic)
 
 
@@ -147,9 +147,9 @@ def rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> Compiled
     shapes = (
         params,
         None,
-        _whole(key.shape, key.dtype, mesh),
-        _whole(table, jnp.int32, mesh),
-        _whole((), jnp.int32, mesh),
+        _replicated(key.shape, key.dtype, mesh),
+        _replicated(table, jnp.int32, mesh),
+        _replicated((), jnp.int32, mesh),
     )
     return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE_SCOPE, "prefill": PREFILL_SCOPE})
 
@@ -212,14 +212,14 @@ def _updater(settings: TrainSettings, model: ModelShapes) -> Updater:
 def _critic(settings: TrainSettings, model: ModelShapes) -> tuple[Critic, CriticShapes, OptimConfig]:
     config, critic_shapes = settings.train.critic, model.critic
     assert config is not None and critic_shapes is not None  # called only for runs with a critic
-    made = Critic(
+    critic = Critic(
         critic_shapes.graph,
         critic_shapes.fixed,
         make_optimizer(config.optim),
         config,
         settings.train.objective,
     )
-    return made, critic_shapes, config.optim
+    return critic, critic_shapes, config.optim
 
 
 def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -> Batch:
@@ -241,14 +241,14 @@ def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -
 def _accumulate(
     name: str, accumulator: GradientAccumulator, params: PyTree, frozen: PyTree, batch: Batch, mesh: Mesh
 ) -> CompiledProgram:
-    sums = {key: _whole((), jnp.float32, mesh) for key in accumulator.sums}
+    sums = {key: _replicated((), jnp.float32, mesh) for key in accumulator.sums}
     return _compile(name, accumulator.accumulate, (params, frozen, params, sums, batch), mesh)
 
 
 def _apply(
     name: str, accumulator: GradientAccumulator, optim: OptimConfig, params: PyTree, mesh: Mesh
 ) -> CompiledProgram:
-    shapes = (params, optimizer_state(optim, params, mesh), params, _whole((), jnp.float32, mesh))
+    shapes = (params, optimizer_state(optim, params, mesh), params, _replicated((), jnp.float32, mesh))
     return _compile(name, accumulator.apply, shapes, mesh)
 
 
@@ -284,7 +284,7 @@ def _compile(
     )
 
 
-def _placed(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+def _sharded(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """Return shapes with their sharding on the mesh."""
     places = shardings(state, mesh)
     flat = {
@@ -294,7 +294,7 @@ def _placed(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return nnx.from_flat_state(flat)
 
 
-def _whole(shape: tuple[int, ...], dtype: DTypeLike, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _replicated(shape: tuple[int, ...], dtype: DTypeLike, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Return a replicated shape."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 

@@ -146,7 +146,7 @@ def check_tags(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     Decoded text leaves special tokens out, so such a tag would never be recognised.
     """
     prompt, environment = recipe.prompt(Question("", "", ("",))), recipe.environment
-    text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.said}{prompt.prefill}"
+    text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
     tags = [*recipe.tags, *(["think"] if "<think>" in text else [])]
     if isinstance(environment, Stream):
         tags += [environment.search, environment.observation, environment.answer]

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from rrl.data.questions import Question
+from rrl.data.questions import Question, with_choices
 from rrl.data.records import OnFault
 from rrl.data.trajectory import Trajectory
 from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import EpisodeState, Request
-from rrl.text.chat import chat_ids, chat_text, fitting_ids
+from rrl.text.chat import Prompt, chat_ids, chat_text, fitting_ids
 
 
 def run_questions(
@@ -50,13 +50,7 @@ def run_questions(
     Returns:
       The scored trajectories, in order of their index.
     """
-    temperatures = np.broadcast_to(temperature, samples).tolist()
-    requests = [
-        Request(question, prompt, group * samples + sample, group, temperatures[sample])
-        for group, question in enumerate(questions)
-        for prompt in [prompt_ids(engine, recipe, question)]
-        for sample in range(samples)
-    ]
+    requests = question_requests(engine, recipe, questions, np.broadcast_to(temperature, samples).tolist())
     trajectories = run_requests(
         engine, params, requests, recipe, key, retriever=retriever, on_finish=on_finish
     )
@@ -85,7 +79,9 @@ def run_requests(
     for index, request in enumerate(requests):
         if not engine.fits(request.prompt):
             truncated = request.prompt[: engine.config.context]
-            state = EpisodeState(dataclasses.replace(request, prompt=truncated), engine.decode(truncated))
+            state = EpisodeState(
+                dataclasses.replace(request, prompt=truncated), engine.text.decode(truncated)
+            )
             state.hit_limit("room")
             trajectories[index] = state.trajectory("context_limit")
             if jax.process_index() == 0:
@@ -105,17 +101,51 @@ def run_requests(
     return [trajectories[index] for index in range(len(requests))]
 
 
+def question_requests(
+    engine: Engine,
+    recipe: Recipe,
+    questions: Sequence[Question],
+    temperatures: Sequence[float],
+    groups: Sequence[int] | None = None,
+) -> list[Request]:
+    """Return the requests of a recipe's episodes, question by question. All callers of the engine use these.
+
+    Args:
+      engine: its tokenizer and context decide the prompts.
+      recipe: its prompt is used.
+      questions: the questions.
+      temperatures: one for each sample of a question.
+      groups: group of each question; None: its index. The sampling seed of sample s is group * samples + s.
+    """
+    samples = len(temperatures)
+    return [
+        Request(question, prompt, group * samples + sample, group, temperature)
+        for group, question in zip(
+            range(len(questions)) if groups is None else groups, questions, strict=True
+        )
+        for prompt in [prompt_ids(engine, recipe, question)]
+        for sample, temperature in enumerate(temperatures)
+    ]
+
+
 def prompt_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.ndarray, "T"]:
     """Return the token ids of an episode's prompt.
 
     If needed, the prompt's body is truncated so that one turn still fits the context, but only down to half the context.
     """
-    prompt = recipe.prompt(question)
+    prompt = _prompt(recipe, question)
     if isinstance(prompt, str) or not prompt.body:
         return chat_ids(engine.tokenizer, prompt)
     context = engine.config.context
     return fitting_ids(
         engine.tokenizer, prompt, max(context - recipe.environment.turn_tokens - 1, context // 2)
+    )
+
+
+def _prompt(recipe: Recipe, question: Question) -> str | Prompt:
+    """Return the recipe's prompt of a question with its choices, if it has any."""
+    return recipe.prompt(
+        dataclasses.replace(question, text=with_choices(question)) if question.choices else question
     )
 
 
@@ -143,8 +173,8 @@ def find_long_prompts(
     template_bytes: int | None = None  # of the chat template; the same for all questions
     long: dict[int, int] = {}
     for index, question in enumerate(questions):
-        prompt = recipe.prompt(question)
-        text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.said}{prompt.prefill}"
+        prompt = _prompt(recipe, question)
+        text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
         size = len(text.encode())
         if template_bytes is None:
             template_bytes = len(chat_text(engine.tokenizer, prompt).encode()) - size

@@ -19,7 +19,7 @@ from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import Tag, boxed, exactly_one, last_box, row_of_boxes
+from rrl.text.spans import Tag, box_sequence, boxed, has_exactly_one_box, last_box
 
 INSTRUCTION = (
     "The user asks a question and you answer it. First you think it through, between <think> and </think>; then you give the "
@@ -138,13 +138,13 @@ class R1Searcher(OutcomeRecipe):
             return False
         turns = [f"<think>{response[0]}", *response[1:]]
         text, (_, _, after) = "".join(turns), turns[-1].partition("</think>")
-        if not (exactly_one([text], "think") and exactly_one(turns, answer)):
+        if not (has_exactly_one_box([text], "think") and has_exactly_one_box(turns, answer)):
             return False
         if len(last_box(turns, answer).split()) > self.longest_answer:
             return False
         if self.released_form:
             return not _FOREIGN_TEXT.search(text)
-        return row_of_boxes(after, [search, answer]) == [answer]
+        return box_sequence(after, [search, answer]) == [answer]
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 

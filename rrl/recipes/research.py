@@ -18,7 +18,7 @@ from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import Tag, boxes, count_tags, exactly_one, last_box
+from rrl.text.spans import Tag, boxes, count_tags, has_exactly_one_box, last_box
 
 TOKEN_BUDGET = 8192
 """Tokens of a trajectory, with prompt and search results. The paper has no other limit."""
@@ -105,7 +105,7 @@ class ReSearch(OutcomeRecipe):
         return (
             one_search_per_turn(response, self.environment)
             and count_tags(whole, "think") == (len(boxes(whole, "think")),) * 2 != (0, 0)
-            and exactly_one(response, answer)
+            and has_exactly_one_box(response, answer)
             and last_boxed(last_box(response[-1:], answer)) is not None
         )
 

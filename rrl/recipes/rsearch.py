@@ -16,7 +16,7 @@ from rrl.recipes.expert import DemonstrationBuilder, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
 from rrl.text.metrics import token_f1
-from rrl.text.spans import Tag, boxed, exactly_one, last_box
+from rrl.text.spans import Tag, boxed, has_exactly_one_box, last_box
 
 SYSTEM_TEMPLATE = (
     "You are a helpful assistant that can solve the given question step by step. For each step, start by explaining "
@@ -95,8 +95,8 @@ class RSearch(OutcomeRecipe):
           response: the policy's text, one string per turn.
           searched: whether the policy made a search.
         """
-        answer_ok = exactly_one(response, self.environment.answer)
-        evidence_ok = exactly_one(response, "original_evidence")
+        answer_ok = has_exactly_one_box(response, self.environment.answer)
+        evidence_ok = has_exactly_one_box(response, "original_evidence")
         if not self.use_evidence:
             return self.answer_weight * answer_ok
         if not searched:

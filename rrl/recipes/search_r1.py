@@ -15,7 +15,7 @@ from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringC
 from rrl.recipes.expert import think_and_search
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
-from rrl.text.spans import Tag, boxes, in_one_box, last_box, row_of_boxes
+from rrl.text.spans import Tag, box_sequence, boxes, enclosed_content, last_box
 
 INSTRUCTION = (
     "Answer the question. Whenever you have learned something new, first reason about it between <think> and </think>. If you "
@@ -111,10 +111,10 @@ class SearchR1(OutcomeRecipe):
         """Return whether the format is correct. Environment text is checked for corrections only."""
         search, answer = self.environment.search, self.environment.answer
         tags: list[Tag] = ["think", search, self.environment.observation, answer]
-        turns = [row_of_boxes(text, tags) for text in trajectory.response]
+        turns = [box_sequence(text, tags) for text in trajectory.response]
         observations = [text for role, text in trajectory.segments if role == ENVIRONMENT]
         expected = [["think", search]] * (len(turns) - 1) + [["think", answer]]
-        return turns == expected and all(in_one_box(text) is not None for text in observations)
+        return turns == expected and all(enclosed_content(text) is not None for text in observations)
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 

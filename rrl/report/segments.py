@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rrl.data.trajectory import POLICY, PROMPT, Trajectory
-from rrl.text.spans import Tag, in_one_box, markers
+from rrl.text.spans import Tag, enclosed_content, markers
 
 RSEARCH_TAGS: Mapping[Tag, str] = {"search": "search", "original_evidence": "evidence", "answer": "answer"}
 """Tag written by the policy → kind of segment (R-Search, section 3.2.1)."""
@@ -58,7 +58,7 @@ def segments_of(
             prompt = text
         elif text.strip():
             # The kind replaces the tags. A text of the environment without tags is a correction.
-            inner = in_one_box(text)
+            inner = enclosed_content(text)
             kind, shown = ("message", text) if inner is None else ("observation", inner)
             segments.append(Segment(role, kind, shown.strip()))
     return segments

@@ -31,7 +31,7 @@ from rrl.models.tokenizer import check_tokenizer, load_tokenizer
 from rrl.models.weights import require_folder
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.settings import SETTINGS_FILE, FolderSettings, TextSettings, read_settings
-from rrl.text.characters import whole_characters
+from rrl.text.characters import replace_lone_surrogates
 
 FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_FILE)
 """The files on which an embedding depends."""
@@ -201,7 +201,7 @@ def token_cutter(tokenizer: Any) -> TruncatingTokenizer:
     closing = frame[(len(frame) + 1) // 2 :]
 
     def cut(texts: Iterable[str], width: int) -> tuple[list[list[int]], int]:
-        whole = list(map(whole_characters, texts))
+        whole = list(map(replace_lone_surrogates, texts))
         parallel = len(whole) > SEQUENTIAL_TEXTS
         encodings = backend.encode_batch_fast(whole) if parallel else map(backend.encode, whole)
         rows = [encoding.ids for encoding in encodings]

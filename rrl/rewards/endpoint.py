@@ -229,7 +229,7 @@ class Endpoint:
         if isinstance(prompt, str):
             prompt = Prompt(prompt)
         messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        messages.append({"role": "user", "content": prompt.said})
+        messages.append({"role": "user", "content": prompt.user_message})
         config = self.config
         body: dict[str, Any] = {
             "model": config.model,

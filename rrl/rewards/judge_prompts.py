@@ -17,7 +17,7 @@ from rrl.text.chat import Prompt, after_thought, opened_thought
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import EXTRACT_TEMPLATE, listed_answers
-from rrl.text.spans import Tag, in_one_box, without_boxes
+from rrl.text.spans import Tag, enclosed_content, without_boxes
 
 _CRITERION = (
     "IF the CONTEXT is sufficient to infer the ANSWER to the question and 0 IF the CONTEXT cannot be used to infer the "
@@ -193,7 +193,7 @@ def transcript_of(
       answer: the tag of answers; its contents are removed.
       prefill: the text that the prompt opened for the policy, such as "<think>". By default it is the `<think>` that the chat
         template opened, if any.
-      searches: stop before search number `searches` + 1; None: use all searches.
+      searches: end the transcript before search number `searches` + 1; None: use all searches.
     """
     segments: list[tuple[int, str]] = []
     prompts: list[str] = []
@@ -212,7 +212,7 @@ def transcript_of(
             common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts[-2:]))
             text, new = text[len(list(common)) :], searches_per_turn[len(prompts) - 2]
         else:
-            new = int(in_one_box(text) is not None)  # a correction has no observation tag
+            new = int(enclosed_content(text) is not None)  # a correction has no observation tag
         if searches is not None and count + new > searches:
             break
         count += new
@@ -227,7 +227,7 @@ def shown_searches(trajectory: Trajectory) -> Sequence[Search]:
         return trajectory.searches
     segments = trajectory.segments
     contexts = sum(role == PROMPT for role, _ in segments) - 1
-    boxes = sum(role == ENVIRONMENT and in_one_box(text) is not None for role, text in segments)
+    boxes = sum(role == ENVIRONMENT and enclosed_content(text) is not None for role, text in segments)
     turns = list(dict.fromkeys(search.turn for search in trajectory.searches))[: contexts + boxes]
     return [search for search in trajectory.searches if search.turn in turns]
 

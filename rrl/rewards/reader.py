@@ -95,7 +95,7 @@ class Reader:
         before, room = self.truncated, self.engine.config.context - self.environment.turn_tokens - 2
         requests = [
             Request(
-                Question(str(i), prompt if isinstance(prompt, str) else prompt.said, ()),
+                Question(str(i), prompt if isinstance(prompt, str) else prompt.user_message, ()),
                 self._fitted(prompt, room),
                 i,
                 temperature=0.0,

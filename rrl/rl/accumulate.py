@@ -83,21 +83,22 @@ class GradientAccumulator:
           "skipped" (updates skipped since the start because their gradient was not finite).
         """
         # The zeros get the sharding of `accumulate`'s outputs; with another one, `accumulate` would compile twice.
-        place = jax.tree.leaves(params)[0].sharding
-        whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+        placed = jax.tree.leaves(params)[0].sharding
+        replicated = (
+            NamedSharding(placed.mesh, PartitionSpec()) if isinstance(placed, NamedSharding) else placed
+        )
         threads = min(self.parallel_microbatches, len(batches)) or 1
         shares = [batches[first::threads] for first in range(threads)]
 
         def zeros() -> tuple[PyTree, dict[str, jax.Array]]:
             grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
-            return grads, {name: jnp.zeros((), device=whole) for name in self.sums}
+            return grads, {name: jnp.zeros((), device=replicated) for name in self.sums}
 
         def accumulate_share(carry: tuple[PyTree, dict[str, jax.Array]], share: Sequence[Batch]) -> Any:
             for batch in share:
                 carry = self.accumulate(params, frozen, *carry, put_rows(batch, self.mesh))
-                if (
-                    threads > 1
-                ):  # otherwise the device's queue would run all threads' programs one after another
+                # Without waiting, the device's queue would run all threads' programs one after another.
+                if threads > 1:
                     jax.block_until_ready(carry[1])
             return carry
 

@@ -92,7 +92,7 @@ class ValueEstimate:
 
 
 class Critic:
-    """PPO's critic for one value model. The caller holds its state; `make_critic` makes the first one."""
+    """PPO's critic for one value model. The caller holds its state; `make_critic` returns the initial one."""
 
     def __init__(
         self,
@@ -175,10 +175,10 @@ class Critic:
             return np.stack([np.pad(part, (0, width - len(part))) for part in parts])
 
         def episode_ids(trajectory: Trajectory) -> Int[np.ndarray, "T"]:
-            at = np.arange(len(trajectory.tokens))
+            columns = np.arange(len(trajectory.tokens))
             if self.config.across_contexts:
-                return np.ones_like(at)
-            return np.searchsorted(trajectory.starts, at, side="right")
+                return np.ones_like(columns)
+            return np.searchsorted(trajectory.starts, columns, side="right")
 
         estimates = gae(
             padded(rewards),

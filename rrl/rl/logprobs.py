@@ -272,9 +272,8 @@ def score_targets(
     if chunk is None:
         mesh = jax.sharding.get_abstract_mesh()
         chunk = chunk_positions(vocabulary, 1 if mesh.empty else math.prod(mesh.shape.values()))
-        chunk = min(
-            chunk, rows * (length // 2)
-        )  # at least two chunks, so that the second is skipped if targets are few
+        # At least two chunks, so that the second is skipped if targets are few.
+        chunk = min(chunk, rows * (length // 2))
     width = min(max(1, chunk // rows), length - 1)
     number = -(-(length - 1) // width)
     # Each row is sorted by itself, so that rows stay on their device if the batch is sharded.

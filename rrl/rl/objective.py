@@ -106,7 +106,7 @@ class ObjectiveConfig:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Names of the per-token float32 arrays in a microbatch (`Batch.extras`) that `policy_loss` reads.
+        """Names of the per-token float32 arrays in an update's microbatches (`Batch.extras`).
 
         They include the reference's log-probabilities if the KL is in the reward, since those were computed before.
         """

@@ -121,12 +121,13 @@ def pack(
             f"sequence {int(lengths.argmax())} has {int(lengths.max())} tokens, more than row_length={row_length}; raise "
             f"row_length, or choose too_long=cut or too_long=drop."
         )
-    kept = np.flatnonzero(lengths <= row_length) if too_long == "drop" else np.arange(len(lengths))
-    lengths = np.minimum(lengths, row_length)[kept]
+    retained = np.flatnonzero(lengths <= row_length) if too_long == "drop" else np.arange(len(lengths))
+    lengths = np.minimum(lengths, row_length)[retained]
     row_of, start_of, used = first_fit_decreasing(lengths, row_length)
     if rows is not None and used > rows:
         raise UserError(
-            f"{len(kept)} sequences need {used} rows of row_length={row_length}, more than rows={rows}; raise rows or row_length."
+            f"{len(retained)} sequences need {used} rows of row_length={row_length}, more than rows={rows}; "
+            "raise rows or row_length."
         )
     count = used if rows is None else rows
     count = max(1, -(-count // multiple)) * multiple
@@ -138,7 +139,7 @@ def pack(
     flat = np.repeat(row_of * row_length + start_of, lengths) + within
 
     def scatter(parts: Sequence[np.ndarray], fill: int, dtype: np.dtype | None = None) -> np.ndarray:
-        cut = [parts[i][:n] for i, n in zip(kept.tolist(), lengths.tolist(), strict=True)]
+        cut = [parts[i][:n] for i, n in zip(retained.tolist(), lengths.tolist(), strict=True)]
         joined = np.concatenate(cut) if cut else np.zeros(0, dtype or np.float32)
         out = np.full(count * row_length, fill, dtype or joined.dtype)
         out[flat] = joined
@@ -146,9 +147,9 @@ def pack(
 
     # Segments of a row are numbered from 1, from left to right.
     by_place = np.lexsort((start_of, row_of))
-    segment = np.zeros(len(kept), np.int32)
+    segment = np.zeros(len(retained), np.int32)
     new_row = np.diff(row_of[by_place], prepend=-1) != 0
-    index = np.arange(len(kept))
+    index = np.arange(len(retained))
     segment[by_place] = index - np.maximum.accumulate(np.where(new_row, index, 0)) + 1
     segment_ids, columns = np.zeros(count * row_length, np.int32), np.zeros(count * row_length, np.int32)
     segment_ids[flat], columns[flat] = np.repeat(segment, lengths), within
@@ -156,7 +157,7 @@ def pack(
     mask = scatter(loss_mask, 0, np.dtype(bool)) & (places > 0)
 
     row, start = np.full(len(tokens), -1, np.int64), np.zeros(len(tokens), np.int64)
-    row[kept], start[kept] = row_of, start_of
+    row[retained], start[retained] = row_of, start_of
     batch = Batch(
         tokens=scatter(tokens, pad_id, np.dtype(np.int32)),
         positions=places if positions is None else scatter(positions, 0, np.dtype(np.int32)),

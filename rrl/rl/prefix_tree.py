@@ -34,12 +34,14 @@ class PrefixTree:
 
 
 class _Context(NamedTuple):
+    """One context of a trajectory: the token numbers start..stop-1."""
+
     start: int
     stop: int
     tokens: Int[np.ndarray, "T"]
-    """From `start` to `stop`."""
+    """The token ids."""
     prompt: int
-    """So many of them stand before the policy's first."""
+    """Number of prompt tokens: those before the policy's first token."""
 
 
 def prefix_trees(trajectories: Sequence[Trajectory], share: bool, longest: int) -> list[PrefixTree]:
@@ -67,8 +69,8 @@ def prefix_trees(trajectories: Sequence[Trajectory], share: bool, longest: int) 
 
 def _context(trajectory: Trajectory, part: slice, first: int) -> _Context:
     """A context of a trajectory; `first` is the number of the trajectory's first token."""
-    own = trajectory.roles[part] == POLICY
-    prompt = int(own.argmax()) if own.any() else len(own)
+    is_policy = trajectory.roles[part] == POLICY
+    prompt = int(is_policy.argmax()) if is_policy.any() else len(is_policy)
     return _Context(first + part.start, first + part.stop, trajectory.tokens[part], prompt)
 
 
@@ -101,19 +103,19 @@ def _common_length(trunk: _Context, part: _Context) -> int:
     It ends before the prompt's last token, because that token's column predicts the policy's first token, which differs
     between contexts.
     """
-    most = max(0, min(trunk.prompt, part.prompt) - 1)
-    same = trunk.tokens[:most] == part.tokens[:most]
-    return most if same.all() else int(same.argmin())
+    limit = max(0, min(trunk.prompt, part.prompt) - 1)
+    same = trunk.tokens[:limit] == part.tokens[:limit]
+    return limit if same.all() else int(same.argmin())
 
 
 def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> PrefixTree:
     """Lays out a tree; `branches` are pairs (length of the shared prefix, context), sorted by length."""
     tokens, positions, labels = [], [], []
     covered, columns = [np.arange(trunk.start, trunk.stop)], [np.empty(trunk.stop - trunk.start, np.int64)]
-    done = width = 0
+    placed = width = 0
 
-    def lay(start: int, stop: int, position: int, branch: int) -> np.ndarray:
-        """Puts tokens start..stop in the next columns and returns the columns."""
+    def append(start: int, stop: int, position: int, branch: int) -> np.ndarray:
+        """Puts tokens start..stop-1 in the next columns and returns these columns."""
         nonlocal width
         size = stop - start
         tokens.append(np.arange(start, stop))
@@ -123,11 +125,11 @@ def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> PrefixTr
         return np.arange(width - size, width)
 
     for branch, (common, part) in enumerate(branches, start=1):
-        columns[0][done:common] = lay(trunk.start + done, trunk.start + common, done, 0)
-        done = common
-        own = lay(part.start + common, part.stop, common, branch)
+        columns[0][placed:common] = append(trunk.start + placed, trunk.start + common, placed, 0)
+        placed = common
+        own = append(part.start + common, part.stop, common, branch)
         covered.append(np.arange(part.start, part.stop))
         columns.append(np.concatenate([columns[0][:common], own]))
-    columns[0][done:] = lay(trunk.start + done, trunk.stop, done, 0)
+    columns[0][placed:] = append(trunk.start + placed, trunk.stop, placed, 0)
     joined = (np.concatenate(parts) for parts in (tokens, positions, labels, covered, columns))
     return PrefixTree(*joined)

@@ -91,6 +91,7 @@ class Updater:
         config: ObjectiveConfig,
         mesh: Mesh | None = None,
     ) -> None:
+        """Builds the programs; nothing is compiled yet. `mesh` None: the default device."""
         self.config = config
         self.mesh = mesh
         self.shards = data_shards(mesh)
@@ -179,9 +180,9 @@ class Updater:
         Returns:
           New parameters, new optimiser state, and metrics. These are means over policy tokens, and over the steps with a
           finite gradient if there are any: loss, grad_norm, kl (KL from the reference), step_kl (k3 estimate of
-          KL(old policy || current policy)), entropy, ratio, clip_fraction, and with
-          `config.importance_cap` importance. logp_gap is |trainer's log-probability - sampler's| before the first step, over
-          the first minibatch, or with `config.importance_cap` over all. skipped counts skipped updates since the start.
+          KL(old policy || current policy)), entropy, ratio, clip_fraction, and importance (with `config.importance_cap`).
+          logp_gap is |trainer's log-probability - sampler's| before the first step, over the first minibatch, or with
+          `config.importance_cap` over all. skipped counts skipped updates since the start of the run.
         """
         config = self.config
         old = [t.logps for t in trajectories]

@@ -14,6 +14,9 @@ from jaxtyping import Int
 
 from rrl.errors import UserError
 
+CACHED_STOP_TABLES = 8
+"""Number of compiled tables in the cache: most runs use the stop strings of the previous run, or some of them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StopAutomaton:
@@ -63,6 +66,44 @@ def compile_sets(sets: Sequence[tuple[str, ...]], token_bytes: Sequence[bytes]) 
         {tuple(part.strings): int(start) for start, part in zip(starts, parts)},
         np.concatenate(rows).astype(np.int32),
     )
+
+
+class StopTables:
+    """A cache of compiled sets of stop strings for one tokenizer."""
+
+    def __init__(self, token_bytes: Sequence[bytes], special_tokens: Sequence[str]) -> None:
+        """Set up an empty cache.
+
+        Args:
+          token_bytes: the bytes of each token id; empty for special tokens.
+          special_tokens: tokens that no stop string may contain, since decoded text omits them.
+        """
+        self._token_bytes, self._special_tokens = token_bytes, special_tokens
+        self._tables = collections.deque[StopSets](maxlen=CACHED_STOP_TABLES)
+
+    def __len__(self) -> int:
+        """Number of cached tables."""
+        return len(self._tables)
+
+    def get(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
+        """Return the automata of these sets of stop strings, perhaps with more sets: a compiled loop also serves a subset.
+
+        Raises:
+          UserError: a stop string contains a special token.
+        """
+        needed = dict.fromkeys(sets)
+        for table in self._tables:
+            if needed.keys() <= table.starts.keys():
+                return table
+        for string in {string for strings in needed for string in strings}:
+            if hidden := [token for token in self._special_tokens if token in string]:
+                raise UserError(
+                    f"the stop string {string!r} would never match: {hidden[0]!r} is a special token of the tokenizer, "
+                    'which decoded text omits. Make it an ordinary token ("special": false in tokenizer.json '
+                    "and tokenizer_config.json), or choose another tag"
+                )
+        self._tables.append(compile_sets(tuple(needed), self._token_bytes))
+        return self._tables[-1]
 
 
 def compile_stops(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopAutomaton:

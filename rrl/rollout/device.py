@@ -237,7 +237,7 @@ def decode(
       state, cache, drafts, and (number of steps, sum over the steps of the rows that wrote).
     """
 
-    def going(carry: tuple[DecodeState, KVCache, NgramDrafts, Array], narrower: int) -> Array:
+    def cond(carry: tuple[DecodeState, KVCache, NgramDrafts, Array], narrower: int) -> Array:
         state, *_, (steps, _) = carry
         paused = jnp.sum(state.status == PAUSED)
         none_waits = jnp.all((state.status != PAUSED) & (state.status != BLOCKED)) & (max_wait_steps > 0)
@@ -278,7 +278,7 @@ def decode(
     carry = state, cache, drafts, jnp.zeros(2, jnp.int32)
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         carry = jax.lax.while_loop(
-            functools.partial(going, narrower=narrower), functools.partial(step, width=width), carry
+            functools.partial(cond, narrower=narrower), functools.partial(step, width=width), carry
         )
     return carry
 

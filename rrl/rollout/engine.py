@@ -9,54 +9,43 @@ jitted steps from Python; tests compare the two. Read `Engine.run`, then `rrl.ro
 import collections
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Int, Key, PyTree
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.errors import UserError, describe_error, integer_at_least
+from rrl.errors import UserError, integer_at_least
 from rrl.models.decoder import Decoder
-from rrl.models.tokenizer import check_tokenizer, end_ids, token_bytes
-from rrl.parallel.gather import gather_objects
+from rrl.models.tokenizer import check_tokenizer, end_ids
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
-from rrl.rollout.automaton import StopSets, compile_sets
+from rrl.rollout.automaton import StopSets, StopTables
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.episodes import Request, check_tokens
 from rrl.rollout.exchange import PAUSED, DeviceReport
-from rrl.rollout.loop import QueryEncoder, RolloutPrograms
+from rrl.rollout.loop import QueryEncoder, RolloutPrograms, WeakCallback
 from rrl.rollout.protocol import Environment, check_stops
 from rrl.rollout.scheduler import DEVICE_STAGES, Scheduler
 from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches
+from rrl.rollout.shards import assign_to_shards, gather_results, replicate
 from rrl.rollout.stats import RolloutStats
+from rrl.rollout.text_codec import TextCodec
 from rrl.rollout.watchdog import Watchdog
 from rrl.rollout.workflow import Completion, Workflow, WorkflowRunner, numbered_workflows
 from rrl.text.chat import chat_ids
-from rrl.text.encoding import plain_ids, special_name, text_ids
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-CACHED_TEXTS, MAX_CACHED_CHARACTERS = 4096, 4096
-"""Size of the cache of encoded texts, and the maximum length of a text in it. Samples of a question read the same passages, and
-tags repeat."""
-CACHED_STOP_TABLES = 8
-"""Number of compiled stop tables in the cache: most runs use the stop strings of the previous run, or some of them."""
 
 
 class Engine:
@@ -88,20 +77,16 @@ class Engine:
         self.retriever = retriever
         self.mesh = mesh or make_mesh(data=1, devices=jax.devices()[:1])
         check_tokenizer(tokenizer, decoder.config)
-        self.bytes = token_bytes(tokenizer)
+        self.text = TextCodec(tokenizer, decoder.config.vocab_size)
+        self.bytes = self.text.bytes
         """The bytes of each token id; empty for special tokens."""
-        self._encoded = functools.lru_cache(CACHED_TEXTS)(self._encode)
-        self._special_tokens = [
-            token for token, number in tokenizer.get_vocab().items() if not self.bytes[number]
-        ]
-        self.bytes += [b""] * (decoder.config.vocab_size - len(self.bytes))
         encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
         text_encoder = retriever.text_encoder if retriever is not None and encoder is not None else None
         self.encoder_state: Any = None
         query_encoder = None
         if text_encoder is not None:
             graph, state = nnx.split(encoder)
-            self.encoder_state = self._replicated(state)
+            self.encoder_state = replicate(state, self.mesh)
             query_encoder = QueryEncoder(
                 graph,
                 pad_token_id=text_encoder.tokenizer.pad_token_id,
@@ -123,7 +108,7 @@ class Engine:
         self._preparing = ""
         """The work before the device first calls a scheduler; "" once it has called one."""
         self._logged_errors: set[type] = set()
-        self._stop_tables = collections.deque[StopSets](maxlen=CACHED_STOP_TABLES)
+        self._stop_tables = StopTables(self.bytes, self.text.special_tokens)
         self._compiled_loops: dict[Any, Callable] = {}
         self._closed = self._running = False
         self._lock = threading.Lock()
@@ -162,23 +147,6 @@ class Engine:
                 f"the prompt of question {question.id!r} has {len(prompt)} tokens; the context holds {self.config.context}, "
                 "two of which are for the policy: raise rollout.context or shorten the prompt"
             )
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the token ids of `text`, without added special tokens. The array is read-only, since it may be cached."""
-        return self._encoded(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode(text)
-
-    def encode_plain(self, text: str) -> np.ndarray:
-        """Return the token ids of foreign text: names of special tokens in it are encoded as ordinary text."""
-        return plain_ids(self.tokenizer, text) if special_name(self.tokenizer, text) else self.encode(text)
-
-    def _encode(self, text: str) -> np.ndarray:
-        ids = text_ids(self.tokenizer, text)
-        ids.setflags(write=False)
-        return ids
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of token ids, from their bytes. Special tokens are omitted."""
-        return b"".join(map(self.bytes.__getitem__, np.asarray(ids).tolist())).decode(errors="replace")
 
     def run(
         self,
@@ -227,7 +195,7 @@ class Engine:
                 on_finish(index, trajectory)
 
         sets = [environment.stops if request.stops is None else request.stops for request in requests]
-        stops = self._stop_table(sets or [environment.stops])
+        stops = self._stop_tables.get(sets or [environment.stops])
         prompts, shards = [request.prompt for request in requests], self.programs.shards
         shares = assign_to_shards(prompts, shards, self.programs.workers)
         queues = [collections.deque([(i, requests[i]) for i in group] for group in share) for share in shares]
@@ -280,7 +248,7 @@ class Engine:
         """
         numbered = numbered_workflows(workflows, numbers)
         count = self.programs.shards * self.programs.workers
-        stops = self._stop_table([(), *environment.stop_sets])
+        stops = self._stop_tables.get([(), *environment.stop_sets])
         in_flight = InFlightSearches(self._logged_errors)
         schedulers = [
             self._scheduler(collections.deque(), environment, stops, retriever, in_flight)
@@ -319,9 +287,9 @@ class Engine:
             environment,
             stops,
             self.programs.sizes,
-            encode=self.encode,
-            encode_body=self.encode_plain,
-            decode=self.decode,
+            encode=self.text.encode,
+            encode_body=self.text.encode_plain,
+            decode=self.text.decode,
             encode_prompt=lambda text: chat_ids(self.tokenizer, text),
             vocab_size=len(self.bytes),
             retriever=self._checked(retriever or self.retriever),
@@ -353,26 +321,6 @@ class Engine:
                 )
         return retriever
 
-    def _stop_table(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
-        """Return the automata of these sets of stop strings, perhaps with more sets: a compiled loop also serves a subset.
-
-        Raises:
-          UserError: a stop string contains a special token.
-        """
-        needed = dict.fromkeys(sets)
-        for table in self._stop_tables:
-            if needed.keys() <= table.starts.keys():
-                return table
-        for string in {string for strings in needed for string in strings}:
-            if hidden := [token for token in self._special_tokens if token in string]:
-                raise UserError(
-                    f"the stop string {string!r} could never be seen in the policy's text: {hidden[0]!r} is a special token "
-                    'of the tokenizer, which decoding omits. Make it an ordinary token ("special": false in tokenizer.json '
-                    "and tokenizer_config.json), or choose another tag"
-                )
-        self._stop_tables.append(compile_sets(tuple(needed), self.bytes))
-        return self._stop_tables[-1]
-
     @contextlib.contextmanager
     def _run_active(self) -> Iterator[None]:
         """A context in which `close` is postponed to its end."""
@@ -403,10 +351,7 @@ class Engine:
         Args:
           schedulers: all schedulers. Those of other processes are called there.
           results: filled by the schedulers of this process.
-          params: as in `run`.
-          environment: as in `run`.
-          key: as in `run`.
-          reference: as in `run`.
+          params, environment, key, reference: as in `run`.
           starts: functions that schedulers call before the loop.
 
         Returns:
@@ -424,7 +369,7 @@ class Engine:
             for scheduler, start in starts:
                 if not aborted.is_set():
                     scheduler.begin(start)
-            _gathered(schedulers, None)  # if one failed, no process begins the loop
+            gather_results(schedulers, None)  # if one failed, no process begins the loop
             steps, written = self._run_loops(schedulers, params, environment, key, reference, aborted)
             counts = [
                 (
@@ -436,7 +381,7 @@ class Engine:
                 for scheduler in schedulers
             ]
             not_finite = [episode for scheduler in schedulers for episode in scheduler.not_finite]
-            parts = _gathered(schedulers, (results, counts, not_finite))
+            parts = gather_results(schedulers, (results, counts, not_finite))
         searching, policy_tokens, prefilled, failed = np.sum([counts for _, counts, _ in parts], axis=0).T
         not_finite = sorted(episode for *_, episodes in parts for episode in episodes)
         self.stats = RolloutStats(
@@ -483,12 +428,12 @@ class Engine:
             turns = f"turns of {environment.turn_tokens} tokens, {len(stops.strings)} stop strings"
             self._preparing = f"compiling {self.programs.describe()}, {turns}"
             log.info(self._preparing)
-        key, table = self._replicated((key, stops.table))
+        key, table = replicate((key, stops.table), self.mesh)
         # The reference loop moves arrays between host and device at every step.
         transfers = "allow" if reference else "disallow"
 
         def run(worker: int) -> np.ndarray:
-            number = self._replicated(np.int32(worker))
+            number = replicate(np.int32(worker), self.mesh)
             with jax.set_mesh(self.mesh), jax.transfer_guard(transfers):
                 counts = self._compiled_loops[signature](params, self.encoder_state, key, table, number)
             return np.asarray(counts)
@@ -511,19 +456,6 @@ class Engine:
             except BaseException:  # Ctrl-C, or a worker failed: the others must end too
                 aborted.set()
                 raise
-
-    def _replicated(self, tree: PyTree) -> PyTree:
-        """Return the arrays on all devices of the mesh, including those of other processes."""
-        place = NamedSharding(self.mesh, PartitionSpec())
-
-        def put(leaf: Any) -> jax.Array:
-            if jax.process_count() == 1:
-                return jax.device_put(leaf, place)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                return jax.random.wrap_key_data(put(jax.random.key_data(leaf)))
-            return jax.device_put(np.asarray(leaf), place)
-
-        return jax.tree.map(put, tree)
 
     def _host_callback(self, message: Any) -> np.ndarray:
         """Pass a device's message to its scheduler and return the reply. NumPy only: a callback must not call JAX."""
@@ -564,57 +496,3 @@ class Engine:
                     f"turn_tokens={request.turn_tokens} of question {request.question.id!r} must be 0 to "
                     f"{environment.turn_tokens}, the environment's turn_tokens"
                 )
-
-
-class WeakCallback:
-    """A weakly held method, for the callback of a jitted program.
-
-    JAX's caches hold a program's callback as long as the program, and the program as long as the jitted function, which the
-    engine holds. If the callback held the engine, neither would ever be collected.
-    """
-
-    def __init__(self, method: Callable) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, message: Any) -> np.ndarray:
-        method = self._method()
-        assert method is not None, "the caller of a run holds the engine"
-        return method(message)
-
-
-def _gathered(schedulers: Sequence[Scheduler], value: T) -> list[T]:
-    """Return `value` of each process. Raises the error of a scheduler, or a RuntimeError if another process has one."""
-    errors = [scheduler.error for scheduler in schedulers if scheduler.error is not None]
-    parts = gather_objects((value, [describe_error(error) for error in errors]))
-    if errors:
-        raise errors[0]
-    for process, (_, messages) in enumerate(parts):
-        if messages:
-            raise RuntimeError(f"the rollout failed in process {process}: {messages[0]}")
-    return [value for value, _ in parts]
-
-
-def assign_to_shards(
-    prompts: Sequence[Int[np.ndarray, "T"]], shards: int, workers: int = 1
-) -> list[list[list[int]]]:
-    """Assign requests to data shards, in groups for one worker.
-
-    Requests with the same prompt form a group, as long as each worker gets the same number of groups; the requests of the
-    remaining prompts are assigned one by one. Long prompts come first, since long questions tend to take more turns: short
-    episodes then fill the slots at the end (longest processing time first, Graham 1969).
-
-    Args:
-      prompts: prompt of each request.
-      shards: number of data shards.
-      workers: number of workers of each shard.
-
-    Returns:
-      for each shard, groups of indices into `prompts`.
-    """
-    groups: dict[bytes, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        groups.setdefault(np.asarray(prompt, np.int32).tobytes(), []).append(index)
-    ordered = sorted(groups.values(), key=lambda group: -len(prompts[group[0]]))
-    whole = len(ordered) - len(ordered) % (shards * workers)
-    ordered[whole:] = [[index] for group in ordered[whole:] for index in group]
-    return [ordered[shard::shards] for shard in range(shards)]

@@ -49,6 +49,22 @@ HostCallback = Callable[[Int[np.ndarray, "message"]], Int[np.ndarray, "message"]
 slots of all shards that decode or are paused, and the message of `DeviceReport.from_message`."""
 
 
+class WeakCallback:
+    """A weakly held method, for the callback of a jitted program.
+
+    JAX's caches hold a program's callback as long as the program, and the program as long as the jitted function, which the
+    engine holds. If the callback held the engine, neither would ever be collected.
+    """
+
+    def __init__(self, method: Callable) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, message: Any) -> np.ndarray:
+        method = self._method()
+        assert method is not None, "the caller of a run holds the engine"
+        return method(message)
+
+
 @dataclasses.dataclass(frozen=True)
 class QueryEncoder:
     """The part of a text encoder that the loop runs on the device."""
@@ -175,7 +191,7 @@ class RolloutPrograms:
             model = self.model(params)
             sampler = self.sampler(key, table, first_accept)
 
-            def going(carry: tuple) -> jax.Array:
+            def cond(carry: tuple) -> jax.Array:
                 return jnp.any(carry[0].status != OFF) & (carry[4] != ABORT)
 
             def body(carry: tuple) -> tuple:
@@ -196,7 +212,7 @@ class RolloutPrograms:
                 jnp.int32(self.sizes.max_wait_steps),
                 jnp.zeros(2, jnp.int32),
             )
-            return jax.lax.while_loop(going, body, start)[-1]
+            return jax.lax.while_loop(cond, body, start)[-1]
 
         return episode_loop
 
@@ -424,8 +440,8 @@ class RolloutPrograms:
         def per_device(
             worker: jax.Array, active: jax.Array, state: DecodeState, embeddings: jax.Array
         ) -> jax.Array:
-            place = worker * self.shards + jax.lax.axis_index(ROW_AXES)
-            message = _pack_report(place, active, state, embeddings)
+            scheduler = worker * self.shards + jax.lax.axis_index(ROW_AXES)
+            message = _pack_report(scheduler, active, state, embeddings)
 
             def call() -> jax.Array:
                 shape = jax.ShapeDtypeStruct((length,), jnp.int32)
@@ -447,7 +463,7 @@ class RolloutPrograms:
 
 
 def _pack_report(
-    place: jax.Array, active: jax.Array, state: DecodeState, embeddings: jax.Array
+    scheduler: jax.Array, active: jax.Array, state: DecodeState, embeddings: jax.Array
 ) -> Int[Array, "message"]:
     """Return the message of one data shard (see `HostCallback`)."""
     floats = (
@@ -455,5 +471,5 @@ def _pack_report(
         for part in (state.logps, state.sampled_logps, embeddings)
     )
     logps, sampled, vectors = floats
-    parts = (place, active, state.status, state.stop, state.ids, logps, sampled, state.length, vectors)
+    parts = (scheduler, active, state.status, state.stop, state.ids, logps, sampled, state.length, vectors)
     return jnp.concatenate([part.reshape(-1) for part in parts])

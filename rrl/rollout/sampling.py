@@ -44,7 +44,7 @@ def _top_p_threshold(probabilities: Float[Array, "B V"], top_p: float) -> Float[
     a threshold that keeps enough and one that keeps too little: all further bits select the same tokens.
     """
 
-    def going(state: tuple[Array, ...]) -> Bool[Array, ""]:
+    def cond(state: tuple[Array, ...]) -> Bool[Array, ""]:
         bit, _, count_enough, count_too_few = state
         return (bit >= 0) & jnp.any(count_enough - count_too_few > 1)
 
@@ -64,7 +64,7 @@ def _top_p_threshold(probabilities: Float[Array, "B V"], top_p: float) -> Float[
     # Bit 29 is the highest bit of a probability: 1.0 is 0x3F800000.
     zeros = jnp.zeros((probabilities.shape[0], 1), jnp.int32)
     start = jnp.int32(29), zeros, jnp.full_like(zeros, probabilities.shape[1]), zeros
-    return jax.lax.bitcast_convert_type(jax.lax.while_loop(going, try_bit, start)[1], jnp.float32)
+    return jax.lax.bitcast_convert_type(jax.lax.while_loop(cond, try_bit, start)[1], jnp.float32)
 
 
 def _mass_and_count(

@@ -22,10 +22,8 @@ from rrl.rollout.exchange import (
     BLOCKED,
     DECODING,
     HEADER,
-    NO_TOKEN,
     OFF,
     PAUSED,
-    RECENT,
     STOP_CONTEXT,
     STOP_EOS,
     STOP_NOT_FINITE,
@@ -34,6 +32,7 @@ from rrl.rollout.exchange import (
     ExchangeSizes,
     PrefillChunk,
 )
+from rrl.rollout.prefill_request import PrefillRequest
 from rrl.rollout.prefixes import PrefixIndex
 from rrl.rollout.protocol import (
     CONTEXT,
@@ -59,17 +58,6 @@ DEVICE_STAGES = NOT_CALLED_YET, WAITING_FOR_DEVICE = "not called yet", "waiting 
 """Stages in which the scheduler waits for the device."""
 _LIMITS = {STOP_TURN: "turn_tokens", STOP_CONTEXT: "context"}
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
-
-
-class PrefillRequest:
-    """The tokens that a slot must prefill before its turn begins."""
-
-    def __init__(self, tokens: Int[np.ndarray, "T"], start: int) -> None:
-        """`tokens` go to the cache positions from `start` on, except the last one, which stays pending."""
-        self.tokens, self.position = tokens[:-1], start
-        self.recent = [NO_TOKEN] * (RECENT - len(tokens)) + tokens[-RECENT:].tolist()
-        self.begun = False
-        """Whether its first chunk was sent."""
 
 
 class Scheduler:
@@ -283,8 +271,7 @@ class Scheduler:
                 self._finish(slot, state, "context_limit")
                 return
         # The last sampled token is not in the cache yet.
-        tokens = np.concatenate([state.last_token, ids])
-        self.prefills[slot] = PrefillRequest(tokens, state.context_length - 1)
+        self._prefill(slot, state, np.concatenate([state.last_token, ids]), state.context_length - 1)
         state.add_observation(ids, self.decode(ids))
 
     def _message_ids(self, message: Append) -> tuple[Int[np.ndarray, "T"], bool]:
@@ -304,7 +291,7 @@ class Scheduler:
                 self._finish(slot, state, "context_limit")
                 return
         state.restart(prompt, self.decode(prompt))
-        self._prefill_prompt(slot, prompt)
+        self._prefill(slot, state, prompt, 0)
 
     def _prompt_ids(self, state: EpisodeState, action: Restart) -> Int[np.ndarray, "T"]:
         prompt, whose = action.prompt, f"the prompt of a Restart of question {state.request.question.id!r}"
@@ -341,12 +328,23 @@ class Scheduler:
             self.request_numbers[slot], request = self.queue.popleft()
             if not np.array_equal(request.prompt, self.last_prompt[0]):
                 self.last_prompt = request.prompt, self.decode(request.prompt)
-            self.slots[slot] = EpisodeState(request, self.last_prompt[1])
-            self._prefill_prompt(slot, request.prompt)
+            state = self.slots[slot] = EpisodeState(request, self.last_prompt[1])
+            self._prefill(slot, state, request.prompt, 0)
         return taken
 
-    def _prefill_prompt(self, slot: int, prompt: Int[np.ndarray, "T"]) -> None:
-        self.prefills[slot] = PrefillRequest(np.asarray(prompt, np.int32), 0)
+    def _prefill(self, slot: int, state: EpisodeState, tokens: Int[np.ndarray, "T"], start: int) -> None:
+        """Request to prefill `tokens` from cache position `start` on, and then to begin a turn."""
+        request = state.request
+        stops = self.environment.stops if request.stops is None else request.stops
+        self.prefills[slot] = PrefillRequest(
+            slot,
+            np.asarray(tokens, np.int32),
+            start,
+            request,
+            offset=state.starts[-1],
+            turn_limit=request.turn_tokens or self.environment.turn_tokens,
+            stop_state=self.stops.starts[stops],
+        )
 
     # -- retrieval ---------------------------------------------------------------------------------------------------
 
@@ -464,8 +462,7 @@ class Scheduler:
         Returns:
           headers and tokens; none if the slot waits for a prefix that another slot prefills.
         """
-        state, prefill, size = self.slots[slot], self.prefills[slot], self.sizes.chunk_tokens
-        assert state is not None
+        prefill, size = self.prefills[slot], self.sizes.chunk_tokens
         nothing = np.zeros((0, HEADER + size), np.int32)
         if not room:
             return nothing
@@ -480,47 +477,15 @@ class Scheduler:
                 return nothing
             self.prefixes.assign(slot, tokens, own)
             prefill.tokens, prefill.position = tokens[copied:], copied
-        prefill.begun = True
-        count = min(room, max(1, -(-len(prefill.tokens) // size)))
-        tokens, prefill.tokens = prefill.tokens[: count * size], prefill.tokens[count * size :]
-        message = np.zeros((count, HEADER + size), np.int32)
-        message[:, :HEADER] = self._header(slot, state, prefill, source, own)
-        chunks = PrefillChunk(*message[:, :HEADER].T)
-        chunks.start[:] += size * np.arange(count)
-        chunks.length[-1] = len(tokens) - size * (count - 1)
-        chunks.begins_turn[-1] = not len(prefill.tokens)
-        if source != slot:
-            chunks.copied[0] = -copied if copy_last else copied
-        message[:, HEADER:].flat[: len(tokens)] = tokens
-        prefill.position += len(tokens)
-        self.prefilled_tokens += len(tokens)
+        if source == slot:
+            copied = 0
+        start = prefill.position
+        chunks = prefill.take_chunks(
+            room, size, source=source, copied=-copied if copy_last else copied, own=own
+        )
+        self.prefilled_tokens += prefill.position - start
         if self.prefixes is not None:
             self.prefixes.schedule(slot, prefill.position, copied_last=copy_last)
         if not len(prefill.tokens):
             del self.prefills[slot]
-        return message
-
-    def _header(
-        self, slot: int, state: EpisodeState, prefill: PrefillRequest, source: int, own: int
-    ) -> PrefillChunk:
-        """Return the header of a full chunk at the request's position."""
-        request = state.request
-        stops = self.environment.stops if request.stops is None else request.stops
-        return PrefillChunk(
-            slot=slot,
-            start=prefill.position,
-            length=self.sizes.chunk_tokens,
-            begins_turn=0,
-            seed=request.seed,
-            offset=state.starts[-1],
-            turn_limit=request.turn_tokens or self.environment.turn_tokens,
-            stop_state=self.stops.starts[stops],
-            temperature=np.float32(request.temperature).view(np.int32),
-            source=source,
-            copied=0,
-            own=own,
-            last_4=prefill.recent[0],
-            last_3=prefill.recent[1],
-            last_2=prefill.recent[2],
-            pending=prefill.recent[3],
-        )
+        return chunks

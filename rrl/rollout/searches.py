@@ -13,7 +13,7 @@ from jaxtyping import Float
 from rrl.data.passages import Passage
 from rrl.errors import UserError, describe_error
 from rrl.retrieval.retriever import Hit, Retriever
-from rrl.text.characters import whole_characters
+from rrl.text.characters import replace_lone_surrogates
 
 FAST_SEARCH_SECONDS = 0.01
 """If searches take at most this long on average, `submit` waits this long for the result: sooner than polling for it."""
@@ -252,5 +252,5 @@ def _readable(hit: Hit) -> Passage:
     if not isinstance(passage.title, str) or not isinstance(passage.text, str):
         raise ValueError(f"title and text must be strings: {passage!r}")
     return dataclasses.replace(
-        passage, title=whole_characters(passage.title), text=whole_characters(passage.text)
+        passage, title=replace_lone_surrogates(passage.title), text=replace_lone_surrogates(passage.text)
     )

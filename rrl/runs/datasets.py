@@ -296,7 +296,7 @@ def split_questions(folder: DataFolder) -> tuple[list[Question], list[Question]]
     if held_out is None:
         raise UserError(f"data folder {folder.path}: none of its question files has gold answers; give one")
     split, questions = held_out
-    rest = folder.first_answered(("train", "questions", "dev"), but=split)
+    rest = folder.first_answered(("train", "questions", "dev"), exclude=split)
     return (rest[1], questions) if rest else hold_out(questions)
 
 

@@ -18,15 +18,14 @@ from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.card import RecipeCard, make_card, read_card, require_policy
 from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.episodes import question_requests
 from rrl.retrieval.index import open_with_encoder
 from rrl.retrieval.retriever import Retriever
 from rrl.rewards.reader import Reader
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
-from rrl.rollout.episodes import Request
 from rrl.serve.display import DisplayedTrajectory
 from rrl.serve.events import Event, ObservedEnvironment
-from rrl.text.chat import chat_ids
 
 READER_CONTEXT = 1024
 """Maximum tokens of the reader's prompt and answer."""
@@ -168,13 +167,14 @@ class Agent:
     def _run(
         self, questions: Sequence[str | Question], sample: int, environment: Any
     ) -> list[DisplayedTrajectory]:
-        asked = [q if isinstance(q, Question) else Question(str(n), q, ()) for n, q in enumerate(questions)]
-        requests = []
-        for number, question in enumerate(asked):
+        parsed = [q if isinstance(q, Question) else Question(str(n), q, ()) for n, q in enumerate(questions)]
+        for number, question in enumerate(parsed):
             if not question.text.strip():
                 raise UserError(f"question {number} is empty; give a text")
-            prompt = chat_ids(self.engine.tokenizer, self.recipe.prompt(question))
-            requests.append(Request(question, prompt, sample, number, self.temperature))
+        requests = [
+            dataclasses.replace(request, seed=sample)
+            for request in question_requests(self.engine, self.recipe, parsed, (self.temperature,))
+        ]
         with self._lock:
             trajectories = self.engine.run(self.params, requests, environment, self._key)
             self._score(trajectories)

@@ -19,7 +19,7 @@ class Event(NamedTuple):
     """"reasoning", "search", "observation", "evidence", "answer", "message" (a correction by the
     environment) or "end"."""
     text: str
-    """The text; for "end" the reason why the episode ended."""
+    """The text of the segment; for "end" the reason why the episode ended."""
     titles: tuple[str, ...] = ()
     """Titles of the passages, best first; for "observation" only."""
     trajectory: Trajectory | None = None
@@ -55,7 +55,7 @@ class ObservedEnvironment:
         if isinstance(action, Append):
             self._emit(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
         elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):
-            message = action.prompt if isinstance(action.prompt, str) else action.prompt.said
+            message = action.prompt if isinstance(action.prompt, str) else action.prompt.user_message
             self._emit(Event("message", message))
         return action
 

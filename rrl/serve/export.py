@@ -117,10 +117,10 @@ def _write(
 
 def parse_size(text: str) -> int:
     """Return the bytes of "500MB" or "5GB". Raises UserError for any other form."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", text.strip().upper())
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", text.strip().upper())
+    if not match or not float(match[1]):
         raise UserError(f"max_shard_size={text!r} must be a size such as 500MB or 5GB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _model_folder(workdir: pathlib.Path) -> pathlib.Path:
@@ -191,12 +191,12 @@ def _start_folder(
             f"workdir {os.fspath(workdir)}: the run froze parameters and started from random ones; only the folder that it "
             "writes at its end holds them"
         )
-    known = read_json(model_folder / START_FILE, "which names the folder that the run started from")
-    folder = shipped(moved or known["folder"])
-    found = folder_hash(folder) if (folder / CONFIG_FILE).is_file() else "none"
-    if found != known["sha256"]:
+    expected = read_json(model_folder / START_FILE, "which names the folder that the run started from")
+    folder = shipped(moved or expected["folder"])
+    sha256 = folder_hash(folder) if (folder / CONFIG_FILE).is_file() else "none"
+    if sha256 != expected["sha256"]:
         raise UserError(
-            f"start={os.fspath(folder)} (sha256 {found[:12]}) is not what the run started from (sha256 "
-            f"{known['sha256'][:12]}), which holds the parameters that it froze; give --start=FOLDER"
+            f"start={os.fspath(folder)} (sha256 {sha256[:12]}) is not what the run started from (sha256 "
+            f"{expected['sha256'][:12]}), which holds the parameters that it froze; give --start=FOLDER"
         )
     return folder

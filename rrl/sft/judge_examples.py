@@ -20,8 +20,8 @@ from rrl.data.trajectory import ENVIRONMENT, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least
 from rrl.miniwiki import KINDS as QUESTIONS
 from rrl.miniwiki import MiniQuestion, MiniWiki, mixed_questions
-from rrl.miniwiki.attempts import Attempt, attempt, wrong_answer
-from rrl.miniwiki.context import Shelf
+from rrl.miniwiki.attempts import Attempt, make_attempt, wrong_answer
+from rrl.miniwiki.lookup import WikiLookup
 from rrl.recipes.r3rag_steps import R3RagEnvironment
 from rrl.recipes.tiresrag import TiresRag
 from rrl.retrieval.bm25 import Bm25Config
@@ -106,9 +106,9 @@ def make_judge_examples(
     """
     recipe = recipe or TiresRag(opening="bare")
     rng = np.random.default_rng((seed, 4))
-    shelf = Shelf(wiki)
+    lookup = WikiLookup(wiki)
     items = mixed_questions(wiki, per_kind, QUESTIONS, seed)
-    attempts = [attempt(item, shelf, rng, config.faulty) for item in items]
+    attempts = [make_attempt(item, lookup, rng, config.faulty) for item in items]
     retriever = make_retriever(wiki.passages, "bm25", None, Bm25Config(title_weight=3))
     queries = [
         *(hop.query for tried in attempts for hop in tried.hops),
@@ -120,7 +120,7 @@ def make_judge_examples(
     results = {query: [hit.passage for hit in some] for query, some in zip(unique, hits, strict=True)}
     for item, tried in zip(items, attempts, strict=True):
         episode = act_out(item, tried, results, config.top_k, recipe)
-        for prompt in _prompts(item, tried, episode, results, shelf, rng, config, recipe):
+        for prompt in _prompts(item, tried, episode, results, lookup, rng, config, recipe):
             (score,) = Oracle().grade([prompt])
             assert score is not None
             yield JudgeExample(prompt, score, f" {_answer(prompt, item, score)}")
@@ -143,7 +143,7 @@ def act_out(
     def retrieve(query: str) -> list[Passage]:
         place = len(searches)
         passages = list(results[query])
-        if place in tried.unfound:
+        if place in tried.failed_hops:
             passages = [p for p in passages if p.title != tried.hops[place].title]
         passages = passages[:top_k]
         searches.append(Search.of(place, query, passages))
@@ -187,7 +187,7 @@ def _prompts(
     tried: Attempt,
     episode: Trajectory,
     results: Mapping[str, Sequence[Passage]],
-    shelf: Shelf,
+    lookup: WikiLookup,
     rng: np.random.Generator,
     config: JudgeExamplesConfig,
     recipe: TiresRag,
@@ -206,18 +206,18 @@ def _prompts(
         Relevance(item.question, documents),
         Sufficiency(item.question, transcript),
         Thinking(item.question, transcript),
-        Correctness(item.question, _predicted(item, tried, shelf, rng)),
+        Correctness(item.question, _predicted(item, tried, lookup, rng)),
     ]
 
 
-def _predicted(item: MiniQuestion, tried: Attempt, shelf: Shelf, rng: np.random.Generator) -> str:
+def _predicted(item: MiniQuestion, tried: Attempt, lookup: WikiLookup, rng: np.random.Generator) -> str:
     """Return the answer to judge: the attempt's, a gold answer or a wrong one, sometimes within a sentence."""
     draw = rng.random()
     answer = tried.answer
     if draw < 0.3:
         answer = item.question.answers[int(rng.integers(len(item.question.answers)))]
     elif draw < 0.7:
-        answer = wrong_answer(item, shelf, rng)
+        answer = wrong_answer(item, lookup, rng)
     forms = (
         "{}",
         "{}",

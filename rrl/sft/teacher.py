@@ -14,13 +14,12 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
 from rrl.recipes.base import Recipe
-from rrl.recipes.episodes import run_requests
+from rrl.recipes.episodes import question_requests, run_requests
 from rrl.retrieval.retriever import Retriever
 from rrl.rewards.endpoint import Endpoint, EndpointConfig
 from rrl.rollout.engine import Engine
-from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import EOS, TURN_TOKENS, Action, Episode, Finish, Restart, SearchFor
-from rrl.text.chat import Prompt, chat_ids
+from rrl.text.chat import Prompt
 
 REFUSED = "refused"
 """End reason of a trajectory for which the service refused a step."""
@@ -53,13 +52,8 @@ class PolicyTeacher:
 
     def sample(self, questions: Sequence[Question], first: int) -> list[Trajectory]:
         """See `Teacher`."""
-        size = len(self.temperatures)
-        requests = [
-            Request(question, prompt, group * size + sample, group, temperature)
-            for group, question in enumerate(questions, start=first)
-            for prompt in [chat_ids(self.engine.tokenizer, self.recipe.prompt(question))]
-            for sample, temperature in enumerate(self.temperatures)
-        ]
+        groups = range(first, first + len(questions))
+        requests = question_requests(self.engine, self.recipe, questions, self.temperatures, groups)
         return run_requests(self.engine, self.params, requests, self.recipe, jax.random.key(self.seed))
 
 
@@ -159,7 +153,7 @@ def _apply_action(state: _TeacherEpisode, action: Action) -> None:
 
 
 def _prompt_text(prompt: str | Prompt) -> str:
-    return prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.said}{prompt.prefill}"
+    return prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
 
 
 def _trajectory(state: _TeacherEpisode) -> Trajectory:

@@ -164,13 +164,11 @@ def finished_runs(root: pathlib.Path, config: str, cold_start: str, arms: Sequen
     finished.
     """
     seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
-    known = dict.fromkeys([*ARMS, *arms])
-    found = [run for arm in known for seed in sorted(seeds) if (run := _arm_run(root, arm, seed)).finished]
-    found = [
-        run for run in found if _stored_provenance(run) in (None, provenance_of(run, config, cold_start))
-    ]
-    grpo = {run.seed for run in found if run.arm == GRPO}
-    return [run for run in found if run.arm != SFT or run.seed in grpo]
+    all_arms = dict.fromkeys([*ARMS, *arms])
+    runs = [run for arm in all_arms for seed in sorted(seeds) if (run := _arm_run(root, arm, seed)).finished]
+    runs = [run for run in runs if _stored_provenance(run) in (None, provenance_of(run, config, cold_start))]
+    grpo = {run.seed for run in runs if run.arm == GRPO}
+    return [run for run in runs if run.arm != SFT or run.seed in grpo]
 
 
 def _arm_run(root: pathlib.Path, arm: str, seed: int) -> ArmRun:
@@ -227,7 +225,9 @@ def provenance_of(run: ArmRun, config: str, cold_start: str) -> str:
 
     Workdir and minutes are replaced by placeholders, so that they do not matter.
     """
-    todo = commands(dataclasses.replace(run, workdir=pathlib.Path("WORKDIR")), config, cold_start, 0.0)
+    own_commands = commands(
+        dataclasses.replace(run, workdir=pathlib.Path("WORKDIR")), config, cold_start, 0.0
+    )
     hashes = {}
     for file in [
         _split(_config_of_arm(run.arm, config)[0])[0],
@@ -236,17 +236,17 @@ def provenance_of(run: ArmRun, config: str, cold_start: str) -> str:
         if not shipped(file).is_file():
             raise UserError(f"config file {file!r} does not exist; give one, such as configs/rsearch_grpo.py")
         hashes[file] = hashlib.sha256(shipped(file).read_bytes()).hexdigest()[:16]
-    return json.dumps({"commands": todo, "sha256": hashes})
+    return json.dumps({"commands": own_commands, "sha256": hashes})
 
 
 def refuse_other_provenance(run: ArmRun, provenance: str) -> None:
     """Raise UserError if other commands or config files produced the contents of the workdir."""
-    found = _stored_provenance(run)
-    if found not in (None, provenance):
+    stored = _stored_provenance(run)
+    if stored not in (None, provenance):
         raise UserError(
-            f"{run.workdir} was made by {found}, not by {provenance}; give another --out, or delete that folder"
+            f"{run.workdir} was made by {stored}, not by {provenance}; give another --out, or delete that folder"
         )
-    if run.finished and found is None:
+    if run.finished and stored is None:
         print(
             f"{run.workdir}: used without a check, since it has no command.json", file=sys.stderr, flush=True
         )
@@ -275,17 +275,17 @@ def refuse_mixed_models(plan: Sequence[ArmRun]) -> None:
     for run in plan:
         if run.arm == SFT or not (run.workdir / CONFIG).exists():
             continue
-        made = read_identity(run.workdir, "policy", "reader", "retriever")
-        models = {name: made[name] for name in ("policy", "reader")} | {
-            "encoder": made["retriever"]["encoder"]
+        identity = read_identity(run.workdir, "policy", "reader", "retriever")
+        models = {name: identity[name] for name in ("policy", "reader")} | {
+            "encoder": identity["retriever"]["encoder"]
         }
         file_of = _split(run.arm)[0]
-        for name, found in models.items():
-            place = (name, file_of if name == "policy" and file_of.endswith(".py") else "")
-            other, wanted = first.setdefault(place, (run, found)) if found else (run, found)
-            if found != wanted:
+        for name, sha256 in models.items():
+            model = (name, file_of if name == "policy" and file_of.endswith(".py") else "")
+            other, expected = first.setdefault(model, (run, sha256)) if sha256 else (run, sha256)
+            if sha256 != expected:
                 raise UserError(
-                    f"{other.workdir} and {run.workdir} used different models ({name}: {wanted} and {found}); delete "
+                    f"{other.workdir} and {run.workdir} used different models ({name}: {expected} and {sha256}); delete "
                     "the one that is out of date and run the comparison again"
                 )
 
@@ -295,25 +295,25 @@ def arm_differences(plan: Sequence[ArmRun]) -> list[str]:
 
     Compared are the questions, the corpus, the search and the starting policies.
     """
-    found: dict[str, dict[str, list[str]]] = {}
+    arms_by_value: dict[str, dict[str, list[str]]] = {}
     for run in plan:
         if not (run.workdir / CONFIG).exists():
             continue
-        made = read_identity(run.workdir, *(() if run.arm == SFT else ("policy",)))
+        identity = read_identity(run.workdir, *(() if run.arm == SFT else ("policy",)))
         fields = {
             f"{part}.{name}": value
             for part in ("data", "retriever")
-            for name, value in made.get(part, {}).items()
+            for name, value in identity.get(part, {}).items()
         }
-        fields |= {"rollout.top_k": made.get("rollout", {}).get("top_k")}
+        fields |= {"rollout.top_k": identity.get("rollout", {}).get("top_k")}
         if run.arm != SFT:
-            fields |= {"policy (SHA-256)": made["policy"][:12]}
+            fields |= {"policy (SHA-256)": identity["policy"][:12]}
         for name, value in fields.items():
-            who = found.setdefault(name, {}).setdefault(json.dumps(value), [])
-            who += [run.arm] * (run.arm not in who)
+            arms_with_value = arms_by_value.setdefault(name, {}).setdefault(json.dumps(value), [])
+            arms_with_value += [run.arm] * (run.arm not in arms_with_value)
     return [
         f"{name} differs: " + "; ".join(f"{', '.join(arms)}: {value}" for value, arms in groups.items())
-        for name, groups in found.items()
+        for name, groups in arms_by_value.items()
         if len(groups) > 1
     ]
 
@@ -324,13 +324,13 @@ def commands(run: ArmRun, config: str, cold_start: str, minutes: float) -> list[
     An RL arm has one training command. The supervised arm trains for `minutes` and then evaluates its model.
     """
     if run.arm != SFT:
-        own, argument = _config_of_arm(run.arm, config)
-        return [_train(own, run.workdir, f"seed={run.seed}", argument)]
+        arm_config, argument = _config_of_arm(run.arm, config)
+        return [_train(arm_config, run.workdir, f"seed={run.seed}", argument)]
     folder = run.workdir / "sft"
     # minutes=0 would mean no limit.
-    longer = with_arguments(cold_start, f"seed={run.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")
+    sft_config = with_arguments(cold_start, f"seed={run.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")
     return [
-        ["launch/sft.py", f"--config={longer}", f"--workdir={folder}"],
+        ["launch/sft.py", f"--config={sft_config}", f"--workdir={folder}"],
         _train(config, run.workdir, "steps=0", f"policy={folder / 'model'}"),
     ]
 
@@ -382,16 +382,16 @@ def table_rows(plan: Sequence[ArmRun], metric: str = "em") -> list[str]:
 
 def _first_and_last(run: ArmRun, metric: str = "em") -> tuple[float, float, float]:
     """Return (metric of the first evaluation, of the last one, minutes of training)."""
-    found = [line for line in read_metrics(run.metrics) if "eval/em" in line]
-    if not found:
+    evaluations = [line for line in read_metrics(run.metrics) if "eval/em" in line]
+    if not evaluations:
         raise UserError(
             f"{run.metrics} holds no evaluation; delete {run.workdir} and run the comparison again"
         )
     name = f"eval/{metric}"
-    if name not in found[0]:
-        available = sorted(key.removeprefix("eval/") for key in found[0] if key.count("/") == 1)
+    if name not in evaluations[0]:
+        available = sorted(key.removeprefix("eval/") for key in evaluations[0] if key.count("/") == 1)
         raise UserError(f"metric={metric!r} is not in {run.metrics}; choose {', '.join(available)}")
-    return found[0][name], found[-1][name], found[-1]["minutes"]
+    return evaluations[0][name], evaluations[-1][name], evaluations[-1]["minutes"]
 
 
 def _sft_first_and_last(run: ArmRun, plan: Sequence[ArmRun], metric: str) -> tuple[float, float, float]:

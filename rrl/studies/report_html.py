@@ -91,9 +91,9 @@ def most_different_questions(runs: Sequence[EvaluationRun], count: int) -> list[
         dict(zip(((q.id, q.text) for q in run.questions()), run.metrics[run.main_metric], strict=True))
         for run in runs
     ]
-    asked = [q for q in runs[0].questions() if all((q.id, q.text) in values for values in by_run)]
-    spread = np.array([np.ptp([values[q.id, q.text] for values in by_run]) for q in asked])
-    return [asked[at] for at in np.argsort(-spread, kind="stable")[:count]]
+    shared = [q for q in runs[0].questions() if all((q.id, q.text) in values for values in by_run)]
+    spread = np.array([np.ptp([values[q.id, q.text] for values in by_run]) for q in shared])
+    return [shared[at] for at in np.argsort(-spread, kind="stable")[:count]]
 
 
 def _browser(runs: Sequence[EvaluationRun], count: int) -> str:

@@ -36,7 +36,7 @@ def write_run_report(
       shown: number of questions whose trajectories are shown side by side.
 
     Raises:
-      UserError: a folder is neither of the two, an evaluation is unfinished, or there is no evaluation.
+      UserError: a folder is neither of the two, an evaluation is unfinished, or there is none.
         Nothing is written then.
     """
     trained = [Path(folder) for folder in folders if _is_training(Path(folder))]

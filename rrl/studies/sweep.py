@@ -1,7 +1,7 @@
 """Varies one field of an evaluation: runs one evaluation per value, and writes a table and a plot of
 metrics and costs over the values.
 
-The papers' own analyses have names of their own: see `rrl.studies.analyses`.
+The analyses of the papers are in `rrl.studies.analyses`.
 """
 
 import re
@@ -36,13 +36,13 @@ def values_of(text: str) -> list[str]:
 
     Raises UserError for an empty list and for duplicates.
     """
-    found: list[str] = []
+    values: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         span = re.fullmatch(r"(\d+)-(\d+)", part)
-        found += map(str, range(int(span[1]), int(span[2]) + 1)) if span else [part]
-    if not found or len(set(found)) < len(found):
+        values += map(str, range(int(span[1]), int(span[2]) + 1)) if span else [part]
+    if not values or len(set(values)) < len(values):
         raise UserError(f"values={text!r} must list one value or more, each once, such as 1,2,5 or 1-10")
-    return found
+    return values
 
 
 def sweep(

@@ -1,1 +1,1 @@
-"""Text without models: answer normalisation, answer metrics, tagged spans."""
+"""Text processing without models: prompts in chat templates, token ids, tagged spans, answer normalisation and answer metrics."""

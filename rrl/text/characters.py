@@ -1,4 +1,4 @@
-"""Texts as every tokenizer and every UTF-8 file takes them, and texts in one Unicode form."""
+"""Make texts encodable as UTF-8, and bring them into a canonical Unicode form."""
 
 import html
 import re
@@ -7,14 +7,16 @@ import unicodedata
 _REFERENCE = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z]\w*);")
 
 
-def whole_characters(text: str) -> str:
-    """The text, with "?" for half a surrogate pair, which JSON and Python allow, but no tokenizer and no UTF-8 file takes."""
+def replace_lone_surrogates(text: str) -> str:
+    """Replace each lone surrogate by "?". JSON and Python allow them, but tokenizers and UTF-8 files do not."""
     return text.encode("utf-8", "replace").decode()
 
 
-def one_form(text: str) -> str:
-    """The text in NFKC, HTML character references such as `&amp;` resolved: what is compared where two texts may come from
-    sources that write the same characters otherwise."""
+def canonical_unicode(text: str) -> str:
+    """Return the text in NFKC with HTML character references such as `&amp;` resolved.
+
+    In this form, texts from sources that encode the same characters differently compare as equal.
+    """
     if "&" in text:
-        text = _REFERENCE.sub(lambda found: html.unescape(found[0]), text)
+        text = _REFERENCE.sub(lambda match: html.unescape(match[0]), text)
     return text if text.isascii() else unicodedata.normalize("NFKC", text)

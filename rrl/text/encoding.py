@@ -1,4 +1,9 @@
-"""Token ids of texts: of a text as it stands, of a text that others wrote, and of what a chat template wrote."""
+"""Encode texts into token ids.
+
+- `text_ids`: the exact text; names of special tokens become special tokens.
+- `plain_ids`: the exact text of users or documents; names of special tokens stay text.
+- `template_ids`: the beginning of a sequence, such as the output of a chat template.
+"""
 
 import dataclasses
 import json
@@ -12,55 +17,59 @@ from jaxtyping import Int
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from rrl.text.characters import whole_characters
+from rrl.text.characters import replace_lone_surrogates
 
-CUTS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Noncharacters of Unicode, which no text holds that may be exchanged: one marks where a name is cut (`cut_names`)."""
+NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Unicode noncharacters. They are not for use in exchanged texts, so one of them can mark a split in a name (`split_names`)."""
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
-    """Token ids whose bytes are the text's, but for `whole_characters`; no special tokens added.
+    """Return token ids whose bytes are exactly those of the text (after `replace_lone_surrogates`); adds no special tokens.
 
-    Tokenizers that put a space before a text (SentencePiece's dummy prefix) put none: the text may continue another.
+    No space is put before the text, even if the tokenizer does that (SentencePiece's dummy prefix), since the text may continue
+    another one.
     """
-    exact = _facts(tokenizer).exact
-    if exact is None:
+    prefixless = _facts(tokenizer).prefixless
+    if prefixless is None:
         return template_ids(tokenizer, text)
-    if (
-        exact.encode_special_tokens != tokenizer.split_special_tokens
-    ):  # not at each call: other threads encode
-        exact.encode_special_tokens = tokenizer.split_special_tokens
-    return np.asarray(exact.encode(whole_characters(text), add_special_tokens=False).ids, np.int32)
+    # Set only when it differs, because other threads may be encoding.
+    if prefixless.encode_special_tokens != tokenizer.split_special_tokens:
+        prefixless.encode_special_tokens = tokenizer.split_special_tokens
+    return np.asarray(
+        prefixless.encode(replace_lone_surrogates(text), add_special_tokens=False).ids, np.int32
+    )
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
-    """`text_ids` of a text that others wrote: where it holds the name of a special token, that is text and no control token."""
-    parts = [text_ids(tokenizer, part) for part in _cut(tokenizer, text)]
+    """Return `text_ids` of a text in which names of special tokens are plain text, such as a question or a document."""
+    parts = [text_ids(tokenizer, part) for part in _split_at_names(tokenizer, text)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def special_name(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The first name of a special token in a text; "" without one."""
+    """Return the first name of a special token in a text; "" if there is none."""
     names = _facts(tokenizer).names
-    found = names.search(text) if names is not None else None
-    return found[0] if found else ""
+    match = names.search(text) if names is not None else None
+    return match[0] if match else ""
 
 
-def cut_names(tokenizer: PreTrainedTokenizerBase, text: str, cut: str) -> str:
-    """The text with `cut`, one of `CUTS`, inside the name of each special token."""
-    return cut.join(_cut(tokenizer, text))
+def split_names(tokenizer: PreTrainedTokenizerBase, text: str, separator: str) -> str:
+    """Return the text with `separator`, one of `NONCHARACTERS`, inside the name of each special token."""
+    return separator.join(_split_at_names(tokenizer, text))
 
 
-def template_ids(tokenizer: PreTrainedTokenizerBase, text: str, cut: str = "") -> Int[np.ndarray, "T"]:
-    """Token ids as the tokenizer gives them to the start of a text, with its dummy prefix if it has one, and with the special
-    tokens that the text names, but for names with a `cut` inside (`cut_names`)."""
-    if cut and cut in text:
-        first, *others = text.split(cut)
+def template_ids(tokenizer: PreTrainedTokenizerBase, text: str, separator: str = "") -> Int[np.ndarray, "T"]:
+    """Return the token ids of a text at the beginning of a sequence, with the tokenizer's dummy prefix if it has one.
+
+    Names of special tokens become special tokens, except those with `separator` inside (`split_names`).
+    """
+    if separator and separator in text:
+        first, *others = text.split(separator)
         return np.concatenate(
             [template_ids(tokenizer, first), *(text_ids(tokenizer, part) for part in others)]
         )
-    text, backend = whole_characters(text), getattr(tokenizer, "backend_tokenizer", None)
-    # What an earlier call asked for stays with the backend.
+    text, backend = replace_lone_surrogates(text), getattr(tokenizer, "backend_tokenizer", None)
+    # Truncation and padding of an earlier call persist in the backend; `tokenizer.encode` resets them.
     if (
         backend is None
         or backend.truncation
@@ -68,81 +77,84 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, text: str, cut: str = "") -
         or backend.encode_special_tokens != tokenizer.split_special_tokens
     ):
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-    # In this thread: `tokenizer.encode` hands even one text to threads, which wait for a core while rollouts have all.
+    # Encode in this thread: `tokenizer.encode` uses other threads, which wait for a core while rollouts occupy all of them.
     return np.asarray(backend.encode(text, add_special_tokens=False).ids, np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Facts:
-    """What is found out once about a tokenizer."""
+class _TokenizerFacts:
+    """Properties of a tokenizer that are computed once."""
 
     tokens: int
-    exact: Tokenizer | None
-    """The same without its dummy prefix; None where it has none."""
+    """Number of its tokens, to detect that tokens were added."""
+    prefixless: Tokenizer | None
+    """The tokenizer without its dummy prefix; None if it has no dummy prefix."""
     names: re.Pattern[str] | None
-    """The names of its special tokens. One of a single character cannot be cut and is left out."""
+    """Matches the names of its special tokens; None if it has none. Names of a single character cannot be split and are
+    omitted."""
 
 
-_KNOWN: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _Facts]" = weakref.WeakKeyDictionary()
+_CACHE: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerFacts]" = weakref.WeakKeyDictionary()
 
 
-def _facts(tokenizer: PreTrainedTokenizerBase) -> _Facts:
-    found = _KNOWN.get(tokenizer)
-    if found is None or found.tokens != len(tokenizer):
+def _facts(tokenizer: PreTrainedTokenizerBase) -> _TokenizerFacts:
+    """Return the properties of a tokenizer, from the cache unless tokens were added to it."""
+    facts = _CACHE.get(tokenizer)
+    if facts is None or facts.tokens != len(tokenizer):
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(tokenizer.all_special_tokens)
         longest_first = sorted(
             (name for name in special if len(name) > 1), key=lambda name: (-len(name), name)
         )
         names = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        found = _KNOWN[tokenizer] = _Facts(len(tokenizer), _without_prefix(tokenizer), names)
-    return found
+        facts = _CACHE[tokenizer] = _TokenizerFacts(len(tokenizer), _without_prefix(tokenizer), names)
+    return facts
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
-    """The text in parts, none of which holds the name of a special token: each is cut behind its first character."""
+def _split_at_names(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
+    """Yield parts of the text that contain no name of a special token: each name is split after its first character."""
     names, start = _facts(tokenizer).names, 0
-    while names is not None and (found := names.search(text, start)):
-        yield text[start : found.start() + 1]
-        start = found.start() + 1
+    while names is not None and (match := names.search(text, start)):
+        yield text[start : match.start() + 1]
+        start = match.start() + 1
     yield text[start:]
 
 
 def _without_prefix(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The tokenizer without what it puts before a text; None where it puts nothing there."""
+    """Return the tokenizer without its dummy prefix; None if it adds no prefix."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     steps = [json.loads(step.__getstate__()) for step in (backend.normalizer, backend.pre_tokenizer) if step]
-    if not any(_prefixes(step) for top in steps for step in _nested(top)):
+    if not any(_adds_prefix(step) for top in steps for step in _nested(top)):
         return None
     fields = json.loads(backend.to_str())
     for part in ("normalizer", "pre_tokenizer"):
         for step in _nested(fields[part]):
-            _prefixes(step, remove=True)
-    exact = Tokenizer.from_str(json.dumps(fields))
-    exact.no_truncation()
-    exact.no_padding()
-    return exact
+            _adds_prefix(step, remove=True)
+    prefixless = Tokenizer.from_str(json.dumps(fields))
+    prefixless.no_truncation()
+    prefixless.no_padding()
+    return prefixless
 
 
 def _nested(step: Any) -> Iterator[dict[str, Any]]:
-    """A normalizer or pre-tokenizer and all those inside it."""
+    """Yield a normalizer or pre-tokenizer and all those nested in it."""
     if isinstance(step, dict):
         yield step
         for inner in (*step.get("normalizers", ()), *step.get("pretokenizers", ())):
             yield from _nested(inner)
 
 
-def _prefixes(step: dict[str, Any], remove: bool = False) -> bool:
-    """Whether a step of a tokenizer puts something before a text, which `remove` makes it leave out."""
-    nothing = {
+def _adds_prefix(step: dict[str, Any], remove: bool = False) -> bool:
+    """Return whether a normalizer or pre-tokenizer adds a prefix to a text; with `remove`, turn that off in `step`."""
+    disabled = {
         "Prepend": ("prepend", ""),
         "Metaspace": ("prepend_scheme", "never"),
         "ByteLevel": ("add_prefix_space", False),
     }
-    name, value = nothing.get(step["type"], ("", None))
-    found = bool(name) and step.get(name, value) != value
-    if found and remove:
+    name, value = disabled.get(step["type"], ("", None))
+    adds = bool(name) and step.get(name, value) != value
+    if adds and remove:
         step[name] = value
-    return found
+    return adds

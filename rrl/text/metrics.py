@@ -1,4 +1,7 @@
-"""Answer metrics: exact match, token F1 and cover exact match, each the maximum over the gold answers."""
+"""Answer metrics: exact match, token F1 and cover exact match, each the maximum over the gold answers.
+
+Read `score_answer` first.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,23 +11,31 @@ from rrl.errors import UserError
 from rrl.text.normalize import RRL, YES_NO, Rule
 
 CHUNK = 4096
-"""Predictions that are normalised as one text."""
+"""Number of predictions that are normalised as one text, for speed."""
 
 
 class AnswerScores(NamedTuple):
-    """What one prediction earns, each in [0, 1]."""
+    """Scores of one prediction, each in [0, 1]."""
 
     em: float
+    """Exact match."""
     f1: float
+    """Token F1."""
     cem: float
+    """Cover exact match."""
 
 
 def score_answer(predictions: str | Sequence[str], answers: Sequence[str], rule: Rule = RRL) -> AnswerScores:
-    """The three metrics at once, each text normalised once; of several predictions the best by each metric.
+    """Compute the three metrics of a prediction; of several predictions, the best value of each metric.
 
-    Several predictions are the short answers that were extracted from one long one (R3-RAG, section 4.1); none of them scores 0.
+    Args:
+      predictions: one prediction, or the short answers that were extracted from one long answer (R3-RAG, section 4.1). An empty
+        list scores 0.
+      answers: the gold answers.
+      rule: the normalisation.
 
-    Raises UserError if there is no gold answer.
+    Raises:
+      UserError: there is no gold answer.
     """
     return score_answers([predictions], [answers], rule)[0]
 
@@ -32,42 +43,52 @@ def score_answer(predictions: str | Sequence[str], answers: Sequence[str], rule:
 def score_answers(
     predictions: Sequence[str | Sequence[str]], answers: Sequence[Sequence[str]], rule: Rule = RRL
 ) -> list[AnswerScores]:
-    """`score_answer` of each prediction and the gold answers beside it, several times as fast."""
+    """Compute `score_answer` for each prediction and its gold answers, several times faster than one by one."""
     scores: list[AnswerScores] = []
     for start in range(0, len(predictions), CHUNK):
-        given = [[p] if isinstance(p, str) else p for p in predictions[start : start + CHUNK]]
-        wanted = answers[start : start + CHUNK]
-        for gold in wanted:
+        prediction_lists = [[p] if isinstance(p, str) else p for p in predictions[start : start + CHUNK]]
+        gold_lists = answers[start : start + CHUNK]
+        for gold in gold_lists:
             _refuse_no_gold(gold)
-        raw = [text for pair in zip(given, wanted, strict=True) for texts in pair for text in texts]
-        texts, at = rule.normalize_all(raw), 0
-        for some, gold in zip(given, wanted):
-            middle, end = at + len(some), at + len(some) + len(gold)
-            scores.append(_scored(some, texts[at:middle], gold, texts[middle:end], rule))
-            at = end
+        raw = [
+            text
+            for pair in zip(prediction_lists, gold_lists, strict=True)
+            for texts in pair
+            for text in texts
+        ]
+        texts, first = rule.normalize_all(raw), 0
+        for candidates, gold in zip(prediction_lists, gold_lists):
+            middle, end = first + len(candidates), first + len(candidates) + len(gold)
+            scores.append(_scored(candidates, texts[first:middle], gold, texts[middle:end], rule))
+            first = end
     return scores
 
 
 def _scored(
-    given: Sequence[str], texts: Sequence[str], answers: Sequence[str], wanted: Sequence[str], rule: Rule
+    predictions: Sequence[str],
+    texts: Sequence[str],
+    answers: Sequence[str],
+    gold_texts: Sequence[str],
+    rule: Rule,
 ) -> AnswerScores:
+    """Return the best scores of the predictions for the gold `answers`; `texts` and `gold_texts` are their normalised forms."""
     em = f1 = cem = 0.0
-    for raw, text in zip(given, texts):
-        if text and text in wanted:
+    for raw, text in zip(predictions, texts):
+        if text and text in gold_texts:
             return AnswerScores(1.0, 1.0, 1.0)
         words = frozenset(text.split())
-        for gold, target in zip(answers, wanted):
-            shared = not words.isdisjoint(target.split())
-            if shared or not text or not target:
-                em = max(em, _exact(raw, text, gold, target, rule))
-                f1 = max(f1, _f1(raw, text, gold, target, rule))
-            if not cem and (shared or not target or rule.cover == "substring"):
-                cem = _cover(raw, text, gold, target, rule)
+        for gold, gold_text in zip(answers, gold_texts):
+            shared = not words.isdisjoint(gold_text.split())
+            if shared or not text or not gold_text:
+                em = max(em, _exact(raw, text, gold, gold_text, rule))
+                f1 = max(f1, _f1(raw, text, gold, gold_text, rule))
+            if not cem and (shared or not gold_text or rule.cover == "substring"):
+                cem = _cover(raw, text, gold, gold_text, rule)
     return AnswerScores(em, f1, cem)
 
 
 def exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float:
-    """1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
+    """Return 1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
 
     Raises UserError if there is no gold answer.
     """
@@ -75,7 +96,7 @@ def exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> fl
 
 
 def token_f1(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float:
-    """F1 of the bags of normalised words, in [0, 1] (R-Search, Eq. 3; SQuAD's definition).
+    """Return the F1 of the bags of normalised words, in [0, 1] (R-Search, Eq. 3; SQuAD's definition).
 
     Raises UserError if there is no gold answer.
     """
@@ -83,15 +104,15 @@ def token_f1(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float
 
 
 def cover_exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float:
-    """1.0 if a normalised gold answer stands inside the normalised prediction as whole words (CEM), else 0.0.
+    """Return 1.0 if the normalised prediction contains a normalised gold answer as consecutive whole words (CEM), else 0.0.
 
-    A rule may ask for less than whole words in a row. Raises UserError if there is no gold answer.
+    A rule may require less (`Rule.cover`). Raises UserError if there is no gold answer.
     """
     return _best(_cover, prediction, answers, rule)
 
 
 _Metric = Callable[[str, str, str, str, Rule], float]
-"""Of the prediction and its normalised form, the gold answer and its normalised form, and the rule."""
+"""A function of the prediction, its normalised form, the gold answer, its normalised form, and the rule."""
 
 
 def _best(score: _Metric, prediction: str, answers: Sequence[str], rule: Rule) -> float:
@@ -104,54 +125,57 @@ def _refuse_no_gold(answers: Sequence[str]) -> None:
     if isinstance(answers, str) or not answers:
         raise UserError(
             f"answers: got {answers!r}; a question needs a list of at least one gold answer. "
-            "Give the question's answers, or leave the question out of the data."
+            "Give the answers of the question, or remove the question from the data."
         )
 
 
 def _bare(raw: str, gold: str, rule: Rule) -> float:
-    # A gold answer of articles or punctuation alone ("The The", "!!!") normalises to nothing;
-    # compared as normalised text it would pay for an empty prediction.
-    raw, gold = (" ".join(rule.written(text).lower().split()) for text in (raw, gold))
+    """Exact match of the texts as written, up to case and white space.
+
+    It is for a gold answer of only articles or punctuation ("The The", "!!!"), which normalises to nothing: its normalised form
+    would equal an empty prediction.
+    """
+    raw, gold = (" ".join(rule.canonicalize(text).lower().split()) for text in (raw, gold))
     return float(raw == gold)
 
 
-def _exact(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
-    if not wanted and rule.empty == "written":
+def _exact(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
+    if not gold_text and rule.empty == "written":
         return _bare(raw, gold, rule)
-    return float(text == wanted)
+    return float(text == gold_text)
 
 
-def _f1(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
-    if not wanted or not text:
-        if wanted or rule.empty == "zero":
+def _f1(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
+    if not gold_text or not text:
+        if gold_text or rule.empty == "zero":
             return 0.0
-        return _bare(raw, gold, rule) if rule.empty == "written" else float(text == wanted)
-    if rule.yes_no_whole and text != wanted and (text in YES_NO or wanted in YES_NO):
+        return _bare(raw, gold, rule) if rule.empty == "written" else float(text == gold_text)
+    if rule.yes_no_whole and text != gold_text and (text in YES_NO or gold_text in YES_NO):
         return 0.0
-    ours, theirs = text.split(), wanted.split()
-    if not (shared := _overlap(ours, theirs)):
+    predicted, gold_words = text.split(), gold_text.split()
+    if not (shared := _overlap(predicted, gold_words)):
         return 0.0
-    found = 2 * shared / (len(ours) + len(theirs))
-    return found if rule.f1_decimals is None else round(found, rule.f1_decimals)
+    f1 = 2 * shared / (len(predicted) + len(gold_words))
+    return f1 if rule.f1_decimals is None else round(f1, rule.f1_decimals)
 
 
-def _overlap(ours: list[str], theirs: list[str]) -> int:
-    """Size of what two bags of words share."""
-    common = set(ours).intersection(theirs)
+def _overlap(predicted: list[str], gold_words: list[str]) -> int:
+    """Return the size of the intersection of two bags of words."""
+    common = set(predicted).intersection(gold_words)
     if not common:
         return 0
-    if len(ours) == len(theirs) == len(common):
+    if len(predicted) == len(gold_words) == len(common):
         return len(common)
-    return (Counter(ours) & Counter(theirs)).total()
+    return (Counter(predicted) & Counter(gold_words)).total()
 
 
-def _cover(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
-    if not wanted and rule.empty == "written":
+def _cover(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
+    if not gold_text and rule.empty == "written":
         return _bare(raw, gold, rule)
     if rule.cover == "substring":
-        return float(wanted in text)  # nothing stands in every text, as in FlashRAG's and Search-R1's scripts
-    if not wanted:
-        return float(text == wanted)
+        return float(gold_text in text)  # every text contains "", as in FlashRAG's and Search-R1's scripts
+    if not gold_text:
+        return float(text == gold_text)
     if rule.cover == "words":
-        return float(set(text.split()).issuperset(wanted.split()))
-    return float(f" {wanted} " in f" {text} ")
+        return float(set(text.split()).issuperset(gold_text.split()))
+    return float(f" {gold_text} " in f" {text} ")

@@ -1,4 +1,7 @@
-"""Answer normalisation: what two strings must share to count as the same answer, in SQuAD's rules and the papers' variants."""
+"""Answer normalisation: when two strings count as the same answer, by SQuAD's rule and the variants of the papers.
+
+Read `Rule` and `RULES` first.
+"""
 
 import dataclasses
 import re
@@ -7,43 +10,44 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rrl.errors import UserError, one_of
-from rrl.text.characters import one_form
+from rrl.text.characters import canonical_unicode
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _QUOTES = "_‘’´`"
-"""What TriviaQA counts as punctuation beyond ASCII's (of which two are there already)."""
+"""Characters that TriviaQA's script adds to ASCII punctuation (two of them are ASCII)."""
 _DROP_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SPACE_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
 _SPACE_QUOTES = str.maketrans(dict.fromkeys(string.punctuation + _QUOTES, " "))
 _BOOLEANS = {"True": "yes", "False": "no"}
 
 YES_NO = ("yes", "no", "noanswer")
-"""Answers that are right or wrong as a whole where a rule says so (HotpotQA's script)."""
+"""Answers that a rule with `yes_no_whole` scores only as a whole (HotpotQA's script)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """How answers are compared. The default is SQuAD's normalisation, with gold answers that it leaves empty kept."""
+    """How answers are compared. The default is SQuAD's normalisation, except for gold answers that it makes empty (`empty`)."""
 
     punctuation: Literal["drop", "space", "quotes"] = "drop"
-    """ASCII punctuation is dropped ("U.S." is "us"), becomes a space ("u s"), or so do typographic quotes too (TriviaQA)."""
+    """How to treat ASCII punctuation: "drop" removes it ("U.S." is "us"); "space" replaces it by spaces ("u s"); "quotes"
+    replaces typographic quotes too (TriviaQA)."""
     articles_first: bool = False
-    """Articles go before the punctuation: "A-team" is "team" and not "ateam" (R3-RAG as released)."""
+    """Remove articles before punctuation: "A-team" is "team", not "ateam" (R3-RAG's released code)."""
     booleans: bool = False
-    """An answer that is "True" or "False" reads yes or no (TIRESRAG-R1 as released)."""
+    """Read the answers "True" and "False" as yes and no (TIRESRAG-R1's released code)."""
     yes_no_whole: bool = False
-    """F1 is 0 where one side is yes, no or noanswer and the other is not the same (HotpotQA, TIRESRAG-R1)."""
+    """F1 is 0 if one side is yes, no or noanswer and the other side differs (HotpotQA, TIRESRAG-R1)."""
     cover: Literal["phrase", "substring", "words"] = "phrase"
-    """What cover-EM asks of the prediction: the gold words in a row; its characters ("art" in "party" counts); or all of
-    its words in any order."""
+    """What cover-EM requires of the prediction: "phrase": the gold words in a row; "substring": the gold characters ("art" in
+    "party" counts); "words": all gold words in any order."""
     empty: Literal["written", "equal", "zero"] = "written"
-    """A gold answer that normalises to nothing ("The The", "A", "!!!"): compared as it is written, so that an empty prediction
-    never scores; as SQuAD 2.0, where two empty sides are equal; or as SQuAD 1.1, where they are equal for EM and F1 is 0."""
+    """How to score a gold answer that normalises to nothing ("The The", "A", "!!!"). "written": compare the texts as written, so
+    that an empty prediction never scores. "equal": two empty sides are equal (SQuAD 2.0). "zero": they are equal for EM, but F1
+    is 0 (SQuAD 1.1)."""
     f1_decimals: int | None = None
-    """F1 rounded to so many decimals (R-Search as released: 2)."""
-    one_form: bool = False
-    """Texts are compared in one Unicode form (NFKC), HTML character references such as `&amp;` resolved. No published rule does
-    so."""
+    """Decimals to which F1 is rounded (R-Search's released code: 2); None: not rounded."""
+    canonical_unicode: bool = False
+    """Compare texts in NFKC with HTML character references such as `&amp;` resolved. No published rule does this."""
 
     def __post_init__(self) -> None:
         one_of(_TABLES, self, "punctuation")
@@ -51,13 +55,13 @@ class Rule:
         one_of(("written", "equal", "zero"), self, "empty")
 
     def normalize(self, text: str) -> str:
-        """Lower case, without punctuation and articles, single spaces."""
-        text = self._stripped(self.written(_BOOLEANS.get(text, text) if self.booleans else text))
+        """Return the text in lower case, without punctuation and articles, with single spaces."""
+        text = self._stripped(self.canonicalize(_BOOLEANS.get(text, text) if self.booleans else text))
         return " ".join(text.split())
 
-    def written(self, text: str) -> str:
-        """The text as it is written, in one form where the rule asks for that."""
-        return one_form(text) if self.one_form else text
+    def canonicalize(self, text: str) -> str:
+        """Return the text in canonical Unicode if the rule requires it, otherwise unchanged."""
+        return canonical_unicode(text) if self.canonical_unicode else text
 
     def _stripped(self, text: str) -> str:
         text, table = text.lower(), _TABLES[self.punctuation]
@@ -66,13 +70,13 @@ class Rule:
         return _ARTICLES.sub(" ", text.translate(table))
 
     def normalize_all(self, texts: Sequence[str]) -> list[str]:
-        """`normalize` of each, several times as fast where there are many: they are worked on as one text."""
+        """Return `normalize` of each text. Many texts are processed as one, which is several times faster."""
         if self.booleans:
             texts = [_BOOLEANS.get(text, text) for text in texts]
-        lines = self.written("\n".join(texts))
+        lines = self.canonicalize("\n".join(texts))
         if lines.count("\n") != len(texts) - 1:
             return [self.normalize(text) for text in texts]
-        # Nothing reaches across a line break: it is neither part of a word nor punctuation.
+        # No rule matches across a line break, which is neither part of a word nor punctuation.
         lines = self._stripped(lines)
         return [" ".join(line.split()) for line in lines.split("\n")]
 
@@ -83,8 +87,8 @@ _TABLES: dict[str, dict[int, Any]] = {
     "quotes": _SPACE_QUOTES,
 }
 
-RRL = Rule(one_form=True)
-"""What rewards and training metrics use."""
+RRL = Rule(canonical_unicode=True)
+"""The rule of rewards and training metrics."""
 
 RULES: Mapping[str, Rule] = {
     "rrl": RRL,
@@ -101,31 +105,32 @@ RULES: Mapping[str, Rule] = {
     "tiresrag-r1": Rule(punctuation="quotes", booleans=True, yes_no_whole=True, cover="words", empty="zero"),
     "r2ag": Rule(empty="zero"),
 }
-"""By name: SQuAD 1.1 and 2.0 (the latter is MuSiQue's too), HotpotQA's script (2WikiMultiHopQA's too), TriviaQA's,
-FlashRAG's, Search-R1's, and the four papers'. R3-RAG compares every short answer that was extracted, and takes the best:
-give a list of predictions. R2AG and the paper of R-Search say SQuAD's."""
+"""Rules by name: SQuAD 1.1; SQuAD 2.0, also MuSiQue's; HotpotQA's script, also 2WikiMultiHopQA's; those of TriviaQA, FlashRAG,
+Search-R1 and the four papers. R3-RAG takes the best of all extracted short answers: give `score_answer` a list of predictions.
+R2AG and R-Search's paper state SQuAD's rule. Names with "-released" are the rules of released code."""
 
 
 def rule_named(name: str) -> Rule:
-    """The rule of `RULES`; UserError for another name."""
+    """Return a rule of `RULES`. Raises UserError for an unknown name."""
     if name not in RULES:
         raise UserError(f"normalization={name!r} is unknown; choose one of {', '.join(RULES)}")
     return RULES[name]
 
 
 def normalize_answer(text: str, rule: Rule = RRL) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces (SQuAD, Rajpurkar et al. 2016), or another rule.
+    """Return the normalised answer: lower case, no ASCII punctuation, no articles, single spaces, or as another rule.
 
-    Punctuation goes before the articles, as in the official script: "U.S.A." becomes "usa", "(The) End" "end".
+    The default is that of SQuAD (Rajpurkar et al. 2016), whose script removes punctuation before articles: "U.S.A." becomes
+    "usa", "(The) End" becomes "end".
     """
     return rule.normalize(text)
 
 
 def answer_tokens(text: str, rule: Rule = RRL) -> list[str]:
-    """The words of the normalised answer, in order; the unit of token F1."""
+    """Return the words of the normalised answer in order; they are the tokens of token F1."""
     return rule.normalize(text).split()
 
 
 def title_key(title: str) -> str:
-    """What titles are compared by: case, white space, the Unicode form and HTML character references do not count."""
-    return " ".join(one_form(title).casefold().split())
+    """Return a title without differences of case, white space, Unicode form and HTML references, for comparison."""
+    return " ".join(canonical_unicode(title).casefold().split())

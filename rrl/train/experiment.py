@@ -56,8 +56,9 @@ from rrl.runs.saved_trajectories import MAX_PER_SOURCE
 from rrl.runs.timed_log import TimedLog
 from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
 from rrl.train.guard import GuardConfig
-from rrl.train.loop import Outcome, Task, train
+from rrl.train.loop import train
 from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
+from rrl.train.run import Outcome, RunModels, Task
 
 SECTIONS = {
     "train": RLConfig,
@@ -353,12 +354,14 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         settings.train,
         settings.recipe,
         loaded.task,
-        loaded.engine,
-        loaded.decoder,
+        RunModels(
+            loaded.engine,
+            loaded.decoder,
+            loaded.value_model,
+            ScoringContext(loaded.reader.answers if loaded.reader else None, loaded.judge),
+        ),
         workdir,
-        scoring=ScoringContext(loaded.reader.answers if loaded.reader else None, loaded.judge),
         identity=identity,
-        value_model=loaded.value_model,
         before_writing=before_writing,
     )
     # A run that was stopped before its first update has nothing to report.

@@ -1,4 +1,4 @@
-"""The trained state of an RL run (policy, optimiser, critic), and one update from trajectories: `Learner.learn`."""
+"""The trained state of an RL run (policy, optimiser, critic), and one update from a batch: `Learner.update`."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Float, PyTree
+from jaxtyping import Bool, Float, PyTree
 
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder, cast_params
 from rrl.models.heads import ValueModel
-from rrl.rl.critic import CriticState, make_critic
+from rrl.rl.critic import CriticState, ValueEstimate, make_critic
 from rrl.rl.optim import (
     init_optimizer,
     make_optimizer,
@@ -24,7 +24,7 @@ from rrl.rl.optim import (
     split_trained,
     taken_updates,
 )
-from rrl.rl.update import Advantages, Updater
+from rrl.rl.update import Advantages, ReferenceLogprobs, Updater
 from rrl.train.rl_config import RLConfig
 
 
@@ -34,14 +34,30 @@ def learned_params_path(settings: Mapping[str, Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class LearnResult:
-    """The result of `Learner.learn`."""
+class LearningBatch:
+    """The trajectories that a step learns from, and their advantages."""
+
+    left_out: Bool[np.ndarray, "N"]
+    """True for the sampled trajectories that are not in `trajectories`' groups."""
+    trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
+    """M of the N sampled trajectories; empty if there is nothing to learn from."""
+    advantages: Advantages = ()
+    """Final advantages: one per trajectory or one per token."""
+    advantage_std: float = 0.0
+    """Standard deviation of the advantages before whitening: over trajectories, or over policy tokens with a critic."""
+    reference_logprobs: ReferenceLogprobs | None = None
+    """If the KL is in the reward."""
+    values: ValueEstimate | None = None
+    """With a critic."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateResult:
+    """The result of `Learner.update`."""
 
     metrics: dict[str, float]
     """critic/... and train/... of the updates that were made."""
-    advantages: Advantages
-    """Advantages of the trajectories' tokens."""
-    finite: bool
+    finite: bool = True
     """False if a gradient was not finite, so that its update was skipped."""
 
 
@@ -102,7 +118,7 @@ class Learner:
     @property
     def state(self) -> tuple[PyTree, ...]:
         """Parameters, optimiser state, average of the parameters (None without averaging), and the critic's state if there is
-        a critic. `learn` donates these buffers."""
+        a critic. `update` donates these buffers."""
         return self._params, self._opt_state, self._average, *self._critic_state
 
     @state.setter
@@ -124,48 +140,64 @@ class Learner:
         """All parameters of the reference, which is the initial policy."""
         return nnx.merge_state(self._reference, self._fixed)
 
-    def learn(
-        self, step: int, trajectories: Sequence[Trajectory], advantages: Float[np.ndarray, "N"]
-    ) -> LearnResult:
-        """Update the policy, and the critic if there is one, from the trajectories of a step.
+    def batch(
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: Float[np.ndarray, "M"],
+        left_out: Bool[np.ndarray, "N"],
+    ) -> LearningBatch:
+        """Return the batch with its final advantages.
 
-        The policy is not updated in the first `config.critic_warmup` steps. The metric advantage_std is the standard deviation
-        over trajectories, or over policy tokens if a critic gives the advantages.
+        With a critic they are estimated by GAE, and the recipe's are not used. The KL penalty is subtracted if the objective
+        has it in the reward. Then advantages are whitened if the objective asks for it.
+
+        Args:
+            trajectories: M trajectories to learn from.
+            advantages: [M] the recipe's advantages.
+            left_out: see `LearningBatch`.
+        """
+        reference_logprobs = self._updater.reference_logprobs(self._reference, self._fixed, trajectories)
+        if self._critic is None:
+            std = float(advantages.std())
+            final = self._updater.token_advantages(trajectories, advantages, reference_logprobs)
+            return LearningBatch(left_out, list(trajectories), final, std, reference_logprobs)
+        penalties = None if reference_logprobs is None else reference_logprobs.kl_penalties
+        values = self._critic.estimate(self._critic_state[0], trajectories, penalties)
+        return LearningBatch(
+            left_out, list(trajectories), values.advantages, values.advantage_std, reference_logprobs, values
+        )
+
+    def update(self, step: int, batch: LearningBatch) -> UpdateResult:
+        """Update the critic, if there is one, and the policy; then the average of the parameters.
+
+        The policy is not updated in the first `config.critic_warmup` steps. An empty batch changes nothing but the average.
 
         Args:
             step: number of the step, from 0.
-            trajectories: N trajectories.
-            advantages: [N] the recipe's advantages; a critic replaces them.
+            batch: what to learn from.
         """
-        skipped, metrics = self._skipped, dict[str, float]()
-        token_advantages: Advantages
-        reference_logprobs = self._updater.reference_logprobs(self._reference, self._fixed, trajectories)
-        if self._critic is None:
-            advantage_std = float(advantages.std())
-            token_advantages = self._updater.token_advantages(trajectories, advantages, reference_logprobs)
-        else:
-            penalties = None if reference_logprobs is None else reference_logprobs.kl_penalties
-            estimate = self._critic.estimate(self._critic_state[0], trajectories, penalties)
-            token_advantages, advantage_std = estimate.advantages, estimate.advantage_std
+        skipped, metrics = self._skipped, {"train/advantage_std": batch.advantage_std}
+        if self._critic is not None and batch.values is not None:
             self._critic_state[0], critic_metrics = self._critic.update(
-                self._critic_state[0], trajectories, estimate
+                self._critic_state[0], batch.trajectories, batch.values
             )
             metrics |= {f"critic/{name}": value for name, value in critic_metrics.items()}
-        if step >= self.config.critic_warmup:
+        if batch.trajectories and step >= self.config.critic_warmup:
             self._params, self._opt_state, policy_metrics = self._updater(
                 self._params,
                 self._opt_state,
                 self._reference,
                 self._fixed,
-                trajectories,
-                token_advantages,
-                reference_logprobs,
+                batch.trajectories,
+                batch.advantages,
+                batch.reference_logprobs,
             )
             metrics |= {f"train/{name}": value for name, value in policy_metrics.items()}
-        metrics["train/advantage_std"] = advantage_std  # before whitening, after which it is 1
-        return LearnResult(metrics, token_advantages, self._skipped == skipped)
+        metrics["train/lr"] = self.learning_rate
+        self._update_average(step + 1)
+        return UpdateResult(metrics, self._skipped == skipped)
 
-    def update_average(self, steps: int) -> None:
+    def _update_average(self, steps: int) -> None:
         """Add the parameters after `steps` updates to their average. Does nothing without averaging."""
         if self._average is not None:
             count = max(1, steps - self.config.average_start)

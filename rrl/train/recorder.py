@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from rrl.data.trajectory import Trajectory
 from rrl.files import saving
 from rrl.rollout.curriculum import Curriculum
 from rrl.runs.checkpoints import Checkpoints
@@ -17,7 +16,7 @@ from rrl.runs.progress import Progress
 from rrl.runs.saved_trajectories import SavedTrajectories
 from rrl.train.dump import dump_batch
 from rrl.train.guard import Guard
-from rrl.train.learner import Learner, LearnResult
+from rrl.train.learner import Learner, LearningBatch
 from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
 
 
@@ -27,6 +26,7 @@ class RunRecorder:
     A run may take several processes one after another, each of which continues after the last.
 
     Attributes:
+      learner, curriculum: as given to the constructor.
       step: completed updates when this process opened the workdir.
       start_metrics: held-out metrics of the initial policy; empty until it is evaluated.
       seconds: training time of all processes of the run, without evaluations.
@@ -56,7 +56,7 @@ class RunRecorder:
         self.step = 0
         self.guard, self.guard_message = Guard(config.guard), ""
         self.saved = SavedTrajectories(workdir)
-        self._learner, self._curriculum = learner, curriculum
+        self.learner, self.curriculum = learner, curriculum
         settings = dataclasses.asdict(config) | {"run": dict(identity)}
         with contextlib.ExitStack() as stack:
             self._checkpoints = stack.enter_context(Checkpoints(workdir, settings, 2, MAY_DIFFER, MAY_GROW))
@@ -94,8 +94,8 @@ class RunRecorder:
         """
         if step == self.config.steps or self.config.guard.action != "stop" or not self.guard.sees_collapse:
             metadata = {"before": self.start_metrics, "seconds": self.seconds, "step": step}
-            metadata |= {"curriculum": self._curriculum.state, "lines": self.writer.lines}
-            self._checkpoints.save(step, self._learner.state, metadata)
+            metadata |= {"curriculum": self.curriculum.state, "lines": self.writer.lines}
+            self._checkpoints.save(step, self.learner.state, metadata)
 
     def restore(self) -> tuple[int, int | None]:
         """Restore the latest checkpoint.
@@ -103,11 +103,11 @@ class RunRecorder:
         Returns:
             Its step and its number of metrics lines (None if an older version wrote the checkpoint).
         """
-        self._learner.state, metadata = self._checkpoints.restore(
-            self._learner.state, fields=("before", "seconds", "curriculum", "step")
+        self.learner.state, metadata = self._checkpoints.restore(
+            self.learner.state, fields=("before", "seconds", "curriculum", "step")
         )
         self.start_metrics, self.seconds = metadata["before"], metadata["seconds"]
-        self._curriculum.restore(metadata["curriculum"])
+        self.curriculum.restore(metadata["curriculum"])
         return int(metadata["step"]), metadata.get("lines")
 
     def past_evaluation(self, step: int) -> dict[str, float] | None:
@@ -142,11 +142,11 @@ class RunRecorder:
         )
         return metrics
 
-    def save_non_finite_batch(self, step: int, trajectories: list[Trajectory], result: LearnResult) -> None:
+    def save_non_finite_batch(self, step: int, batch: LearningBatch) -> None:
         """Save the batch of a step whose gradient was not finite, and log it."""
         folder = self._checkpoints.workdir / "not_finite"
         with saving(folder):
-            file = dump_batch(folder, step, trajectories, result.advantages)
+            file = dump_batch(folder, step, batch.trajectories, batch.advantages)
         saved = f"; the batch is in {file}" if file else ""
         self.progress.note(f"step {step}: a gradient was not finite, its update is skipped{saved}")
 

@@ -1,4 +1,4 @@
-"""Questions that two files share, whatever their case and punctuation."""
+"""Tests of finding questions that two files share, in any case and punctuation."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_shared_questions_are_found_by_normalised_text() -> None:
     ]
     emma = [Question("5", "Who wrote well known Emma?", ("Jane austen",))]
     assert [(leak.train.id, leak.same_answer) for leak in shared_questions(train, emma)] == [("a", True)]
-    # Whichever comes first, the one with the same answer counts.
+    # The pair with the same answer is reported in any order.
     twice, alps = [Question("e", "Where is it?", ("y",)), *train], [Question("6", "Where is it", ("alps",))]
     assert [leak.train.id for leak in shared_questions(twice, alps)] == ["d"]
     assert [leak.train.id for leak in shared_questions(twice[::-1], alps)] == ["d"]

@@ -1,4 +1,4 @@
-"""Corpus files in their publishers' forms, and what happens to broken ones."""
+"""Tests of reading corpus files in published formats, and of broken files."""
 
 import gzip
 import json
@@ -35,14 +35,14 @@ FORMS = {
 
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_gives_the_same_passages(tmp_path: Path, name: str, zipped: bool) -> None:
+def test_every_corpus_format_gives_the_same_passages(tmp_path: Path, name: str, zipped: bool) -> None:
     file = tmp_path / (name + ".gz" if zipped else name)
     data = FORMS[name].encode()
     file.write_bytes(gzip.compress(data) if zipped else data)
     assert load_passages(file) == PAIR
 
 
-def test_dpr_tsv(tmp_path: Path) -> None:
+def test_dpr_tsv_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "psgs_w100.tsv"
     file.write_text('id\ttext\ttitle\n1\t"Aaron is ""a prophet"", they say"\tAaron\n2\tplain\tB"C"\n')
     assert load_passages(file) == [
@@ -54,7 +54,7 @@ def test_dpr_tsv(tmp_path: Path) -> None:
         load_passages(file)
 
 
-def test_sentences_of_a_pool_are_joined_by_one_space(tmp_path: Path) -> None:
+def test_sentences_of_a_passage_are_joined_by_one_space(tmp_path: Path) -> None:
     file = tmp_path / "pool.json"
     file.write_text(json.dumps({"A": ["One.", " Two.", "Three. "]}))
     assert load_passages(file)[0].text == "One. Two. Three."
@@ -74,7 +74,7 @@ POOLS = {
 
 
 @pytest.mark.parametrize("form", POOLS)
-def test_the_passages_of_questions_come_once_each(tmp_path: Path, form: str) -> None:
+def test_passages_of_several_questions_are_read_once(tmp_path: Path, form: str) -> None:
     file = tmp_path / "train.json"
     file.write_text(json.dumps(POOLS[form] * 2))
     assert load_passages(file) == PAIR
@@ -91,14 +91,14 @@ def test_the_passages_of_questions_come_once_each(tmp_path: Path, form: str) -> 
         ("['Oslo' 'x']", "context: got .* not a list in JSON or Python"),
     ],
 )
-def test_a_broken_context_is_refused(tmp_path: Path, context: object, reason: str) -> None:
+def test_broken_contexts_are_refused(tmp_path: Path, context: object, reason: str) -> None:
     file = tmp_path / "train.json"
     file.write_text(json.dumps([{"question": "?", "context": context}]))
     with pytest.raises(UserError, match=rf"train.json, record 1: .*{reason}"):
         load_passages(file)
 
 
-def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
+def test_a_corpus_is_read_line_by_line(tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text('{"id": "a", "text": "x"}\nbroken\n')
     passages = iter_passages(file)
@@ -121,7 +121,7 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
         "4 5 3 4 5",
     ],
 )
-def test_repeated_ids_are_seen_whatever_their_order(ids: str) -> None:
+def test_repeated_ids_are_detected_in_any_order(ids: str) -> None:
     seen, known = SeenIds(), set[str]()
     for identity in ids.split():
         assert seen.add(identity) == (identity not in known)
@@ -142,7 +142,7 @@ BROKEN = (
 )
 
 
-def test_broken_lines_are_skipped_with_their_numbers(tmp_path: Path, caplog) -> None:
+def test_broken_lines_are_skipped_and_their_line_numbers_logged(tmp_path: Path, caplog) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_bytes(BROKEN)
     skipped: list[str] = []
@@ -161,7 +161,7 @@ def test_broken_lines_are_skipped_with_their_numbers(tmp_path: Path, caplog) -> 
         (5, "UTF-8"),
     ],
 )
-def test_a_broken_line_is_refused_by_file_line_and_reason(tmp_path: Path, keep: int, reason: str) -> None:
+def test_the_error_of_a_broken_line_has_file_line_and_reason(tmp_path: Path, keep: int, reason: str) -> None:
     file = tmp_path / "corpus.jsonl"
     lines = BROKEN.splitlines(keepends=True)
     file.write_bytes(lines[0] + lines[keep])
@@ -199,7 +199,7 @@ def test_missing_files_and_unknown_modes_are_refused(tmp_path: Path) -> None:
         ("hotpotqa/train_100_corpus.json.gz", 994),
         ("musique/train_100_corpus.json.gz", 1890),
         ("wikipedia/passages_1000.jsonl.gz", 1000),
-        # Distinct contexts of the questions: as many as the published corpora hold.
+        # Question files: as many distinct contexts as the published corpora have passages.
         ("hotpotqa/train_100.json.gz", 994),
         ("2wiki/train_500_with_context.json.gz", 3112),
         ("musique/train_100.json.gz", 1890),
@@ -211,19 +211,19 @@ def test_real_corpora_are_read_whole(name: str, count: int) -> None:
     assert all(passage.title and passage.text for passage in passages)
 
 
-def test_fingerprint_tells_order_and_borders() -> None:
+def test_fingerprint_depends_on_order_and_field_boundaries() -> None:
     assert fingerprint(PAIR) == fingerprint(list(PAIR))
     assert fingerprint(PAIR) != fingerprint(PAIR[::-1])
     assert fingerprint([Passage("1", "ab", "c")]) != fingerprint([Passage("1", "a", "bc")])
 
 
-def test_render_is_the_observation_of_the_paper() -> None:
+def test_render_has_the_format_of_r_search() -> None:
     assert render(PAIR[:1]) == "(Title: Oslo) A city."
     assert render([PAIR[0], PAIR[0]]) == "(Title: Oslo) A city.\n(Title: Oslo) A city."
     assert render([]) == ""
 
 
-def test_long_contexts_and_flashrags_metadata_are_pools(tmp_path: Path) -> None:
+def test_passages_are_read_from_long_contexts_and_from_flashrags_metadata(tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
     long = {"_id": "q1", "question": "Which?", "choice_A": "x", "context": " ".join(map(str, range(250)))}
     flashrag = {
@@ -267,18 +267,18 @@ def written(folder: Path, *records: dict) -> Path:
         ),
     ],
 )
-def test_a_title_is_the_title_and_may_stand_alone(tmp_path: Path, record: dict, expected: Passage) -> None:
+def test_titles_are_read_and_may_have_no_text(tmp_path: Path, record: dict, expected: Passage) -> None:
     assert load_passages(written(tmp_path, record)) == [expected]
 
 
-def test_documents_with_neither_title_nor_text_are_left_out_and_counted(tmp_path: Path, caplog) -> None:
+def test_documents_with_neither_title_nor_text_are_excluded_and_counted(tmp_path: Path, caplog) -> None:
     empty = ({"id": "a", "title": "", "text": " "}, {"id": "b", "contents": ""}, {"id": "c", "title": None})
     file = written(tmp_path, *empty, {"id": "d", "text": "x"})
-    left_out: list[str] = []
-    assert [passage.id for passage in iter_passages(file, left_out=left_out)] == ["d"]
-    assert left_out == [f"line {line}: neither a title nor a text" for line in (1, 2, 3)]
-    assert "left out 3 records of 4 (line 1: neither" in caplog.text
-    with pytest.raises(UserError, match="nothing of its 3 records can be used"):
+    excluded: list[str] = []
+    assert [passage.id for passage in iter_passages(file, excluded=excluded)] == ["d"]
+    assert excluded == [f"line {line}: neither a title nor a text" for line in (1, 2, 3)]
+    assert "excluded 3 records of 4 (line 1: neither" in caplog.text
+    with pytest.raises(UserError, match="none of its 3 records can be used"):
         load_passages(written(tmp_path, *empty))
 
 
@@ -313,25 +313,25 @@ TEXT_POOLS = [
 
 
 @pytest.mark.parametrize("record", TEXT_POOLS)
-def test_the_passages_of_readers_and_long_contexts_are_a_corpus(tmp_path: Path, record: dict) -> None:
+def test_passages_of_reader_datasets_and_long_contexts_are_read(tmp_path: Path, record: dict) -> None:
     assert load_passages(written(tmp_path, record)) == [PAIR[0]]
 
 
-def test_squads_own_file_is_a_corpus_of_its_paragraphs(tmp_path: Path) -> None:
+def test_the_squad_file_is_read_as_a_corpus_of_its_paragraphs(tmp_path: Path) -> None:
     file = tmp_path / "dev-v2.0.json"
-    asked = [{"id": "1", "question": "?", "answers": []}, {"id": "2", "question": "?", "answers": []}]
-    article = {"title": "Oslo", "paragraphs": [{"context": "A city.", "qas": asked}]}
+    questions = [{"id": "1", "question": "?", "answers": []}, {"id": "2", "question": "?", "answers": []}]
+    article = {"title": "Oslo", "paragraphs": [{"context": "A city.", "qas": questions}]}
     file.write_text(json.dumps({"version": "v2.0", "data": [article]}))
     assert load_passages(file) == [PAIR[0]]
 
 
-def test_a_passage_of_a_question_whose_text_has_an_unknown_name_is_refused(tmp_path: Path) -> None:
+def test_a_question_passage_with_an_unknown_text_field_is_refused(tmp_path: Path) -> None:
     file = written(tmp_path, {"question": "?", "ctxs": [{"title": "Oslo", "words": "A city."}]})
     with pytest.raises(UserError, match="ctxs: a passage without a text; found the fields title, words"):
         load_passages(file)
 
 
-def test_a_document_of_kilts_knowledge_source_has_its_title_and_id(tmp_path: Path) -> None:
+def test_kilt_documents_have_their_title_and_id(tmp_path: Path) -> None:
     record = {"_id": "290", "wikipedia_id": "290", "wikipedia_title": "A", "text": ["A is", "a letter."]}
     (tmp_path / "kilt.jsonl").write_text(json.dumps(record) + "\n")
     assert load_passages(tmp_path / "kilt.jsonl") == [Passage("290", "A", "A is a letter.")]

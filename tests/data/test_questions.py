@@ -1,4 +1,4 @@
-"""Question files in their publishers' forms, data folders, and what happens to broken ones."""
+"""Tests of reading question files in published formats, data folders, and broken files."""
 
 import gzip
 import json
@@ -112,11 +112,11 @@ def written(folder: Path, *records: dict) -> Path:
         ),
     ],
 )
-def test_every_form_is_understood(tmp_path: Path, record: dict, expected: Question) -> None:
+def test_every_question_format_is_read(tmp_path: Path, record: dict, expected: Question) -> None:
     assert load_questions(written(tmp_path, record)) == [expected]
 
 
-def test_half_a_character_is_read_as_a_question_mark_and_can_be_written_down(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_read_as_a_question_mark_and_can_be_saved(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text(r'{"question": "Who is \ud83d\ude00 or \uD83D?", "answers": ["\udc00 x"]}')
     questions = load_questions(path)
@@ -125,7 +125,7 @@ def test_half_a_character_is_read_as_a_question_mark_and_can_be_written_down(tmp
     assert load_questions(path) == questions
 
 
-def test_our_own_form_comes_back_unchanged(tmp_path: Path) -> None:
+def test_saved_questions_are_loaded_unchanged(tmp_path: Path) -> None:
     questions = [
         Question("a", "Ærø?", ("x", "y"), "two_hop", ("T",), 2),
         Question("b", "Is it?", ("A",), choices=("yes", "no")),
@@ -150,13 +150,13 @@ def test_our_own_form_comes_back_unchanged(tmp_path: Path) -> None:
         ("keyed.json", '{"7": {"question": "Who \\"he\\" is?", "answer": "A"}}'),
     ],
 )
-def test_every_container_is_understood(tmp_path: Path, name: str, text: str) -> None:
+def test_json_lines_lists_and_objects_are_read(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     answers = ("A", "B") if name == "popqa.tsv" else ("A",)
     assert load_questions(tmp_path / name) == [Question("7", 'Who "he" is?', answers)]
 
 
-def test_answers_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_answers_are_read_from_a_separate_file(tmp_path: Path) -> None:
     file, truth = tmp_path / "queries.json", tmp_path / "truth.json"
     file.write_text(
         json.dumps({"queries": [{"id": "0", "question": "Who?"}, {"id": "1", "question": "What?"}]})
@@ -179,16 +179,16 @@ def test_answers_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
         load_questions(file, truth=truth)
 
 
-def test_real_multihop_rag_is_read_with_its_truth() -> None:
+def test_real_multihop_rag_is_read_with_its_answer_file() -> None:
     questions = load_questions(
         shared("multihop_rag/queries_500.json"), truth=shared("multihop_rag/ground_truth_500.json.gz")
     )
     assert len(questions) == 500
-    assert sum(not question.gold for question in questions) == 71  # the null queries
+    assert sum(not question.gold for question in questions) == 71  # questions without an answer in the corpus
     assert all(bool(question.gold) != (question.kind == "null_query") for question in questions)
 
 
-def test_real_musique_says_its_hops() -> None:
+def test_real_musique_questions_have_their_number_of_hops() -> None:
     questions = load_questions(shared("musique/train_100.json.gz"))
     assert {question.hops for question in questions} == {2, 3, 4}
     assert all(question.hops == int(question.id[0]) for question in questions)
@@ -229,7 +229,7 @@ def test_broken_lines_are_skipped_or_refused(tmp_path: Path, caplog: pytest.LogC
         ("possible_answers", "A, B"),
     ],
 )
-def test_fields_of_the_wrong_type_are_named(tmp_path: Path, field: str, value: object) -> None:
+def test_errors_name_fields_of_the_wrong_type(tmp_path: Path, field: str, value: object) -> None:
     record = {"question": "Who?", "answer": "A", field: value}
     with pytest.raises(UserError, match=f"line 1: .*{field}"):
         load_questions(written(tmp_path, record))
@@ -246,9 +246,9 @@ def test_the_gold_answer_of_a_multiple_choice_is_one_of_its_choices(tmp_path: Pa
             load_questions(written(tmp_path, record | {"answer": wrong}))
 
 
-def test_a_passage_is_no_question(tmp_path: Path) -> None:
+def test_a_passage_is_refused_as_a_question(tmp_path: Path) -> None:
     file = written(tmp_path, {"id": "1", "title": "Oslo", "text": "Oslo is a city."})
-    with pytest.raises(UserError, match=r"line 1: text: stands beside a title .*a passage, not a question"):
+    with pytest.raises(UserError, match=r"line 1: text: the record has a title .*a passage, not a question"):
         load_questions(file, unanswered=True)
 
 
@@ -260,12 +260,12 @@ def test_a_passage_is_no_question(tmp_path: Path) -> None:
         (
             "a.json",
             '{"1": {"answer": "x"}, "2": {"answer": "y"}, "1": {"answer": "z"}}',
-            "'1' is there twice",
+            "'1' occurs twice",
         ),
         ("a.json", '[\n{"question": "?"\n]', r"not JSON \(.*: line 3, column 1\)"),
     ],
 )
-def test_json_that_is_none_or_names_a_field_twice_is_refused(
+def test_invalid_json_and_duplicate_names_are_refused(
     tmp_path: Path, name: str, content: str, words: str
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -273,7 +273,7 @@ def test_json_that_is_none_or_names_a_field_twice_is_refused(
         load_questions(tmp_path / name)
 
 
-def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+def test_the_error_of_a_damaged_archive_names_the_file(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"question": "?", "answer": "x"}\n' * 50)
     for content in (whole[:30], whole[:20] + bytes(byte ^ 255 for byte in whole[20:40]) + whole[40:]):
         (tmp_path / "a.jsonl.gz").write_bytes(content)
@@ -312,8 +312,8 @@ def test_gold_titles_of_real_folders_are_in_their_corpus(name: str) -> None:
     assert sum(found) / len(found) > 0.98
 
 
-def test_a_folder_without_what_is_needed_says_what_it_found(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"0 corpus files.*no question file.*Found: nothing"):
+def test_the_error_of_an_incomplete_folder_lists_its_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"0 corpus files.*no question file.*Found: no files"):
         load_folder(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "train_a.json").write_text("[]")
@@ -326,7 +326,7 @@ def test_a_folder_without_what_is_needed_says_what_it_found(tmp_path: Path) -> N
         load_folder(tmp_path / "none")
 
 
-def test_a_folder_is_read_by_file_names(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_assigned_by_name(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"title": "T", "text": "x"}\n')
     (tmp_path / "questions_small.jsonl").write_text('{"question": "Who?", "answer": "A"}\n')
     (tmp_path / "dev.json").write_text('[{"question": "Who?", "answer": "B"}]')
@@ -392,9 +392,7 @@ def test_a_folder_is_read_by_file_names(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_answers_are_read_as_their_publishers_write_them(
-    tmp_path: Path, record: dict, expected: Question
-) -> None:
+def test_answers_are_read_in_every_published_format(tmp_path: Path, record: dict, expected: Question) -> None:
     assert load_questions(written(tmp_path, record)) == [expected]
 
 
@@ -406,16 +404,16 @@ UNANSWERABLE = [
 
 
 @pytest.mark.parametrize("record", UNANSWERABLE)
-def test_unanswerable_questions_are_left_out_and_counted(tmp_path: Path, record: dict, caplog) -> None:
+def test_unanswerable_questions_are_excluded_and_counted(tmp_path: Path, record: dict, caplog) -> None:
     file = written(tmp_path, {"id": "a", "question": "Who?", "answer": "A", "answerable": True}, record)
     assert [question.id for question in load_questions(file)] == ["a"]
-    assert "left out 1 records of 2 (line 2: its publisher marks it as unanswerable)" in caplog.text
+    assert "excluded 1 records of 2 (line 2: its publisher marks it as unanswerable)" in caplog.text
     assert [question.answers for question in load_questions(file, unanswerable="empty")] == [("A",), ("",)]
     assert [question.answers for question in load_questions(file, unanswered=True)] == [("A",), ()]
 
 
-def test_squads_own_file_is_read(tmp_path: Path) -> None:
-    asked = [
+def test_the_squad_file_is_read_as_questions(tmp_path: Path) -> None:
+    qas = [
         {
             "id": "1",
             "question": "Who?",
@@ -431,11 +429,11 @@ def test_squads_own_file_is_read(tmp_path: Path) -> None:
         },
     ]
     file = tmp_path / "dev-v2.0.json"
-    file.write_text(json.dumps({"data": [{"title": "T", "paragraphs": [{"context": "x", "qas": asked}]}]}))
+    file.write_text(json.dumps({"data": [{"title": "T", "paragraphs": [{"context": "x", "qas": qas}]}]}))
     assert load_questions(file) == [Question("1", "Who?", ("A",))]
 
 
-def test_a_folder_may_hold_tables_and_a_file_that_is_not_used_is_not_read(tmp_path: Path) -> None:
+def test_a_folder_may_hold_tables_and_unused_files_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "corpus.csv").write_text('id,title,text\n1,T,"x\ny"\n')
     (tmp_path / "dev.tsv").write_text("question\tanswer\nWho?\tB\n")
     (tmp_path / "train.json").write_text("broken")
@@ -446,18 +444,18 @@ def test_a_folder_may_hold_tables_and_a_file_that_is_not_used_is_not_read(tmp_pa
         folder.questions("train")
 
 
-def test_a_split_without_gold_answers_is_passed_over_and_one_with_a_fault_is_not(
+def test_a_split_without_gold_answers_is_skipped_and_a_broken_split_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = {"question": "Who?", "answer": ""}
+    unanswered = {"question": "Who?", "answer": ""}
     test, dev = tmp_path / "test.json", tmp_path / "dev.json"
-    test.write_text(json.dumps([asked, {"question": "Why?"}]))
-    dev.write_text(json.dumps([asked | {"answer": "A"}]))
+    test.write_text(json.dumps([unanswered, {"question": "Why?"}]))
+    dev.write_text(json.dumps([unanswered | {"answer": "A"}]))
     folder = load_folder(tmp_path, corpus=False)
     assert folder.first_answered(("test", "dev")) == ("dev", [Question("0", "Who?", ("A",))])
     assert "test.json has no gold answers and is not used" in caplog.text
-    assert folder.first_answered(("test", "dev"), but="dev") is None
-    for faulty in ([asked, asked | {"answer": "A"}], [{"title": "T", "text": "x"}], []):
+    assert folder.first_answered(("test", "dev"), exclude="dev") is None
+    for faulty in ([unanswered, unanswered | {"answer": "A"}], [{"title": "T", "text": "x"}], []):
         test.write_text(json.dumps(faulty))
         with pytest.raises(UserError, match=r"test\.json"):
             folder.first_answered(("test", "dev"))
@@ -487,7 +485,7 @@ def test_a_split_without_gold_answers_is_passed_over_and_one_with_a_fault_is_not
         ({"paragraphs": [{"pid": "9", "title": "T", "is_supporting": True}]}, ("9",), ("T",)),
     ],
 )
-def test_ids_of_gold_passages_are_read_under_their_publishers_names(
+def test_ids_of_gold_passages_are_read_from_every_published_field(
     tmp_path: Path, fields: dict, ids: tuple[str, ...], titles: tuple[str, ...]
 ) -> None:
     (found,) = load_questions(written(tmp_path, {"id": "q", "question": "Who?", "answer": "A", **fields}))
@@ -497,7 +495,7 @@ def test_ids_of_gold_passages_are_read_under_their_publishers_names(
 
 
 @pytest.mark.parametrize("wrong", [[True], [{"x": 1}], [""], {"d": 1}])
-def test_a_gold_id_that_is_none_is_named(tmp_path: Path, wrong: object) -> None:
+def test_the_error_of_an_invalid_gold_id_names_it(tmp_path: Path, wrong: object) -> None:
     file = written(tmp_path, {"question": "Who?", "answer": "A", "gold_doc_ids": wrong})
     with pytest.raises(UserError, match="line 1: gold_doc_ids: got"):
         load_questions(file)

@@ -1,4 +1,4 @@
-"""Question files as seqio tasks: the same questions come out in any order and shard, metrics are ours, mixtures the papers'."""
+"""Tests of seqio tasks: the order of questions, shards, metrics, and the papers' mixtures."""
 
 import importlib
 import importlib.util
@@ -29,20 +29,20 @@ QUESTIONS = [
 CHOICES = [Question("m", "Which?", ("B",), choices=("red", "blue"))]
 
 
-def test_one_file_alone_imports_seqio_and_tensorflow_and_none_imports_that_file() -> None:
-    wanted = re.compile(
+def test_only_one_module_imports_seqio_and_no_module_imports_it() -> None:
+    imports = re.compile(
         r"^\s*(?:import|from) (?:seqio|tensorflow)\b|import.* seqio_tasks|seqio_tasks import", re.M
     )
     files = [file for top in ("rrl", "launch", "configs") for file in (ROOT / top).rglob("*.py")]
-    found = [file.name for file in files if wanted.search(file.read_text())]
+    found = [file.name for file in files if imports.search(file.read_text())]
     assert found == ["seqio_tasks.py"]
 
 
-def test_where_seqio_is_missing_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_seqio_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "seqio", None)
     monkeypatch.delitem(sys.modules, "rrl.data.seqio_tasks", raising=False)
     with pytest.raises(
-        UserError, match=r"needs seqio, which can't be imported .*pip install -e '.\[seqio\]'"
+        UserError, match=r"needs seqio, which cannot be imported .*pip install -e '.\[seqio\]'"
     ):
         importlib.import_module("rrl.data.seqio_tasks")
 
@@ -65,30 +65,30 @@ def ids(data: Any) -> list[str]:
     return [example["id"].decode() for example in data.as_numpy_iterator()]
 
 
-def test_a_vocabulary_is_the_tokenizer(tasks: Any, vocabulary: Any) -> None:
+def test_the_vocabulary_has_the_ids_of_the_tokenizer(tasks: Any, vocabulary: Any) -> None:
     text = "Who wrote Ærø?"
     known = vocabulary.tokenizer.encode(text, add_special_tokens=False)
     assert vocabulary.encode(text) == vocabulary.encode_tf(text).numpy().tolist() == known
-    # seqio stops after the first end and hands over what follows as padding.
+    # seqio stops after the first end token and passes on the rest as padding.
     padded = [*known, vocabulary.eos_id, *known, 0]
     assert vocabulary.decode(padded) == text
     both = vocabulary.decode_tf(tasks.tf.constant([padded, [*known, *[0] * (len(padded) - len(known))]]))
-    assert [said.decode() for said in both.numpy()] == [text, text]
+    assert [row.decode() for row in both.numpy()] == [text, text]
     assert vocabulary.decode_tf(tasks.tf.constant(known)).numpy().decode() == text
     assert vocabulary == tasks.TokenizerVocabulary(TOKENIZER) and vocabulary != 1
     assert vocabulary.vocab_size == max(vocabulary.tokenizer.get_vocab().values()) + 1
 
 
-def test_where_0_is_a_text_nothing_is_read_behind_the_end(tasks: Any, tmp_path: Path) -> None:
+def test_tokens_after_the_end_are_ignored_even_if_id_0_is_text(tasks: Any, tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"!": 0, "yes": 1, "<end>": 2}, unk_token="!"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path / "a")
     assert tasks.TokenizerVocabulary(tmp_path / "a").decode_tf(tasks.tf.constant([1, 2, 1])).numpy() == b"yes"
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "b")
-    with pytest.raises(UserError, match=r"b: no eos_token; name it in its tokenizer_config.json"):
+    with pytest.raises(UserError, match=r"b: no eos_token; set it in its tokenizer_config.json"):
         tasks.TokenizerVocabulary(tmp_path / "b")
 
 
-def test_a_task_gives_the_questions_of_its_file_as_tokens(tasks: Any, tmp_path: Path) -> None:
+def test_a_task_yields_the_tokens_of_its_questions(tasks: Any, tmp_path: Path) -> None:
     save_questions(tmp_path / "q.jsonl", QUESTIONS)
     task = tasks.add_task("rrl_task", {"dev": tmp_path / "q.jsonl"}, TOKENIZER)
     vocabulary = task.output_features["inputs"].vocabulary
@@ -107,7 +107,7 @@ def test_a_task_gives_the_questions_of_its_file_as_tokens(tasks: Any, tmp_path: 
     assert tasks.questions_of("rrl_task", "dev") == [tasks.question_of(example)] == CHOICES
 
 
-def test_order_is_the_files_or_the_seeds_and_shards_part_it(tasks: Any, vocabulary: Any) -> None:
+def test_the_order_is_that_of_the_file_or_seed_and_shards_partition_it(tasks: Any, vocabulary: Any) -> None:
     task = tasks.add_task("rrl_order", {"train": QUESTIONS}, vocabulary)
     shards = [tasks.seqio.ShardInfo(at, 3) for at in range(3)]
     whole = [question.id for question in QUESTIONS]
@@ -120,11 +120,11 @@ def test_order_is_the_files_or_the_seeds_and_shards_part_it(tasks: Any, vocabula
 
 
 @pytest.mark.slow
-def test_the_evaluator_of_seqio_reports_our_metrics(tasks: Any, vocabulary: Any) -> None:
+def test_the_seqio_evaluator_reports_the_metrics_of_rrl(tasks: Any, vocabulary: Any) -> None:
     tasks.add_task("rrl_free", {"dev": QUESTIONS[:2]}, vocabulary, "hotpotqa")
     tasks.add_task("rrl_choice", {"dev": CHOICES}, vocabulary)
-    said = {"rrl_free": ["a berg!", "yes it is"], "rrl_choice": ["The answer is (B)"]}
-    for name, texts in said.items():
+    predictions = {"rrl_free": ["a berg!", "yes it is"], "rrl_choice": ["The answer is (B)"]}
+    for name, texts in predictions.items():
         rows = [[*vocabulary.encode(text), vocabulary.eos_id] for text in texts]
         width = max(map(len, rows))
         padded = [(at, row + [0] * (width - len(row))) for at, row in enumerate(rows)]
@@ -132,7 +132,7 @@ def test_the_evaluator_of_seqio_reports_our_metrics(tasks: Any, vocabulary: Any)
             name, tasks.seqio.EncDecFeatureConverter(pack=False), eval_split="dev"
         )
         found, _ = evaluator.evaluate(compute_metrics=True, step=0, predict_fn=lambda *_, rows=padded: rows)
-        # HotpotQA's rule: yes is right as a whole or not at all.
+        # HotpotQA's rule: a yes is scored only as a whole.
         free = {"em": 0.5, "f1": 0.5, "cem": 1.0}
         assert found.result()[name] == (free if name == "rrl_free" else {"acc": 1.0})
 
@@ -177,7 +177,7 @@ def test_a_mixture_has_the_papers_sizes_and_proportions(tasks: Any, vocabulary: 
         ("multihop_rag/queries_500.json", "multihop_rag/ground_truth_500.json.gz", 500),
     ],
 )
-def test_every_real_file_is_a_task(
+def test_every_real_question_file_makes_a_task(
     tasks: Any, vocabulary: Any, name: str, truth: str | None, count: int
 ) -> None:
     questions = load_questions(shared(name), truth=shared(truth) if truth else None)
@@ -187,7 +187,7 @@ def test_every_real_file_is_a_task(
 
 
 @pytest.mark.slow
-def test_real_files_make_a_papers_mixture(tasks: Any, vocabulary: Any) -> None:
+def test_real_files_make_the_mixture_of_a_paper(tasks: Any, vocabulary: Any) -> None:
     files = {
         "hotpotqa": shared("hotpotqa/train_100.json.gz"),
         "2wiki": shared("2wiki/train_500_with_context.json.gz"),
@@ -199,7 +199,7 @@ def test_real_files_make_a_papers_mixture(tasks: Any, vocabulary: Any) -> None:
     assert all(set(example) == {"inputs", "targets"} for example in examples)
 
 
-def test_the_built_in_world_is_a_task(tasks: Any, vocabulary: Any) -> None:
+def test_the_built_in_world_makes_a_task(tasks: Any, vocabulary: Any) -> None:
     splits = questions_by_split(("dev", "test"), worlds=1, per_kind=3)
     task = tasks.add_task("rrl_miniwiki", splits, vocabulary)
     assert task.num_input_examples("test") == 15 and sorted(task.splits) == ["dev", "test"]
@@ -209,19 +209,19 @@ def test_the_built_in_world_is_a_task(tasks: Any, vocabulary: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "fields", "words"),
     [
-        ("add_task", {"name": "a-b"}, r"name='a-b': seqio allows letters, digits and the signs"),
+        ("add_task", {"name": "a-b"}, r"name='a-b': seqio allows only letters, digits"),
         ("add_task", {"splits": {}}, r"task rrl_bad: splits is empty"),
         ("add_task", {"splits": {"dev": []}}, r"the split 'dev' has no questions"),
-        ("add_task", {"splits": {"dev": [*QUESTIONS, *CHOICES]}}, r"some questions are a multiple choice"),
+        ("add_task", {"splits": {"dev": [*QUESTIONS, *CHOICES]}}, r"some questions are multiple choices"),
         ("add_task", {"normalization": "x"}, r"normalization='x' is unknown"),
         ("add_task", {"tokenizer": "/none"}, r"tokenizer folder /none: not a folder"),
         ("add_mixture", {"paper": "x"}, r"paper='x' is unknown; choose one of rsearch"),
         ("add_mixture", {"paper": "r2ag"}, r"r2ag is trained on hotpotqa, 2wiki, musique; got 2wiki"),
-        ("add_mixture", {"scale": 0.01}, r"rsearch, 2wiki: 10 questions, of which 0 to train on"),
+        ("add_mixture", {"scale": 0.01}, r"rsearch, 2wiki: 10 questions, but 0 to train on"),
         ("add_mixture", {"name": "a b"}, r"name='a b': seqio allows"),
     ],
 )
-def test_what_cannot_be_made_is_refused_by_name(
+def test_errors_of_invalid_arguments_name_them(
     tasks: Any, vocabulary: Any, call: str, fields: dict[str, Any], words: str
 ) -> None:
     more = (
@@ -242,5 +242,5 @@ def test_broken_files_and_unknown_names_are_refused(tasks: Any, vocabulary: Any,
     with pytest.raises(UserError, match=r"name='rrl_broken' is neither a registered task nor a mixture"):
         tasks.questions_of("rrl_broken")
     tasks.add_task("rrl_few", {"dev": QUESTIONS}, vocabulary)
-    with pytest.raises(UserError, match=r"split='train' is none of rrl_few's: dev"):
+    with pytest.raises(UserError, match=r"split='train' is not a split of rrl_few; it has dev"):
         tasks.questions_of("rrl_few")

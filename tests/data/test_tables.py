@@ -1,4 +1,4 @@
-"""CSV and TSV files: where records end, and what their columns hold."""
+"""Tests of CSV and TSV files: where records end, and the meaning of columns."""
 
 import bz2
 import csv
@@ -13,7 +13,7 @@ import pytest
 from rrl.data.passages import Passage, load_passages
 from rrl.data.questions import load_questions
 from rrl.data.records import read_records
-from rrl.data.tables import CELL_LINES
+from rrl.data.tables import MAX_CELL_LINES
 from rrl.errors import UserError
 
 
@@ -36,7 +36,7 @@ def test_line_breaks_in_quoted_cells_belong_to_the_passage(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("ending", "delimiter"), [(".csv", ","), (".tsv", "\t")])
-def test_every_table_that_python_writes_is_read_back(tmp_path: Path, ending: str, delimiter: str) -> None:
+def test_tables_written_by_the_csv_module_are_read_back(tmp_path: Path, ending: str, delimiter: str) -> None:
     cells = ["plain", 'a "quoted" word', '"', '"begins', "two\nlines", "a,b\tc", '\n"x"\n', "Ærø, 東京", '""']
     rows = [[str(at), title, f"{text} x"] for at, (title, text) in enumerate(zip(cells, reversed(cells)))]
     for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL):
@@ -110,7 +110,7 @@ def test_a_file_that_is_not_quoted_is_read_line_by_line(tmp_path: Path) -> None:
         ("a.csv", 'id,title,text\n1,"open\n2,T,a b\n3,T,5"\n4,T,c d\n', 2),
     ],
 )
-def test_quotes_that_hide_where_a_record_ends_are_refused_even_where_broken_records_are_skipped(
+def test_ambiguous_quotes_are_refused_even_if_broken_records_are_skipped(
     tmp_path: Path, name: str, text: str, line: int
 ) -> None:
     for on_error in ("refuse", "skip"):
@@ -118,7 +118,7 @@ def test_quotes_that_hide_where_a_record_ends_are_refused_even_where_broken_reco
             load_passages(written(tmp_path, name, text), on_error)  # type: ignore[arg-type]
 
 
-def test_a_passage_whose_text_may_go_on_in_a_broken_line_is_skipped_with_it(tmp_path: Path) -> None:
+def test_a_passage_that_may_continue_on_a_broken_line_is_skipped_with_it(tmp_path: Path) -> None:
     file = written(tmp_path, "a.tsv", "id\ttext\n1\tfirst\n2\tThe second\nends here.\n3\tthird\n")
     skipped: list[str] = []
     assert [passage.id for passage in load_passages(file, "skip", skipped)] == ["1", "3"]
@@ -127,7 +127,7 @@ def test_a_passage_whose_text_may_go_on_in_a_broken_line_is_skipped_with_it(tmp_
         load_passages(file)
 
 
-def test_bytes_that_are_not_utf8_break_their_record_alone(tmp_path: Path) -> None:
+def test_invalid_utf8_breaks_only_its_own_record(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes(b'id,text\n1,a b\n2,"one\n\xff two"\n3,c\xff d\n4,e f\n')
     skipped: list[str] = []
@@ -148,7 +148,7 @@ def test_a_large_table_is_read_record_by_record(tmp_path: Path) -> None:
     file = written(tmp_path, "a.csv", "id,text\n" + "1,a b\n" * 500 + '2,"no end\n' + "x\n" * 10)
     records = read_records(file)
     assert [next(records)[1] for _ in range(400)] == [{"id": "1", "text": "a b"}] * 400
-    assert CELL_LINES >= 10_000
+    assert MAX_CELL_LINES >= 10_000
 
 
 ORDERS = {
@@ -166,7 +166,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_columns_are_found_by_their_names_or_by_an_order_that_leaves_no_doubt(
+def test_columns_are_identified_by_name_or_by_an_unambiguous_order(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -174,30 +174,33 @@ def test_columns_are_found_by_their_names_or_by_an_order_that_leaves_no_doubt(
     assert (passage.id, passage.title) == ("7", "Sela River")
     assert passage.text.startswith("It joins the Dorn")
     assert caplog.text.count(" as id, ") == 1 and " as text" in caplog.text
-    assert ("by the header" in caplog.text) != ("inferred, since there is no header" in caplog.text)
+    assert ("from the header" in caplog.text) != ("inferred, because there is no header" in caplog.text)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nr\tname\tdescription\n1\tSela\tIt joins the Dorn.\n", "'nr', 'name', 'description' is no header"),
+        (
+            "nr\tname\tdescription\n1\tSela\tIt joins the Dorn.\n",
+            "'nr', 'name', 'description' is not a header",
+        ),
         (
             "1\tIt is a river.\tIt has a long title\n",
             "not clear what each column holds.*--columns=id,text,title",
         ),
         ("1\tSela\tIt joins the Dorn.\n2\tIt joins the Dorn.\tSela\n", "not clear"),
         ("1\tSela\tx\ty\n", "not clear"),
-        ("who sang it\tZoe\n", "'who sang it', 'Zoe' is no header"),
-        ("id\ttext\ttext\n1\ta\tb\n", "the column 'text' is there twice in the header id, text, text"),
-        ("id\tname\tlink\n1\tSela\tx\n", "'id', 'name', 'link' is no header"),
+        ("who sang it\tZoe\n", "'who sang it', 'Zoe' is not a header"),
+        ("id\ttext\ttext\n1\ta\tb\n", "the column 'text' occurs twice in the header id, text, text"),
+        ("id\tname\tlink\n1\tSela\tx\n", "'id', 'name', 'link' is not a header"),
     ],
 )
-def test_columns_that_are_not_clear_are_asked_for(tmp_path: Path, text: str, words: str) -> None:
+def test_ambiguous_columns_are_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(UserError, match=rf"a.tsv, line 1: .*{words}"):
         load_passages(written(tmp_path, "a.tsv", text))
 
 
-def test_named_columns_are_taken_as_they_are_named_and_a_header_is_no_passage(tmp_path: Path) -> None:
+def test_given_columns_override_the_header_which_is_not_a_passage(tmp_path: Path) -> None:
     expected = [Passage("1", "Sela", "It joins the Dorn."), Passage("2", "Orla", "It has nine arches.")]
     body = "1\tx\tIt joins the Dorn.\tSela\n2\ty\tIt has nine arches.\tOrla\n"
     for header in ("", "id\tlink\ttext\ttitle\n", "nr\tlink\twords\tname\n"):
@@ -206,7 +209,7 @@ def test_named_columns_are_taken_as_they_are_named_and_a_header_is_no_passage(tm
     for columns in ("id,name", "id,id,text", "id"):
         with pytest.raises(UserError, match=rf"columns={columns}: not the columns of .*a.tsv"):
             list(_named(file, columns))
-    with pytest.raises(UserError, match="is no table"):
+    with pytest.raises(UserError, match="is not a table"):
         list(_named(written(tmp_path, "a.jsonl", '{"text": "x"}'), "id,text"))
 
 
@@ -216,7 +219,7 @@ def _named(file: Path, columns: str):
     return iter_passages(file, columns=columns.split(","))
 
 
-def test_question_tables_are_read_as_their_publishers_have_them(tmp_path: Path) -> None:
+def test_published_question_tables_are_read(tmp_path: Path) -> None:
     dpr = "who designed it\t['Marta Quell', \"M. O'Quell\"]\nwhen was it opened\t['1913']\n"
     simpleqa = "metadata,problem,answer\n\"{'topic': 'Art', 'urls': ['x']}\",Who designed it?,Marta Quell\n"
     frames = "\tPrompt\tAnswer\twiki_links\n0\tWho designed it?\tMarta Quell\t['x']\n"
@@ -231,7 +234,7 @@ def test_question_tables_are_read_as_their_publishers_have_them(tmp_path: Path) 
     }
 
 
-def test_a_passage_about_a_word_that_names_columns_is_no_header(tmp_path: Path) -> None:
+def test_a_passage_whose_title_is_a_column_name_is_not_a_header(tmp_path: Path) -> None:
     text = "1\tQuestion\tA question is an utterance that asks for information.\n2\tText\tA text is what can be read by anyone.\n"
     assert [passage.title for passage in load_passages(written(tmp_path, "a.tsv", text))] == [
         "Question",

@@ -1,4 +1,4 @@
-"""A finished episode: when its rewards are paid."""
+"""Tests of finished episodes: positions, rewards of tokens, segments."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ ONE = Trajectory(
 )
 
 
-def test_a_token_has_its_position_in_its_context():
+def test_positions_restart_in_every_context():
     assert ONE.positions.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert dataclasses.replace(ONE, starts=(0, 3, 4)).positions.tolist() == [0, 1, 2, 0, 0, 1, 2]
 
@@ -36,18 +36,18 @@ def test_the_total_is_paid_at_the_last_policy_token():
     assert ONE.token_rewards.tolist() == [0, 0, 0, 0, 0, 3, 0]
 
 
-def test_a_turn_is_paid_at_its_last_policy_token_in_place_of_the_total():
+def test_turn_rewards_replace_the_total_and_are_paid_at_the_last_policy_token_of_the_turn():
     by_turn = dataclasses.replace(ONE, turn_rewards={0: 0.5, 1: -1.0})
     assert by_turn.token_rewards.tolist() == [0, 0, 0.5, 0, 0, -1, 0]
 
 
-def test_a_turn_without_policy_tokens_earns_nothing():
-    with pytest.raises(ValueError, match=r"'q7': turn 2 earned 1\.0 but nothing was written in it"):
+def test_a_reward_for_a_turn_without_policy_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"'q7': turn 2 has the reward 1\.0 but no policy token"):
         _ = dataclasses.replace(ONE, turn_rewards={2: 1.0}).token_rewards
 
 
-def test_a_turn_that_says_nothing_parts_what_the_environment_answered_before_and_after():
-    """Its one token ends the text: what was found and the correction that follows are two answers."""
+def test_an_empty_turn_separates_two_segments_of_the_environment():
+    """The only token of the turn is the eos token. The observation before it and the correction after it are two segments."""
     state = EpisodeState(Request(ONE.question, np.array([5]), 0), "?")
     one, none = np.array([7]), np.zeros(1, np.float32)
     state.add_policy_turn(one, "<search> x </search>", none, none)

@@ -1,4 +1,4 @@
-"""Trajectories written for later readers come back with all that is read of them."""
+"""Tests of saving and loading trajectories."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from rrl.errors import UserError
 from tests.eval.fakes import many
 
 
-def test_words_searches_and_scores_come_back(tmp_path):
+def test_texts_searches_and_scores_are_loaded_unchanged(tmp_path):
     written = many(3)
     written[0].searches = [Search.of(0, "q", [Passage("d1", "T", "x")]), Search.of(1, "r", None)]
     written[1].cuts = ((0, "turn_tokens"), (2, "room"))
@@ -23,11 +23,11 @@ def test_words_searches_and_scores_come_back(tmp_path):
         assert [getattr(t, name) for t in found] == [getattr(t, name) for t in written], name
 
 
-def test_a_broken_line_is_named_or_skipped(tmp_path):
+def test_a_broken_line_is_refused_or_skipped(tmp_path):
     file = tmp_path / "t.jsonl"
     save_trajectories(file, many(2))
     file.write_text(file.read_text() + json.dumps({"question": {"id": "x"}}) + "\n")
-    with pytest.raises(UserError, match=r"line 3.*no trajectory.*trajectories\.jsonl"):
+    with pytest.raises(UserError, match=r"line 3.*not a trajectory.*trajectories\.jsonl"):
         load_trajectories(file)
     skipped = []
     assert len(load_trajectories(file, "skip", skipped)) == 2 and len(skipped) == 1

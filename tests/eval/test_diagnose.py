@@ -126,7 +126,7 @@ def test_the_judge_sees_each_search_without_answers_and_error_prompts_only_for_w
     first, second = calls
     assert [type(case) for case in first] == [Sufficiency] * 5 and len(second) == 1
     assert [case.transcript.titles for case in first] == [(), ("Film",), ("Film", "Other"), (), ("Film",)]
-    assert not any("<answer>" in case.prompt.said for case in (*first, *second))
+    assert not any("<answer>" in case.prompt.user_message for case in (*first, *second))
     assert "Marta Velikov" not in first[0].prompt.body and "not correct" in first[0].prompt.body
     assert "Marta Velikov" in first[1].prompt.body and "Oslo" not in first[1].prompt.body
     assert isinstance(second[0], ErrorAnalysis) and second[0].last_titles == ("Other",)

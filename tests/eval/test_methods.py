@@ -156,7 +156,7 @@ def test_records_with_a_reader_are_written_after_the_reader_answered() -> None:
     assert method.name == "r2ag (reader=models/generator)"
     records: list[dict] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rrl.eval.methods.prompt_ids", lambda *_: np.zeros(3, np.int32))
+        patch.setattr("rrl.recipes.episodes.prompt_ids", lambda *_: np.zeros(3, np.int32))
         question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
         read = dataclasses.replace(method, reader=AnswerModel(reader))
         read.answer(Engine(), None, [(0, question)], None, 0.0, records.append)

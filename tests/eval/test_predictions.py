@@ -112,10 +112,10 @@ def test_errors_name_the_line_of_an_unreadable_record(tmp_path: Path, records: l
 def test_the_error_names_an_id_that_occurs_twice_in_one_object(tmp_path: Path) -> None:
     for document in ('{"a": "x", "b": "wrong", "b": "y"}', '{"answer": {"a": "x", "b": "1", "b": "y"}}'):
         (tmp_path / "a.json").write_text(document)
-        with pytest.raises(UserError, match="'b' is there twice in one object"):
+        with pytest.raises(UserError, match="'b' occurs twice in one object"):
             load_predictions(tmp_path / "a.json")
     (tmp_path / "a.json").write_text('{\n"a": "x",\n"b": "1",\n"c": "z",\n"b": "y"\n}\n')
-    with pytest.raises(UserError, match=r"'b' is there twice in one object \(line 5\)"):
+    with pytest.raises(UserError, match=r"'b' occurs twice in one object \(line 5\)"):
         load_predictions(tmp_path / "a.json")
 
 

@@ -109,15 +109,15 @@ def test_em_and_f1_of_long_answers_use_the_short_forms_of_the_judge(tmp_path: Pa
     prompts_sent: list[str] = []
 
     def says(prompts):
-        prompts_sent.extend(prompt.said for prompt in prompts)
-        return ['["Oslo", "the city"]' if "I read" in prompt.said else "Hm." for prompt in prompts]
+        prompts_sent.extend(prompt.user_message for prompt in prompts)
+        return ['["Oslo", "the city"]' if "I read" in prompt.user_message else "Hm." for prompt in prompts]
 
     file, rule = tmp_path / "short.jsonl", RULES["squad"]
     found = score_short_answers(file, ModelJudge(says), rule, questions, answers)
     whole = AnswerScores(1.0, 1.0, 1.0)
     assert found == {"a": whole, "b": None, "c": AnswerScores(0.0, 0.0, 0.0), "d": whole}
     assert len(prompts_sent) == 6 and all(
-        answers["a"] in said or answers["b"] in said for said in prompts_sent
+        answers["a"] in prompt or answers["b"] in prompt for prompt in prompts_sent
     )
     assert score_short_answers(file, ModelJudge(lambda prompts: 1 / 0), rule, questions, answers) == found
 

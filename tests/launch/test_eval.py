@@ -1,4 +1,5 @@
-"""The commands of an evaluation: killed by the system it goes on, a sweep and a report end in files, wrong input in one line."""
+"""Tests of the evaluation commands: a killed evaluation continues, sweep and report write their files,
+wrong input ends with one line."""
 
 import csv
 import os
@@ -25,7 +26,7 @@ def run(name: str, *flags: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_is_killed_goes_on_and_is_reported(tmp_path: pathlib.Path) -> None:
+def test_a_killed_evaluation_continues_and_is_reported(tmp_path: pathlib.Path) -> None:
     flags = ("--config=configs/eval.py:method=rsearch,questions=300", f"--workdir={tmp_path / 'run'}", *FEW)
     process = subprocess.Popen(
         command("eval", *flags),
@@ -56,7 +57,7 @@ def test_an_evaluation_that_is_killed_goes_on_and_is_reported(tmp_path: pathlib.
 
 
 @pytest.mark.slow
-def test_a_sweep_varies_a_field_and_ends_in_a_table_and_a_plot(tmp_path: pathlib.Path) -> None:
+def test_a_sweep_varies_a_field_and_writes_a_table_and_a_plot(tmp_path: pathlib.Path) -> None:
     flags = (
         "--config=configs/eval.py:method=rsearch,questions=10",
         "--vary=recipe.environment.max_searches",
@@ -85,7 +86,7 @@ def test_a_sweep_varies_a_field_and_ends_in_a_table_and_a_plot(tmp_path: pathlib
         ),
     ],
 )
-def test_wrong_input_ends_with_one_line(
+def test_wrong_input_ends_with_one_error_line(
     tmp_path: pathlib.Path, name: str, flags: tuple[str, ...], words: str
 ) -> None:
     out = tmp_path / "out"

@@ -1,4 +1,5 @@
-"""The leakage command: its exit code says whether questions are shared; wrong input comes as one line and exit code 2."""
+"""Tests of the leakage command: its exit code states whether questions are shared; wrong input ends with
+one line and exit code 2."""
 
 import json
 import os
@@ -24,14 +25,14 @@ def written(file: pathlib.Path, *texts: str) -> str:
     return str(file)
 
 
-def test_shared_questions_are_told_and_written(tmp_path: pathlib.Path) -> None:
+def test_shared_questions_are_printed_and_written(tmp_path: pathlib.Path) -> None:
     train = tmp_path / "train.jsonl"
     train.write_text('{"question": "Who is it?", "answer": "x"}\n{"question": "Where?"}\n')  # no answer
     held_out = written(tmp_path / "test.jsonl", "When?", "who is it")
     found = leakage(f"--train={train}", f"--held_out={held_out}", f"--out={tmp_path / 'leaks.jsonl'}")
     assert found.returncode == 1, found.stderr
     assert (
-        "1 of 2 held-out questions stand among the 2 training questions, 1 of them with the same answer"
+        "1 of 2 held-out questions are among the 2 training questions, 1 of them with the same answer"
         in found.stdout
     )
     assert "  1 = 0: who is it" in found.stdout
@@ -41,7 +42,7 @@ def test_shared_questions_are_told_and_written(tmp_path: pathlib.Path) -> None:
     )
 
 
-def test_a_broken_file_is_named_with_its_line(tmp_path: pathlib.Path) -> None:
+def test_a_broken_line_is_refused_by_number(tmp_path: pathlib.Path) -> None:
     train = written(tmp_path / "train.jsonl", "Who is it?", "")
     found = leakage(f"--train={train}", f"--held_out={train}", f"--out={tmp_path / 'leaks.jsonl'}")
     assert found.returncode == 2
@@ -49,7 +50,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "leaks.jsonl").exists()
 
 
-def test_an_output_that_cannot_be_written_is_named(tmp_path: pathlib.Path) -> None:
+def test_an_unwritable_output_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     train = written(tmp_path / "train.jsonl", "Who is it?")
     found = leakage(f"--train={train}", f"--held_out={train}", f"--out={tmp_path / 'none/leaks.jsonl'}")
     assert found.returncode == 2 and found.stderr.count("\n") == 1

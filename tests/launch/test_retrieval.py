@@ -1,4 +1,4 @@
-"""The commands around an index: build it, search it, serve it; what is wrong comes as one line and exit code 2."""
+"""Tests of the index commands: build, search and serve; wrong input ends with one line and exit code 2."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_an_index_is_built_searched_and_served(tmp_path: pathlib.Path, corpus: p
             server.wait()
 
 
-def test_wrong_input_ends_with_one_line(tmp_path: pathlib.Path, corpus: pathlib.Path) -> None:
+def test_wrong_input_ends_with_one_error_line(tmp_path: pathlib.Path, corpus: pathlib.Path) -> None:
     for name, flags, message in (
         ("build_index", (f"--corpus={corpus}", f"--out={tmp_path / 'x'}"), "encoder: missing; a scann index"),
         (
@@ -91,9 +91,9 @@ def test_wrong_input_ends_with_one_line(tmp_path: pathlib.Path, corpus: pathlib.
         (
             "build_index",
             (f"--corpus={corpus}", f"--out={tmp_path / 'x'}", "--retriever=bm25", "--encoder=e5"),
-            "--encoder has no meaning with --retriever=bm25, only with scann and exact",
+            "--encoder does not apply to --retriever=bm25, only to scann and exact",
         ),
-        ("build_index", (f"--corpus={corpus}", f"--out={tmp_path / 'x'}", "--k1=1"), "--k1 has no meaning"),
+        ("build_index", (f"--corpus={corpus}", f"--out={tmp_path / 'x'}", "--k1=1"), "--k1 does not apply"),
         (
             "build_index",
             (f"--corpus={corpus}", f"--out={corpus}/x", "--retriever=bm25"),
@@ -104,10 +104,10 @@ def test_wrong_input_ends_with_one_line(tmp_path: pathlib.Path, corpus: pathlib.
         (
             "search",
             ("--index=http://x", "--encoder=e5", "query"),
-            "--encoder has no meaning with --index=http",
+            "--encoder does not apply to --index=http",
         ),
         ("search", ("--index=http://127.0.0.1:9", "query"), "does not answer: "),
-        ("search", (f"--index={tmp_path}", "--form=flashrag", "query"), "--form has no meaning with"),
+        ("search", (f"--index={tmp_path}", "--form=flashrag", "query"), "--form does not apply to"),
         ("serve_retriever", (f"--index={tmp_path / 'none'}",), "no manifest.json"),
     ):
         ended = run(name, *flags)

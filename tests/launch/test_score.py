@@ -1,4 +1,5 @@
-"""The score command: tables and files for good input; for bad input one line, exit code 2, and nothing written."""
+"""Tests of the score command: tables and files for good input; for wrong input one line, exit code 2, and
+no files."""
 
 import dataclasses
 import json
@@ -37,20 +38,20 @@ def data(tmp_path: pathlib.Path) -> str:
     return written(tmp_path / "dev.jsonl", *GOLD)
 
 
-def test_runs_whose_cards_differ_are_compared_with_a_remark(tmp_path: pathlib.Path, data: str) -> None:
+def test_runs_with_different_cards_are_compared_with_a_note(tmp_path: pathlib.Path, data: str) -> None:
     files = []
     for name, passages in (("small", 10), ("large", 20)):
         folder = tmp_path / name
         folder.mkdir()
         files.append(written(folder / "results.jsonl", *({"id": n, "prediction": n} for n in "abc")))
-        rule = "hotpotqa" if name == "small" else "squad"  # both are scored alike here
+        rule = "hotpotqa" if name == "small" else "squad"  # both are scored with the same rule here
         card = dataclasses.replace(
             CARD, passages=passages, corpus_sha256=str(passages) * 32, normalization=rule
         )
         save_card(folder / "card.json", card)
     found = score(f"--predictions={files[0]}", f"--data={data}", f"--against={files[1]}")
     assert found.returncode == 0, found.stderr
-    assert f"not comparable as it stands: corpus differs: {files[0]}: 2wiki (10 passages" in found.stdout
+    assert f"not directly comparable: corpus differs: {files[0]}: 2wiki (10 passages" in found.stdout
     assert "normalisation differs" not in found.stdout
 
 
@@ -76,13 +77,13 @@ def test_predictions_are_scored_and_compared(tmp_path: pathlib.Path, data: str) 
     assert len((out / "scores.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_card_is_kept_beside_the_metrics_it_belongs_to(tmp_path: pathlib.Path, data: str) -> None:
+def test_a_matching_card_is_stored_with_the_metrics(tmp_path: pathlib.Path, data: str) -> None:
     ours = written(tmp_path / "ours.jsonl", *({"id": n, "prediction": n} for n in "abc"))
     card = tmp_path / "card.json"
     save_card(card, CARD)
     flags = (f"--predictions={ours}", f"--data={data}", f"--card={card}", f"--out={tmp_path / 'out'}")
     refused = score(*flags, "--normalization=triviaqa")
-    assert refused.returncode == 2 and "says squad: give that, or another card" in refused.stderr
+    assert refused.returncode == 2 and "states squad; give that, or another card" in refused.stderr
     assert not (tmp_path / "out").exists()
     other = score(*flags)
     assert (
@@ -98,7 +99,7 @@ def test_a_card_is_kept_beside_the_metrics_it_belongs_to(tmp_path: pathlib.Path,
     assert json.loads((tmp_path / "out/metrics.json").read_text())["card"]["corpus"] == "2wiki"
 
 
-def test_gold_answers_beside_the_predictions_need_no_data(tmp_path: pathlib.Path) -> None:
+def test_gold_answers_in_the_predictions_file_need_no_data(tmp_path: pathlib.Path) -> None:
     file = written(tmp_path / "all.jsonl", *({**gold, "pred": gold["answer"]} for gold in GOLD))
     found = score(f"--predictions={file}")
     assert found.returncode == 0 and "em   100.0" in found.stdout
@@ -122,7 +123,7 @@ def test_gold_answers_beside_the_predictions_need_no_data(tmp_path: pathlib.Path
         ([{"id": "a", "pred": "A"}], ["--data=", "--truth=x"], "--truth holds the answers of --data"),
     ],
 )
-def test_bad_input_is_named_and_nothing_is_written(
+def test_wrong_input_is_refused_by_name_and_nothing_is_written(
     tmp_path: pathlib.Path, data: str, predictions: list, flags: list[str], words: str
 ) -> None:
     bad = written(tmp_path / "bad.jsonl", *predictions)

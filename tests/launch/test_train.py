@@ -1,4 +1,5 @@
-"""The main job from its command: what a run leaves behind, on the built-in world and on a folder of real questions."""
+"""Tests of the training command: the files that a run writes, in the built-in world and with a folder of
+real questions."""
 
 import dataclasses
 import json
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 SHIPPED = ROOT / "assets" / "miniwiki-policy"
 FEW = ("--config.train.questions=4", "--config.train.samples=2", "--config.rollout.rows=8")
-"""A step that a test has time for."""
+"""Flags that make a training step short."""
 
 
 def start(config, workdir, *flags):
@@ -41,7 +42,7 @@ def sources(workdir):
     return set(re.findall(r'data-source="(.*?)"', (workdir / "trajectories.html").read_text()))
 
 
-def test_a_run_leaves_everything_behind_and_its_command_repeated_changes_nothing(tmp_path):
+def test_a_run_writes_all_its_files_and_repeating_the_command_changes_nothing(tmp_path):
     command = ("configs/rsearch_grpo.py:steps=2", tmp_path, *FEW, "--config.data.held_out_per_kind=2")
     done = start(*command)
     assert done.returncode == 0, done.stderr
@@ -76,21 +77,21 @@ def test_a_run_leaves_everything_behind_and_its_command_repeated_changes_nothing
 
 @pytest.fixture(scope="module")
 def searcher(tmp_path_factory):
-    """A Qwen2 folder with random layers and a head made so that every turn writes `<search> Harbour </search>`."""
+    """A Qwen2 folder with random layers and a head constructed so that every turn is `<search> Harbour
+    </search>`."""
     tokenizer = load_tokenizer(SHIPPED)
     shape = DecoderConfig(len(tokenizer), hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=64)
     shape = dataclasses.replace(shape, tie_embeddings=False, eos_token_id=tokenizer.eos_token_id)
     decoder = Decoder(shape, rngs=nnx.Rngs(0))
     table = np.random.default_rng(0).normal(size=(shape.vocab_size, shape.hidden))
-    table[:, 0] = (
-        10.0  # what all tokens share asks for the first one, what is a token's own for the one after it
-    )
+    # The feature that all tokens share predicts the first token; a token's own features predict the next one.
+    table[:, 0] = 10.0
     opened, word, named, space, closing, *_ = tokenizer.encode("<search> Harbour </search>")
     head = np.zeros((shape.hidden, shape.vocab_size))
     head[0, opened] = 10.0
     for before, after in ((opened, word), (word, named), (named, space), (space, closing), (closing, word)):
         head[1:, after] += 3 * table[before, 1:]
-    decoder.embedding[...], decoder.head[...] = 30 * table, head  # far above what the layers add
+    decoder.embedding[...], decoder.head[...] = 30 * table, head  # far larger than what the layers add
     folder = tmp_path_factory.mktemp("searcher")
     save_decoder(folder, decoder, tokenizer)
     return folder
@@ -98,7 +99,7 @@ def searcher(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Questions in HotpotQA's form and a corpus in BEIR's."""
+    """Questions in the format of HotpotQA and a corpus in that of BEIR."""
     places = ("Velden", "Marnfurt", "Tolm", "Asch", "Reel", "Danes")
     corpus = [
         {"_id": place, "title": f"{place} Harbour", "text": f"{place} has a harbour."} for place in places
@@ -120,17 +121,17 @@ def folder(tmp_path):
     return made
 
 
-def test_a_folder_of_real_questions_is_searched_by_any_policy(tmp_path, folder, searcher):
+def test_any_policy_searches_a_folder_of_real_questions(tmp_path, folder, searcher):
     config = f"configs/rsearch_grpo.py:steps=1,prompt=bare,data={folder},policy={searcher}"
     done = start(config, tmp_path / "run", *FEW, "--config.objective.drop_spread=0.0")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "run" / "trajectories.html").read_text()
     assert "Velden Harbour</span>" in page and "1 of 1 gold passages found" in page
-    assert sources(tmp_path / "run") == {HELD_OUT, UNUSED}  # its samples of a question are all the same
+    assert sources(tmp_path / "run") == {HELD_OUT, UNUSED}  # all samples of a question are equal
     assert "retriever bm25" in (tmp_path / "run" / "summary.txt").read_text()
 
 
-def test_a_broken_line_is_named_and_nothing_written_unless_it_may_be_skipped(tmp_path, folder, searcher):
+def test_a_broken_line_is_refused_by_number_unless_skipping_is_allowed(tmp_path, folder, searcher):
     with (folder / "questions.jsonl").open("a") as file:
         file.write('{"question": "Who\n')
     config = f"configs/rsearch_grpo.py:steps=1,prompt=bare,data={folder},policy={searcher}"

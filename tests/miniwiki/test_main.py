@@ -1,4 +1,4 @@
-"""The command writes files that the readers of real files understand, the same bytes each time."""
+"""Tests of the command line: it writes files that the loaders read, with the same bytes each time."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ WORLD = ["--split=dev", "--passages=200", "--worlds=2", "--questions=20"]
 SHIPPED = Path(__file__).parents[2] / "assets" / "miniwiki-tokenizer"
 
 
-def test_written_files_can_be_read_back(tmp_path: Path) -> None:
+def test_written_files_are_read_by_the_loaders(tmp_path: Path) -> None:
     assert main([f"--out={tmp_path}", *WORLD]) == 0
     passages = load_passages(tmp_path / "passages.jsonl")
     questions = load_questions(tmp_path / "questions.jsonl")
@@ -40,11 +40,11 @@ def test_wrong_input_exits_with_2_and_writes_nothing(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.slow
-def test_the_shipped_tokenizer_is_what_the_command_makes(tmp_path: Path) -> None:
+def test_the_command_reproduces_the_shipped_tokenizer(tmp_path: Path) -> None:
     assert main([f"--tokenizer={tmp_path}"]) == 0
     assert (tmp_path / "tokenizer.json").read_bytes() == (SHIPPED / "tokenizer.json").read_bytes()
 
 
-def test_a_vocabulary_can_be_made_again() -> None:
+def test_the_tokenizer_is_reproducible() -> None:
     a, b = (build_tokenizer(seed=1, vocab_size=400, passages=400, worlds=2) for _ in range(2))
     assert a.backend_tokenizer.to_str() == b.backend_tokenizer.to_str()

@@ -1,4 +1,4 @@
-"""Names are unique, disjoint between splits, and confusable inside a call."""
+"""Tests of names: unique, disjoint between splits, and confusable within a call."""
 
 import itertools
 
@@ -29,8 +29,8 @@ def test_permute_is_a_permutation_that_depends_on_its_key(size: int) -> None:
 
 
 @pytest.mark.parametrize("end", [SURNAME_END, CITY_END, COMPANY_MID])
-def test_words_are_made_in_one_way_only(end: tuple[str, ...]) -> None:
-    # Otherwise two name numbers, perhaps of different splits, would be spelled the same.
+def test_different_parts_never_make_the_same_name(end: tuple[str, ...]) -> None:
+    # Otherwise two different numbers, even of different splits, could give the same name.
     assert not [pair for pair in itertools.permutations(START, 2) if pair[1].startswith(pair[0])]
     endings = [*end, *(a + b for a in MIDDLE for b in end)]
     assert len(set(endings)) == len(endings)
@@ -51,17 +51,17 @@ def test_splits_stay_disjoint_over_seeds() -> None:
     assert not train & test
 
 
-def test_held_out_names_are_made_of_the_sub_words_of_training() -> None:
+def test_held_out_names_consist_of_words_of_the_training_split() -> None:
     words = {word for name in draw_names("work", 3000, "train", 0) for word in name.split()}
     assert {word for name in draw_names("work", 3000, "test", 0) for word in name.split()} <= words
 
 
-def test_some_names_have_a_namesake_beside_them() -> None:
+def test_some_names_are_followed_by_their_namesake() -> None:
     names = draw_names("person", 600, "dev", 0)
     shared = [a.split()[1] == b.split()[1] for a, b in itertools.pairwise(names)]
     assert 0.1 < np.mean(shared) < 0.25
 
 
-def test_drawing_more_names_than_there_are_is_refused() -> None:
+def test_drawing_more_names_than_exist_is_refused() -> None:
     with pytest.raises(UserError, match="fewer passages"):
         draw_names("city", 2_000_000, "dev", 0)

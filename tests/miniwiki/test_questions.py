@@ -1,4 +1,4 @@
-"""Questions have the answers their plans lead to, and plans quote the passages word for word."""
+"""Tests of questions: answers follow from their plans, and plans quote the passages."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_plans_quote_their_passages_and_stay_in_one_sub_world(wiki: MiniWiki, ki
 
 
 @pytest.mark.parametrize("kind", ["one_hop", "two_hop", "three_hop"])
-def test_each_hop_starts_where_the_last_ended_and_never_returns(wiki: MiniWiki, kind: str) -> None:
+def test_each_hop_starts_at_the_value_of_the_last_and_never_returns(wiki: MiniWiki, kind: str) -> None:
     for item in wiki.questions(kind, 150, seed=1):
         hops = item.plan.hops
         assert [hop.subject for hop in hops[1:]] == [hop.value for hop in hops[:-1]]
@@ -41,8 +41,8 @@ def test_each_hop_starts_where_the_last_ended_and_never_returns(wiki: MiniWiki, 
         assert item.plan.conclusion == ""
 
 
-def _verdict(item: MiniQuestion) -> str:
-    """The answer to a comparison, worked out from the values and the question's words alone."""
+def _expected_answer(item: MiniQuestion) -> str:
+    """Compute the answer to a comparison from the values and the words of the question alone."""
     bridged = item.question.kind == "bridge_comparison"
     hops = item.plan.hops
     first, second = (hops[:2], hops[2:]) if bridged else (hops[:1], hops[1:])
@@ -59,7 +59,7 @@ def test_comparisons_are_decided_by_the_values(wiki: MiniWiki, kind: str) -> Non
     items = wiki.questions(kind, 300, seed=2)
     for item in items:
         answer = item.question.answers[0]
-        assert answer == _verdict(item)
+        assert answer == _expected_answer(item)
         assert all(hop.value in item.plan.conclusion for hop in item.plan.hops[-1:])
         if kind == "bridge_comparison":
             assert item.plan.hops[0].value != item.plan.hops[2].value
@@ -68,7 +68,7 @@ def test_comparisons_are_decided_by_the_values(wiki: MiniWiki, kind: str) -> Non
     assert abs(yes_no.count("yes") - yes_no.count("no")) <= 2
 
 
-def test_the_first_named_wins_half_of_the_comparisons(wiki: MiniWiki) -> None:
+def test_the_first_named_entity_is_the_answer_in_half_of_the_comparisons(wiki: MiniWiki) -> None:
     items = wiki.questions("comparison", 300, seed=3)
     named = [item for item in items if item.question.answers[0] not in ("yes", "no")]
     first = sum(item.plan.hops[0].subject == item.question.answers[0] for item in named)
@@ -76,7 +76,7 @@ def test_the_first_named_wins_half_of_the_comparisons(wiki: MiniWiki) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_questions_are_stable_different_and_carry_their_ids(wiki: MiniWiki, kind: str) -> None:
+def test_questions_are_reproducible_distinct_and_have_ids(wiki: MiniWiki, kind: str) -> None:
     items = wiki.questions(kind, 100, seed=4)
     assert items == wiki.questions(kind, 100, seed=4)
     assert items != wiki.questions(kind, 100, seed=5)
@@ -90,7 +90,7 @@ def test_questions_are_spread_over_relations(wiki: MiniWiki) -> None:
     assert max(relations.count(r) for r in set(relations)) < 150
 
 
-def test_cities_have_an_alias_and_years_none(wiki: MiniWiki) -> None:
+def test_only_cities_have_an_alias(wiki: MiniWiki) -> None:
     for item in wiki.questions("one_hop", 200, seed=7):
         answer, *aliases = item.question.answers
         place = item.plan.hops[0].relation in ("birthplace", "headquarters")
@@ -98,11 +98,11 @@ def test_cities_have_an_alias_and_years_none(wiki: MiniWiki) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_asking_for_more_questions_than_exist_is_refused(kind: str) -> None:
+def test_more_questions_than_exist_are_refused(kind: str) -> None:
     with pytest.raises(UserError, match="only"):
         generate("dev", 0, 50).questions(kind, 2500, seed=0)
 
 
-def test_unknown_kinds_are_named(wiki: MiniWiki) -> None:
+def test_the_error_of_an_unknown_kind_lists_the_kinds(wiki: MiniWiki) -> None:
     with pytest.raises(UserError, match="one_hop, two_hop"):
         wiki.questions("four_hop", 1, 0)

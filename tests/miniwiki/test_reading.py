@@ -1,4 +1,4 @@
-"""Pretraining text: answers follow from what was read, targets are marked, no protocol leaks in."""
+"""Tests of pretraining text and reader examples: answers follow from the passages, and targets are marked."""
 
 import itertools
 import re
@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, MiniWiki, generate
-from rrl.miniwiki.context import Shelf
 from rrl.miniwiki.evidence import UNKNOWN, gather_evidence, reader_examples
-from rrl.miniwiki.reading import drill, read, reading_examples
+from rrl.miniwiki.lookup import WikiLookup
+from rrl.miniwiki.reading import drill_segments, passage_segments, reading_examples
 from rrl.models.tokenizer import load_tokenizer
 
 TEMPLATE = "Passages: {evidence}\n\nQuestion: {query}\n\nAnswer:"
@@ -34,7 +34,7 @@ def _take(stream, n: int) -> list:
     return list(itertools.islice(stream, n))
 
 
-def test_the_stream_is_the_same_for_the_same_seed(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_same_seed_gives_the_same_stream(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
     a, b, c = (_take(reading_examples(wiki, tokenizer, seed), 20) for seed in (0, 0, 1))
     assert all(
         np.array_equal(x.tokens, y.tokens) and np.array_equal(x.loss, y.loss)
@@ -43,12 +43,16 @@ def test_the_stream_is_the_same_for_the_same_seed(wiki: MiniWiki, tokenizer: Pre
     assert not all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, c, strict=True))
 
 
-def test_pieces_give_the_tokens_of_the_whole_text(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokens_of_segments_join_to_those_of_the_whole_text(
+    wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast
+) -> None:
     for example in _take(reading_examples(wiki, tokenizer, 0, limit=4096), 200):
         assert tokenizer.encode(tokenizer.decode(example.tokens)) == example.tokens.tolist()
 
 
-def test_lengths_and_targets(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_examples_respect_the_limit_and_have_targets(
+    wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast
+) -> None:
     examples = _take(reading_examples(wiki, tokenizer, 0, limit=300), 200)
     assert max(len(example.tokens) for example in examples) == 300
     assert all(
@@ -59,13 +63,13 @@ def test_lengths_and_targets(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast)
     assert 0.03 < whole < 0.2
 
 
-def test_no_protocol_in_it(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_reading_examples_contain_no_protocol(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
     for example in _take(reading_examples(wiki, tokenizer, 3), 200):
         text = tokenizer.decode(example.tokens)
         assert not any(sign in text for sign in ("<", ">", "search", "evidence", "Question"))
 
 
-def test_questions_are_followed_by_the_facts_they_need_never_by_answers(
+def test_questions_are_followed_by_required_facts_and_never_by_answers(
     wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     lines = [
@@ -89,32 +93,32 @@ def test_questions_are_followed_by_the_facts_they_need_never_by_answers(
         ("bridge_comparison", r"([^,;]+ of [^,;]+, [^,;]+; ){2}(earlier|later|same)"),
     ],
 )
-def test_facts_of_a_plan_by_kind(wiki: MiniWiki, kind: str, pattern: str) -> None:
+def test_facts_of_a_plan_have_the_form_of_its_kind(wiki: MiniWiki, kind: str, pattern: str) -> None:
     assert all(re.fullmatch(pattern, item.plan.facts) for item in wiki.questions(kind, 40, 0))
 
 
-def test_answers_to_orders_stand_in_the_passages_before_them(wiki: MiniWiki) -> None:
-    shelf, rng = Shelf(wiki), np.random.default_rng(0)
+def test_answers_to_tasks_occur_in_the_passages_before_them(wiki: MiniWiki) -> None:
+    lookup, rng = WikiLookup(wiki), np.random.default_rng(0)
     for _ in range(200):
-        pieces = read(shelf, rng, int(rng.integers(1, 10)))
-        said = ""
-        for (order, _), (answer, target) in itertools.pairwise(pieces):
-            said += order
-            if target and order.startswith(LOOK_UPS) and not set(",;") & set(order):
-                assert answer.strip() in said
-            if target and set(",;") & set(order) and not order.startswith((" copy", "(Title")):
-                assert all(value in said for _, value in STATED.findall(answer))
-            if target and order.startswith(" copy"):
+        segments = passage_segments(lookup, rng, int(rng.integers(1, 10)))
+        before = ""
+        for (task, _), (answer, target) in itertools.pairwise(segments):
+            before += task
+            if target and task.startswith(LOOK_UPS) and not set(",;") & set(task):
+                assert answer.strip() in before
+            if target and set(",;") & set(task) and not task.startswith((" copy", "(Title")):
+                assert all(value in before for _, value in STATED.findall(answer))
+            if target and task.startswith(" copy"):
                 for sentence in answer.strip().removesuffix(".").split(". "):
-                    assert sentence in said
+                    assert sentence in before
 
 
-def test_drills_conclude_what_their_statements_say(wiki: MiniWiki) -> None:
-    shelf, rng = Shelf(wiki), np.random.default_rng(0)
-    pieces = [piece for _ in range(60) for piece in drill(shelf, rng)]
+def test_conclusions_of_drills_follow_from_their_statements(wiki: MiniWiki) -> None:
+    lookup, rng = WikiLookup(wiki), np.random.default_rng(0)
+    segments = [segment for _ in range(60) for segment in drill_segments(lookup, rng)]
     kinds = {"earlier": 0, "later": 0, "same": 0, "bridge": 0}
-    for (order, _), (answer, _) in itertools.pairwise(pieces):
-        word, stated = order.split(" :")[0].strip(), STATED.findall(order)
+    for (task, _), (answer, _) in itertools.pairwise(segments):
+        word, stated = task.split(" :")[0].strip(), STATED.findall(task)
         if not stated:
             continue
         bridge = len(stated) == 4
@@ -132,18 +136,18 @@ def test_drills_conclude_what_their_statements_say(wiki: MiniWiki) -> None:
 
 
 @pytest.mark.parametrize("passages", range(1, 10))
-def test_as_many_different_passages_as_asked_from_one_sub_world(wiki: MiniWiki, passages: int) -> None:
-    shelf = Shelf(wiki)
-    entities = shelf.gather(np.random.default_rng(passages), passages).entities
+def test_sample_entities_returns_n_different_entities_of_one_sub_world(wiki: MiniWiki, passages: int) -> None:
+    lookup = WikiLookup(wiki)
+    entities = lookup.sample_entities(np.random.default_rng(passages), passages).entities
     assert len(set(entities)) == passages
-    assert len({shelf.where(entity) for entity in entities}) == 1
+    assert len({lookup.world_of(entity) for entity in entities}) == 1
 
 
-def test_evidence_holds_what_is_needed_unless_the_answer_is_unknown(wiki: MiniWiki) -> None:
-    shelf, rng = Shelf(wiki), np.random.default_rng(0)
+def test_evidence_is_complete_unless_the_answer_is_unknown(wiki: MiniWiki) -> None:
+    lookup, rng = WikiLookup(wiki), np.random.default_rng(0)
     unknown = 0
     for item in wiki.questions("two_hop", 200, 0):
-        evidence, answer = gather_evidence(item, shelf, rng, missing=0.2)
+        evidence, answer = gather_evidence(item, lookup, rng, missing=0.2)
         complete = all(
             h.sentence in evidence or f"The {h.query} is {h.value}." in evidence for h in item.plan.hops
         )
@@ -154,17 +158,19 @@ def test_evidence_holds_what_is_needed_unless_the_answer_is_unknown(wiki: MiniWi
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_reader_learns_the_answer_and_the_end_only(
+def test_only_answer_and_eos_are_targets_of_the_reader(
     wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast, chat: bool
 ) -> None:
     for example in _take(reader_examples(wiki, tokenizer, 0, TEMPLATE, chat=chat), 100):
-        said = example.tokens[example.loss]
-        assert said[-1] == tokenizer.eos_token_id
-        assert tokenizer.decode(said[:-1]).startswith(" ")
-        assert example.loss[-len(said) :].all()
+        targets = example.tokens[example.loss]
+        assert targets[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(targets[:-1]).startswith(" ")
+        assert example.loss[-len(targets) :].all()
         assert "Question: " in tokenizer.decode(example.tokens)
 
 
-def test_a_template_without_its_fields_is_refused(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_without_evidence_or_query_is_refused(
+    wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast
+) -> None:
     with pytest.raises(UserError, match="query"):
         next(reader_examples(wiki, tokenizer, 0, "{evidence}"))

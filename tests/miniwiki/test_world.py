@@ -1,4 +1,4 @@
-"""Passages say what is true in the world, relations stay inside sub-worlds, and generation is fast."""
+"""Tests of worlds: passages state their facts, relations stay inside sub-worlds, and generation is fast."""
 
 import time
 
@@ -10,17 +10,17 @@ from rrl.miniwiki.passages import RELATION, SLOTS, TEMPLATES_PER_SLOT, TYPES
 from rrl.miniwiki.world import build_world, write_passages
 
 
-def test_same_arguments_same_passages_and_another_seed_other_ones() -> None:
+def test_passages_depend_on_the_seed_alone() -> None:
     assert generate("train", 3, 200).passages == generate("train", 3, 200).passages
     assert generate("train", 3, 200).passages != generate("train", 4, 200).passages
 
 
-def test_titles_are_unique_over_all_sub_worlds_and_ids_too() -> None:
+def test_titles_and_ids_are_unique_over_all_sub_worlds() -> None:
     passages = generate("dev", 0, 3000, worlds=15).passages
     assert len(passages) == len({p.title for p in passages}) == len({p.id for p in passages}) == 3000
 
 
-def test_spans_hold_the_passages_of_each_sub_world_and_relations_stay_inside() -> None:
+def test_relations_stay_inside_the_spans_of_their_sub_world() -> None:
     wiki = generate("test", 5, 1003, worlds=4)
     world = wiki.world
     assert [len(span) for span in wiki.spans] == [250, 251, 251, 251]
@@ -33,7 +33,7 @@ def test_spans_hold_the_passages_of_each_sub_world_and_relations_stay_inside() -
                     assert place[world.names[kind][entity]] == place[world.names[target][number]]
 
 
-def test_the_fast_writer_and_the_single_sentences_agree() -> None:
+def test_write_passages_agrees_with_single_sentences() -> None:
     world = build_world("train", 1, 300, worlds=2)
     texts = {passage.title: passage.text for passage in write_passages(world)}
     for kind in TYPES:
@@ -58,7 +58,7 @@ def test_every_template_states_all_of_its_relations() -> None:
                 assert all(f"{{{i}}}" in template for i in range(len(slot.relations) + 1))
 
 
-def test_marriage_is_mutual_and_nobody_marries_himself() -> None:
+def test_marriage_is_mutual_and_never_with_oneself() -> None:
     spouse = build_world("train", 0, 500, worlds=3).facts["person", "spouse"]
     married = [(i, s) for i, s in enumerate(spouse.tolist()) if s >= 0]
     assert 0.6 < len(married) / len(spouse) < 0.95
@@ -76,19 +76,19 @@ def test_marriage_is_mutual_and_nobody_marries_himself() -> None:
         (("train", 0, 200, 0), "worlds=0"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: tuple, names: str) -> None:
+def test_errors_name_the_wrong_argument(arguments: tuple, names: str) -> None:
     with pytest.raises(UserError, match=names):
         generate(*arguments)
 
 
 @pytest.mark.parametrize("passages", [500, 20_000])
-def test_at_least_20_000_passages_a_second(passages: int) -> None:
+def test_at_least_20_000_passages_are_generated_per_second(passages: int) -> None:
     best = min(_seconds(passages) for _ in range(3))
     assert passages / best >= 20_000
 
 
 def _seconds(passages: int) -> float:
-    """Processor time, so that a busy machine does not count."""
+    """Measure processor time, which other processes hardly affect."""
     start = time.process_time()
     generate("dev", 0, passages)
     return time.process_time() - start
@@ -96,7 +96,7 @@ def _seconds(passages: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_a_million_unique_passages_as_fast(split: str) -> None:
+def test_a_million_unique_passages_are_generated_as_fast(split: str) -> None:
     start = time.process_time()
     passages = generate(split, 0, 1_000_000).passages
     assert 1_000_000 / (time.process_time() - start) >= 20_000

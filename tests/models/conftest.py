@@ -1,4 +1,4 @@
-"""Small models of odd shapes."""
+"""Configs of small models with unusual shapes."""
 
 import pytest
 

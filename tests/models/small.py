@@ -1,5 +1,4 @@
-"""Small models whose norms and biases are not at their trivial initial values, jitted calls of them, and attention as textbooks
-have it."""
+"""Small models with random norms and biases, jitted calls of them, and textbook attention."""
 
 import functools
 
@@ -17,7 +16,7 @@ SMALL = DecoderConfig(vocab_size=53, hidden=16, layers=2, heads=4, kv_heads=2, h
 
 @functools.cache
 def make(config: DecoderConfig | EncoderConfig, **kwargs):
-    """The same model for the same arguments."""
+    """Makes a model; the same arguments give the same model."""
     model = Decoder if isinstance(config, DecoderConfig) else Encoder
     return _make(model, config, tuple(kwargs.items()))
 
@@ -63,7 +62,7 @@ def places(rows, length):
 
 
 def filled(config, seed=0, dtype=jnp.float32):
-    """A model of random numbers, drawn without compiling anything."""
+    """A model with random parameters, drawn without compiling anything."""
     model = Decoder if isinstance(config, DecoderConfig) else Encoder
     graph, state = nnx.split(nnx.eval_shape(lambda: model(config, rngs=nnx.Rngs(0))))
     draws = np.random.default_rng(seed)
@@ -73,7 +72,7 @@ def filled(config, seed=0, dtype=jnp.float32):
 
 
 def textbook_attention(q, k, v, segment_ids):
-    """softmax(q kᵀ) v with every kv head repeated for its group, and a full [T, S] mask."""
+    """softmax(q kᵀ) v with each kv head repeated for its group, and a full [T, S] mask."""
     time, repeats = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
     seen = jnp.tril(jnp.ones((time, time), bool)) & (segment_ids[:, :, None] == segment_ids[:, None, :])

@@ -1,4 +1,4 @@
-"""Blocked attention equals the textbook's, and its hand-written gradient equals the automatic one."""
+"""Causal attention in blocks equals textbook attention, and its custom gradient equals the automatic one."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tests.models.small import textbook_attention
 
 
 @pytest.mark.parametrize(("time", "kv_heads"), [(1, 1), (33, 4), (77, 2), (600, 1)])
-def test_values_and_gradients_equal_the_textbook(time, kv_heads):
+def test_outputs_and_gradients_equal_textbook_attention(time, kv_heads):
     keys = jax.random.split(jax.random.key(time), 4)
     q, k, v = (
         jax.random.normal(key, (2, time, heads, 6)) for key, heads in zip(keys, (4, kv_heads, kv_heads))

@@ -1,4 +1,4 @@
-"""Every kernel gives the numbers of ours: packed, unpacked, forward and backward, on one device and over a mesh."""
+"""All attention kernels give the same outputs and gradients, packed or not, on one device or a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from rrl.models.attention_backends import (
 from rrl.models.block_attention import block_attention
 from rrl.parallel.mesh import make_mesh
 
-SEGMENTS = np.repeat([1, 2, 3, 0], [60, 37, 80, 23])[None].repeat(4, 0)  # T = 200, no multiple of a block
+SEGMENTS = np.repeat([1, 2, 3, 0], [60, 37, 80, 23])[None].repeat(4, 0)  # T = 200, not a multiple of a block
 
 
 def draw(kv_heads, width=16, dtype=jnp.float32):
-    """q, k, v and the gradient of the output: 4 rows, 4 query heads."""
+    """q, k, v and the output's gradient: 4 rows, 4 query heads."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (4, kv_heads, kv_heads, 4)
     return [jax.random.normal(key, (4, 200, n, width), dtype) for key, n in zip(keys, heads)]
@@ -34,18 +34,18 @@ def with_gradients(attention, inputs, segments):
         out, back = jax.vjp(lambda *x: attention(*x, segments), q, k, v)
         return (out, *back(grad))
 
-    real = np.asarray(SEGMENTS > 0)[..., None, None]  # what padding tokens see is nobody's business
+    real = np.asarray(SEGMENTS > 0)[..., None, None]  # the output of padding tokens is undefined
     return [np.where(real, np.asarray(part, np.float32), 0) for part in run(*qkv)]
 
 
 def close(ours, theirs):
-    """Up to rounding, which grows with the numbers: against float64, ours errs by 1e-6 of the largest gradient."""
+    """Equality up to rounding, relative to the largest value; against float64 the XLA kernel errs by 1e-6 of it."""
     for one, other in zip(ours, theirs):
         np.testing.assert_allclose(one, other, atol=5e-6 * np.abs(one).max())
 
 
 def masked(inputs):
-    """Padding tokens have no gradient in training."""
+    """The outputs of padding tokens get no gradient in training."""
     return [*inputs[:3], inputs[3] * (SEGMENTS > 0)[..., None, None]]
 
 
@@ -55,7 +55,7 @@ def interpreted(q, k, v, segments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_splash_interpreted_gives_our_outputs_and_gradients(kv_heads):
+def test_interpreted_splash_gives_the_outputs_and_gradients_of_xla(kv_heads):
     inputs = masked(draw(kv_heads))
     ours = with_gradients(causal_attention, inputs, jnp.asarray(SEGMENTS))
     theirs = with_gradients(interpreted, inputs, jnp.asarray(SEGMENTS))
@@ -69,7 +69,7 @@ def test_splash_interpreted_gives_our_outputs_and_gradients(kv_heads):
         pytest.param(1, id="they do not"),
     ],
 )
-def test_splash_over_a_mesh_gives_the_same_outputs(kv_heads):
+def test_splash_gives_the_same_outputs_on_a_mesh(kv_heads):
     q, k, v, _ = draw(kv_heads)
     segments = jnp.asarray(SEGMENTS)
     expected = causal_attention(q, k, v, segments)
@@ -79,7 +79,7 @@ def test_splash_over_a_mesh_gives_the_same_outputs(kv_heads):
     np.testing.assert_allclose(np.asarray(found)[real], np.asarray(expected)[real], atol=2e-5)
 
 
-def test_the_mask_given_to_cudnn_is_ours():
+def test_the_mask_passed_to_cudnn_gives_the_outputs_of_xla():
     def stand_in(q, k, v, segments):
         return cudnn_attention(q, k, v, segments, implementation="xla")
 
@@ -91,7 +91,7 @@ def test_the_mask_given_to_cudnn_is_ours():
 
 
 @pytest.mark.parametrize("kernel", ["blocks", "cudnn's mask"])
-def test_a_branch_is_seen_by_itself_alone_whatever_the_kernel(kernel):
+def test_a_branch_is_visible_only_to_itself_in_every_kernel(kernel):
     branches = jnp.asarray(
         np.repeat([0, 1, 0, 2, 0, 1, 3, 0], [20, 15, 25, 10, 27, 40, 40, 23])[None].repeat(4, 0)
     )
@@ -116,7 +116,7 @@ def test_a_branch_is_seen_by_itself_alone_whatever_the_kernel(kernel):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs an NVIDIA GPU")
-def test_cudnn_gives_our_outputs_and_gradients():
+def test_cudnn_gives_the_outputs_and_gradients_of_xla():
     inputs = masked(draw(2, width=64, dtype=jnp.bfloat16))
     ours = with_gradients(causal_attention, inputs, jnp.asarray(SEGMENTS))
     theirs = with_gradients(cudnn_attention, inputs, jnp.asarray(SEGMENTS))
@@ -125,7 +125,7 @@ def test_cudnn_gives_our_outputs_and_gradients():
 
 
 @pytest.mark.skipif(jax.default_backend() != "tpu", reason="splash attention needs a TPU")
-def test_splash_gives_our_outputs_on_a_tpu():
+def test_splash_gives_the_outputs_of_xla_on_a_tpu():
     q, k, v, _ = draw(2, width=128, dtype=jnp.bfloat16)
     segments = jnp.asarray(SEGMENTS)
     one, other = (packed_attention(name, q, k, v, segments) for name in ("xla", "splash"))
@@ -145,11 +145,11 @@ def test_splash_gives_our_outputs_on_a_tpu():
         ("xla", "tpu", jnp.bfloat16, "xla"),
     ],
 )
-def test_auto_takes_what_the_platform_has(name, platform, dtype, chosen):
+def test_auto_chooses_the_platforms_kernel(name, platform, dtype, chosen):
     assert choose_backend(name, platform, dtype) == chosen
 
 
-def test_splash_is_not_taken_for_rows_with_branches():
+def test_splash_is_not_chosen_for_rows_with_branches():
     assert choose_backend("auto", "tpu", jnp.bfloat16, branches=True) == "xla"
     assert choose_backend("auto", "cpu", jnp.float32, branches=True) == "blocks"
     with pytest.raises(
@@ -172,6 +172,6 @@ def test_splash_is_not_taken_for_rows_with_branches():
         ("cudnn", "tpu", jnp.bfloat16, "NVIDIA GPU"),
     ],
 )
-def test_a_kernel_that_does_not_run_here_is_refused(name, platform, dtype, words):
+def test_a_kernel_that_does_not_run_on_the_platform_is_refused(name, platform, dtype, words):
     with pytest.raises(UserError, match=words):
         choose_backend(name, platform, dtype)

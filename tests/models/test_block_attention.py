@@ -1,4 +1,4 @@
-"""Attention that leaves out blocks without a common segment equals the textbook's on any segments, and does leave them out."""
+"""Block-sparse attention equals textbook attention for any segments and branches, and skips blocks without a common one."""
 
 import functools
 
@@ -12,11 +12,11 @@ from rrl.models.block_attention import BLOCK, block_attention
 from rrl.parallel.mesh import make_mesh
 from tests.models.small import textbook_attention
 
-TIME = 3 * BLOCK + 8  # no multiple of a block
+TIME = 3 * BLOCK + 8  # not a multiple of a block
 
 
 def draw(rows=2, time=TIME, kv_heads=2, dtype=jnp.float32):
-    """q, k, v and the output's gradient: 4 query heads of 8."""
+    """q, k, v and the output's gradient, with 4 query heads of dimension 8."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(rows, time, heads, 8) for heads in (4, kv_heads, kv_heads, 4)]
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
@@ -24,7 +24,7 @@ def draw(rows=2, time=TIME, kv_heads=2, dtype=jnp.float32):
 
 @functools.cache
 def with_gradients(attention):
-    """Output and gradients of q, k, v, jitted once for all tests of a shape."""
+    """Output and gradients of q, k and v, jitted once for all tests with a shape."""
 
     def run(segments, q, k, v, grad):
         out, back = jax.vjp(lambda *x: attention(*x, segments), q, k, v)
@@ -34,7 +34,7 @@ def with_gradients(attention):
 
 
 def close(ours, theirs, tolerance=1e-5):
-    """Up to rounding of the output's size, of which some gradients are small differences."""
+    """Equality up to rounding relative to the output's size, since some gradients are small differences of large terms."""
     least = np.abs(np.asarray(theirs[0], np.float32)).max()
     for one, other in zip(ours, theirs, strict=True):
         other = np.asarray(other, np.float32)
@@ -44,7 +44,7 @@ def close(ours, theirs, tolerance=1e-5):
 
 
 def segmentations():
-    """Two packed rows with and without padding, whole ones, and such as no packer makes."""
+    """Segment ids of two rows: packed with and without padding, one segment, and orders that packing never makes."""
     draws = np.random.default_rng(0)
     for number in (1, 2, 3, 5, 20, TIME - 1):
         cuts = np.sort(draws.integers(1, TIME, (2, number - 1)))
@@ -52,12 +52,12 @@ def segmentations():
         yield segments
         yield np.where(np.arange(TIME) < draws.integers(0, TIME, (2, 1)), segments, 0)
     yield np.zeros((2, TIME))
-    yield np.tile(1 + np.arange(TIME) // BLOCK, (2, 1))  # borders of segments are those of blocks
-    yield np.tile(9 - np.arange(TIME) // 25, (2, 1))  # numbers that fall
-    yield draws.integers(0, 4, (2, TIME))  # neither in order nor in one piece
+    yield np.tile(1 + np.arange(TIME) // BLOCK, (2, 1))  # segments end where blocks end
+    yield np.tile(9 - np.arange(TIME) // 25, (2, 1))  # descending ids
+    yield draws.integers(0, 4, (2, TIME))  # neither sorted nor contiguous
 
 
-def test_outputs_and_gradients_equal_the_textbook_on_any_segments():
+def test_outputs_and_gradients_equal_textbook_attention_for_any_segments():
     inputs = draw()
     ours, theirs = with_gradients(block_attention), with_gradients(textbook_attention)
     for segments in segmentations():
@@ -65,7 +65,7 @@ def test_outputs_and_gradients_equal_the_textbook_on_any_segments():
         close(ours(segments, *inputs), theirs(segments, *inputs))
 
 
-def test_rows_without_segments_are_one_segment():
+def test_without_segment_ids_each_row_is_one_segment():
     *qkv, _ = draw()
     whole = jnp.ones(qkv[0].shape[:2], jnp.int32)
     np.testing.assert_array_equal(block_attention(*qkv), block_attention(*qkv, whole))
@@ -80,7 +80,7 @@ def test_rows_may_be_shorter_than_a_block(time):
     )
 
 
-def test_bfloat16_is_near_float32():
+def test_bfloat16_is_close_to_float32():
     segments = jnp.asarray(np.tile(np.repeat([1, 2, 0], [90, 100, 10]), (2, 1)), jnp.int32)
     half = draw(dtype=jnp.bfloat16)
     full = [x.astype(jnp.float32) for x in half]
@@ -90,7 +90,7 @@ def test_bfloat16_is_near_float32():
 
 
 def test_blocks_of_other_segments_are_never_read():
-    """What is not a number stays one when it is multiplied by a weight of 0: only what is left out does no harm."""
+    """NaN times a weight of 0 is NaN, so only blocks that are skipped keep the output finite."""
     rows = [[1, 2, 3, 0], [4, 7, 9, 0]]
     segments = jnp.asarray(np.repeat(rows, BLOCK, axis=1)[:, :TIME], jnp.int32)
     inputs, run = draw(), with_gradients(block_attention)
@@ -108,19 +108,19 @@ BRANCHES = np.array(
         np.repeat([0, 1, 0, 2, 3, 0, 0], [5, 64, 1, 80, 20, 10, 20]),
     ]
 )
-"""Branches of up to three blocks, numbers that come again in the row's second segment, and padding."""
+"""Branches of up to three blocks, branch numbers that recur in the row's second segment, and padding."""
 SEGMENTS = np.array([np.repeat([1, 2, 0], [160, 34, 6]), np.repeat([1, 2, 0], [69, 111, 20])])
 
 
-def test_outputs_and_gradients_equal_the_textbook_on_branches():
+def test_outputs_and_gradients_equal_textbook_attention_with_branches():
     inputs, segments = draw(), jnp.asarray(SEGMENTS)
     branches = jnp.asarray(BRANCHES)
     ours = with_gradients(lambda q, k, v, ids: block_attention(q, k, v, ids, branches))
-    # Each branch in a textbook of its own, which sees it and the trunk as one segment; of the trunk there is one.
+    # One textbook attention per branch, in which the branch and the trunk form one segment.
     parts = []
     for branch in range(4):
         inside = (branches == 0) | (branches == branch)
-        apart = jnp.where(inside, segments, 100 + branches)  # the others see one another at most
+        apart = jnp.where(inside, segments, 100 + branches)  # other tokens must not see these
         parts.append(
             with_gradients(textbook_attention)(apart, *inputs[:3], inputs[3] * _of(branches, branch))
         )
@@ -130,13 +130,13 @@ def test_outputs_and_gradients_equal_the_textbook_on_branches():
 
 
 def _of(branches, branch):
-    """1 where a token is of that branch."""
+    """1 on tokens of that branch."""
     return (branches == branch)[..., None, None].astype(jnp.float32)
 
 
 def test_blocks_of_other_branches_are_never_read():
-    """A trunk's block, a branch's, another's, and what is left of the trunk: poison in a branch reaches nothing but that branch
-    and the gradients of what it saw."""
+    """Blocks: trunk, branch, another branch, rest of the trunk. NaN in a branch reaches only that branch and the gradients of
+    the tokens that it sees."""
     branches = jnp.asarray(np.repeat([[0, 1, 2, 0]], BLOCK, axis=1)[:, :TIME].repeat(2, 0), jnp.int32)
     inputs, segments = draw(), jnp.ones((2, TIME), jnp.int32)
     run = with_gradients(lambda q, k, v, ids: block_attention(q, k, v, ids, branches))
@@ -148,7 +148,7 @@ def test_blocks_of_other_branches_are_never_read():
         np.testing.assert_array_equal(one[:, clean], other[:, clean])
 
 
-def test_memory_grows_with_the_row_not_with_its_square():
+def test_memory_grows_linearly_with_the_row_length():
     def needed(time):
         inputs = jax.eval_shape(lambda: draw(time=time))
         segments = jax.ShapeDtypeStruct((2, time), jnp.int32)
@@ -166,7 +166,7 @@ def test_memory_grows_with_the_row_not_with_its_square():
         pytest.param(3, 4, id="rows do not divide theirs", marks=pytest.mark.slow),
     ],
 )
-def test_over_a_mesh_it_gives_the_same(rows, kv_heads):
+def test_a_mesh_gives_the_outputs_of_one_device(rows, kv_heads):
     inputs = draw(rows, TIME, kv_heads)
     segments = jnp.asarray(np.arange(TIME) // 70 + np.arange(rows)[:, None], jnp.int32)
     expected = with_gradients(block_attention)(segments, *inputs)

@@ -1,4 +1,4 @@
-"""config.json in and out, and what is refused."""
+"""config.json is read and written, and unsupported configs are refused."""
 
 import pytest
 
@@ -85,7 +85,7 @@ def test_transformers_5_rope_parameters_are_read():
         ),
     ],
 )
-def test_what_the_decoder_cannot_do_is_refused_by_name(change, message):
+def test_unsupported_decoder_configs_are_refused_by_field(change, message):
     with pytest.raises(UserError, match=message):
         DecoderConfig.from_hf(QWEN25_7B | change)
 
@@ -104,12 +104,12 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(change, message):
         ({"layer_norm_eps": "small"}, "layer_norm_eps='small' must be a number"),
     ],
 )
-def test_what_the_encoder_cannot_do_is_refused_by_name(change, message, encoder_config):
+def test_unsupported_encoder_configs_are_refused_by_field(change, message, encoder_config):
     with pytest.raises(UserError, match=message):
         EncoderConfig.from_hf(encoder_config.to_hf() | change)
 
 
-def test_a_config_without_padding_id_gets_its_familys():
+def test_a_missing_padding_id_is_that_of_the_family():
     hf = EncoderConfig(vocab_size=9, hidden=4, layers=1, heads=1, mlp=4).to_hf() | {"pad_token_id": None}
     assert EncoderConfig.from_hf(hf).pad_token_id == 0
     assert EncoderConfig.from_hf(hf | {"model_type": "xlm-roberta"}).pad_token_id == 1

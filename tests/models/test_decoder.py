@@ -1,4 +1,4 @@
-"""The decoder agrees with itself: packed or not, padded or not, at once or step by step, with any remat."""
+"""The decoder gives the same results packed or not, padded or not, in one pass or step by step, with any remat."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def test_the_cache_is_updated_in_place_inside_a_while_loop():
 
 
 @pytest.mark.parametrize("length", [1, 5])
-def test_the_program_of_generation_does_not_grow_with_the_layers(length):
+def test_the_generation_program_does_not_grow_with_the_number_of_layers(length):
     def lines(layers):
         config = dataclasses.replace(SMALL, layers=layers)
         graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
@@ -79,11 +79,11 @@ def test_the_program_of_generation_does_not_grow_with_the_layers(length):
     assert lines(9) == lines(2)
 
 
-def test_rows_of_the_cache_are_extended_at_different_positions_and_others_stay():
+def test_cache_rows_are_extended_at_different_positions_and_other_rows_stay():
     decoder, tokens = make(SMALL), draw(SMALL, 2, 12)
     expected = run(decoder, tokens, places(2, 12))
     cache = KVCache.create(SMALL, rows=4, slots=16)
-    # Token rows 0 and 1 live in cache rows 3 and 1; row 1 is 4 tokens behind, and padded with positions >= S.
+    # Entries 0 and 1 belong to cache rows 3 and 1; entry 1 is 4 tokens behind and padded with positions >= S.
     rows = jnp.array([3, 1])
     first = jnp.where(jnp.arange(8) < jnp.array([[8], [4]]), jnp.arange(8), cache.slots)
     _, cache = extend(decoder, tokens[:, :8], first, cache, rows)
@@ -94,21 +94,21 @@ def test_rows_of_the_cache_are_extended_at_different_positions_and_others_stay()
     assert all(not part[:, :, jnp.array([0, 2])].any() for part in (after.k, after.v))
 
 
-def test_positions_beyond_the_slots_are_dropped_although_the_last_block_has_room():
+def test_positions_beyond_the_slots_are_dropped_even_if_the_last_block_has_space():
     cache = KVCache.create(SMALL, rows=1, slots=10)
     _, cache = extend(make(SMALL), draw(SMALL, 1, 4), jnp.array([[9, 10, 11, 500]]), cache)
     assert cache.k[0, 0, 0, :, 9].any()
     assert int((cache.k[0] != 0).any(axis=(-1, -3)).sum()) == 1
 
 
-def test_a_row_number_beyond_the_cache_leaves_no_trace():
+def test_a_row_number_beyond_the_cache_is_ignored():
     cache = KVCache.create(SMALL, rows=2, slots=10)
     hidden, cache = extend(make(SMALL), draw(SMALL, 1, 4), places(1, 4), cache, jnp.array([2]))
     assert not any(part.any() for part in (cache.k, cache.v))
     assert jnp.isfinite(hidden).all()
 
 
-def test_bits_of_a_row_do_not_depend_on_how_far_its_neighbours_are():
+def test_a_rows_bits_do_not_depend_on_the_positions_of_other_rows():
     decoder, past = make(SMALL), 3 * BLOCK
     _, cache = extend(decoder, draw(SMALL, 2, past), places(2, past), KVCache.create(SMALL, 2, past + 8))
     token = draw(SMALL, 2, 1, seed=1)
@@ -117,7 +117,7 @@ def test_bits_of_a_row_do_not_depend_on_how_far_its_neighbours_are():
 
 
 @pytest.mark.parametrize("past", [40, BLOCK + 3])
-def test_keys_may_have_their_slots_last(past):
+def test_the_layout_with_slots_last_gives_the_same_outputs(past):
     decoder, found = make(SMALL), []
     for slots_last in (False, True):
         cache = KVCache.create(SMALL, 2, past + 1, slots_last=slots_last)
@@ -128,7 +128,7 @@ def test_keys_may_have_their_slots_last(past):
 
 
 @pytest.mark.parametrize("readers", [(), (1,)])
-def test_prefilling_leaves_the_cache_that_extending_does(readers):
+def test_prefill_gives_the_same_cache_as_extend(readers):
     decoder, at, rows = make(SMALL), jnp.arange(24).reshape(3, 8), jnp.array([1, 1, 0])
     empty = KVCache.create(SMALL, 3, 40)
     _, extended = extend(decoder, draw(SMALL, 3, 8), at, empty, rows, readers)
@@ -141,10 +141,10 @@ def test_prefilling_leaves_the_cache_that_extending_does(readers):
 
 
 @pytest.mark.parametrize("readers", [(1,), (2,), (3, 1), (6, 4, 2, 1)])
-def test_rows_that_read_their_past_in_groups_have_the_bits_of_all_at_once(readers):
+def test_reading_the_cache_in_groups_does_not_change_the_bits(readers):
     decoder, past = make(SMALL), 3 * BLOCK
     _, cache = extend(decoder, draw(SMALL, 6, past), places(6, past), KVCache.create(SMALL, 6, past + 8))
-    at = jnp.array([40, past, past + 8, BLOCK, 5, 2 * BLOCK - 1])[:, None]  # the third runs no more
+    at = jnp.array([40, past, past + 8, BLOCK, 5, 2 * BLOCK - 1])[:, None]  # the third entry is padding
     token = draw(SMALL, 6, 1, seed=1)
     for rows in (None, jnp.array([3, 0, 1, 5, 4, 2])):
         whole, one = extend(decoder, token, at, cache, rows)
@@ -156,7 +156,7 @@ def test_rows_that_read_their_past_in_groups_have_the_bits_of_all_at_once(reader
             np.testing.assert_array_equal(first, second)
 
 
-def test_groups_take_the_longest_rows_first_and_know_how_far_each_reads():
+def test_read_groups_are_sorted_by_length_and_know_each_entrys_blocks():
     cache = KVCache.create(SMALL, 6, 4 * BLOCK)
     at = jnp.array([40, 3 * BLOCK, 4 * BLOCK, BLOCK, 5, 4 * BLOCK])[:, None]
     order, needed = cache.read_groups(at, (2, 1))
@@ -166,7 +166,7 @@ def test_groups_take_the_longest_rows_first_and_know_how_far_each_reads():
         assert order is None and needed.tolist() == [[4]]
 
 
-def test_pieces_of_one_text_may_be_prefilled_together():
+def test_chunks_of_one_text_may_be_prefilled_together():
     decoder, tokens = make(SMALL), draw(SMALL, 1, 24)
     empty = KVCache.create(SMALL, 3, 40)
     whole, one = extend(decoder, tokens, places(1, 24), empty, jnp.array([1]))
@@ -177,7 +177,7 @@ def test_pieces_of_one_text_may_be_prefilled_together():
     np.testing.assert_allclose(other.k, one.k, **TOLERANCE)
 
 
-def test_packed_segments_equal_rows_of_their_own(config):
+def test_packed_segments_equal_separate_rows(config):
     decoder, lengths = make(config), (5, 9, 4)
     tokens = draw(config, 1, sum(lengths) + 3)
     segments = jnp.asarray(np.repeat([1, 2, 3, 0], (*lengths, 3)))[None]
@@ -189,7 +189,7 @@ def test_packed_segments_equal_rows_of_their_own(config):
         start += length
 
 
-def test_padding_and_its_content_never_change_a_row():
+def test_padding_never_changes_a_row():
     decoder, tokens = make(SMALL), draw(SMALL, 2, 150)
     segments = (places(2, 150) < 140).astype(jnp.int32)
     other = tokens.at[:, 140:].set((tokens[:, 140:] + 7) % SMALL.vocab_size)
@@ -217,7 +217,7 @@ def test_remat_variants_give_the_same_loss_and_gradients():
         )
 
 
-def test_bfloat16_computes_near_float32_and_logits_are_float32():
+def test_bfloat16_is_close_to_float32_and_logits_are_float32():
     tokens = draw(SMALL, 2, 12)
     full, half = make(SMALL), make(SMALL, dtype=jnp.bfloat16)
     logits = [d.unembed(run(d, tokens, places(2, 12))) for d in (full, half)]
@@ -230,6 +230,6 @@ def test_bfloat16_computes_near_float32_and_logits_are_float32():
     ("field", "words"),
     [("remat", r"remat='some'.*none, dots, full"), ("attention", r"attention='some'.*xla, cudnn, splash")],
 )
-def test_unknown_choices_are_refused_by_name(field, words):
+def test_unknown_values_are_refused_by_field(field, words):
     with pytest.raises(UserError, match=words):
         Decoder(SMALL, rngs=nnx.Rngs(0), **{field: "some"})

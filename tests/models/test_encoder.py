@@ -1,4 +1,4 @@
-"""Embeddings that padding does not change, pooled as the config says."""
+"""Embeddings: padding does not change them, and pooling follows the config."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from rrl.models.encoder import pool
 from tests.models.small import draw, embed, make
 
 
-def test_embeddings_are_unit_vectors_and_padding_changes_nothing(encoder_config):
+def test_embeddings_are_unit_vectors_and_independent_of_padding(encoder_config):
     encoder, tokens = make(encoder_config), draw(encoder_config, 3, 12)
     mask = jnp.arange(12) < jnp.array([[12], [7], [3]])
     embeddings = embed(encoder, tokens, mask)
@@ -25,11 +25,11 @@ def test_embeddings_are_unit_vectors_and_padding_changes_nothing(encoder_config)
 
 @pytest.mark.parametrize("mode", ["mean", "cls"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_pooling_takes_the_mean_or_the_first_token_and_normalises_if_asked(mode, normalize):
+def test_pooling_takes_the_mean_or_the_first_token_and_normalises_if_set(mode, normalize):
     hidden = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(np.float32)
     mask = np.array(
         [[1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]], bool
-    )  # padded right, left, nothing else
+    )  # padded right, padded left, empty
     expected = np.stack(
         [hidden[0, :3].mean(0), hidden[1, 1:].mean(0)] if mode == "mean" else [hidden[0, 0], hidden[1, 1]]
     )
@@ -51,7 +51,7 @@ def test_bfloat16_is_within_two_hundredths(encoder_config):
 
 
 def test_text_longer_than_the_position_table_is_refused(encoder_config):
-    assert encoder_config.max_tokens == 40  # RoBERTa's first pad_token_id + 1 positions are no text's
+    assert encoder_config.max_tokens == 40  # RoBERTa does not use the first pad_token_id + 1 positions
     encoder = make(encoder_config)
     jax.eval_shape(lambda: encoder(jnp.zeros((1, 40), int), jnp.ones((1, 40), bool)))
     with pytest.raises(UserError, match=rf"41 tokens .* 40 \(max_positions={encoder_config.max_positions}\)"):

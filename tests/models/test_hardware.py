@@ -1,4 +1,4 @@
-"""What a run asks of its devices is checked by name, and a mesh may be smaller than the machine."""
+"""Mesh, dtype and kernel are checked with their fields' names, and a mesh may use a part of the devices."""
 
 import logging
 import types
@@ -22,7 +22,7 @@ from rrl.models.hardware import ComputeConfig, MeshConfig, has_native_bfloat16, 
         ({"data": 2, "fsdp": -1, "tensor": 2}, (2, 2, 2)),
     ],
 )
-def test_a_mesh_takes_as_many_devices_as_it_says(fields, shape):
+def test_a_mesh_uses_the_number_of_devices_in_its_config(fields, shape):
     assert MeshConfig(**fields).make(jax.devices()[:8]).devices.shape == shape
 
 
@@ -43,19 +43,19 @@ def test_sizes_that_do_not_fit_the_devices_are_refused(fields):
         ({"attention": "flash"}, r"compute\.attention='flash' is unknown; choose one of auto, blocks, xla"),
     ],
 )
-def test_unknown_choices_are_refused_by_name(fields, words):
+def test_unknown_values_are_refused_by_field(fields, words):
     with pytest.raises(UserError, match=words):
         ComputeConfig(**fields)
 
 
-def test_a_kernel_that_this_platform_lacks_is_refused_with_its_field():
+def test_a_kernel_that_does_not_run_on_the_platform_is_refused_by_field():
     assert ComputeConfig().backend("cpu") == "blocks"
     with pytest.raises(UserError, match=r"compute\.attention=splash runs on TPUs only, but this is a cpu"):
         ComputeConfig(attention="splash").backend("cpu")
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_only_a_cpu_computes_in_float32_where_the_dtype_is_left_open(platform, caplog):
+def test_dtype_auto_is_float32_only_on_a_cpu(platform, caplog):
     assert ComputeConfig("auto").for_platform(platform).dtype == (
         "float32" if platform == "cpu" else "bfloat16"
     )
@@ -66,12 +66,12 @@ def test_only_a_cpu_computes_in_float32_where_the_dtype_is_left_open(platform, c
 @pytest.mark.parametrize(
     ("native", "words"), [(False, "converts each weight to float32"), (True, "compiled CPU layers")]
 )
-def test_bfloat16_on_a_cpu_is_done_as_asked_with_a_warning(native, words, monkeypatch, caplog):
+def test_bfloat16_on_a_cpu_is_kept_with_a_warning(native, words, monkeypatch, caplog):
     monkeypatch.setattr(hardware, "has_native_bfloat16", lambda: native)
     with caplog.at_level(logging.WARNING):
         assert ComputeConfig("bfloat16").for_platform("gpu").dtype == "bfloat16" and not caplog.records
         assert ComputeConfig("bfloat16").for_platform("cpu").dtype == "bfloat16"
-    assert words in caplog.text and ("copy" in caplog.text) == (not native)
+    assert words in caplog.text and ("converts" in caplog.text) == (not native)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_bfloat16_on_a_cpu_is_done_as_asked_with_a_warning(native, words, monkey
         ((0, 12, 0), None, False),
     ],
 )
-def test_bfloat16_products_need_a_jax_and_a_processor_that_have_them(
+def test_native_bfloat16_needs_the_jax_version_and_the_instructions(
     version, processor, native, monkeypatch, tmp_path
 ):
     if processor is not None:
@@ -98,7 +98,7 @@ def test_bfloat16_products_need_a_jax_and_a_processor_that_have_them(
     has_native_bfloat16.cache_clear()
 
 
-def test_no_config_asks_for_bfloat16_by_name():
+def test_no_config_sets_bfloat16_explicitly():
     for made, arg in (
         (rsearch_grpo, "size=3b,data=.,policy=assets/miniwiki-policy"),
         (rsearch_grpo, "size=7b,data=.,policy=assets/miniwiki-policy"),
@@ -108,10 +108,10 @@ def test_no_config_asks_for_bfloat16_by_name():
         assert made.get_config(arg).compute.dtype == "auto", (made.__name__, arg)
 
 
-def test_memory_is_the_hosts_and_that_of_the_fullest_device_that_tells(monkeypatch):
+def test_peak_memory_is_that_of_the_host_and_of_the_fullest_device(monkeypatch):
     held = np.ones(64 * 2**20 // 8)
     assert held.nbytes / 2**30 < peak_memory()["memory/host"] < 1000
-    assert "memory/device" not in peak_memory()  # a CPU does not tell
+    assert "memory/device" not in peak_memory()  # CPUs report no memory
     devices = [
         types.SimpleNamespace(memory_stats=lambda g=g: {"peak_bytes_in_use": g * 2**30}) for g in (3, 5)
     ]

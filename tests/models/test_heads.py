@@ -1,4 +1,4 @@
-"""Value models: on a decoder's body, zero at the start, of whole sequences by their last token."""
+"""Value models: a decoder with a scalar output that starts at 0; the reward of a sequence is the value of its last token."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def rewards(model, tokens, lengths):
     return model.sequence_reward(tokens, lengths)
 
 
-def test_a_language_model_gives_the_body_and_a_head_of_zeros(tmp_path):
+def test_a_language_model_is_loaded_with_a_value_head_of_zeros(tmp_path):
     save_decoder(tmp_path, filled(SMALL))
     critic = load_value_model(tmp_path)
     tokens, at = draw(SMALL, 2, 9), places(2, 9)
@@ -36,7 +36,7 @@ def test_a_language_model_gives_the_body_and_a_head_of_zeros(tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [None, {"data": 1, "fsdp": 2, "tensor": 4}])
-def test_a_critic_may_keep_the_first_layers_alone(tmp_path, mesh):
+def test_a_value_model_may_use_only_the_first_layers(tmp_path, mesh):
     whole = filled(SMALL)
     save_decoder(tmp_path, whole)
     critic = load_value_model(tmp_path, layers=1, mesh=mesh and make_mesh(**mesh))
@@ -47,7 +47,7 @@ def test_a_critic_may_keep_the_first_layers_alone(tmp_path, mesh):
     tokens, at = draw(SMALL, 2, 9), places(2, 9)
     np.testing.assert_allclose(run(critic, tokens, at), run(short, tokens, at), atol=0 if not mesh else 1e-5)
     assert not np.allclose(run(critic, tokens, at), run(whole, tokens, at), atol=1e-3)
-    with pytest.raises(UserError, match=rf"has {SMALL.layers} layers; give 0 .* not layers=9"):
+    with pytest.raises(UserError, match=rf"has {SMALL.layers} layers; layers=9 must be 0"):
         load_value_model(tmp_path, layers=9)
 
 
@@ -60,7 +60,7 @@ def trained() -> ValueModel:
 
 
 @pytest.mark.parametrize("mesh", [None, {"data": 1, "fsdp": 2, "tensor": 4}])
-def test_a_value_model_is_written_and_read_exactly(tmp_path, mesh):
+def test_a_value_model_survives_saving_and_loading_exactly(tmp_path, mesh):
     critic = trained()
     save_decoder(tmp_path, critic)
     again = load_value_model(tmp_path, mesh=mesh and make_mesh(**mesh))
@@ -70,27 +70,27 @@ def test_a_value_model_is_written_and_read_exactly(tmp_path, mesh):
     )
 
 
-def test_values_are_the_score_of_the_hidden_states():
+def test_values_are_the_hidden_states_times_the_score_kernel():
     critic, tokens, at = trained(), draw(SMALL, 2, 9), places(2, 9)
     hidden = run(critic, tokens, at)
     np.testing.assert_allclose(values(critic, tokens, at), hidden @ critic.score[...][:, 0], atol=1e-5)
 
 
-def test_the_reward_of_a_sequence_is_the_value_after_its_last_token_whatever_the_padding():
+def test_a_sequences_reward_is_the_value_after_its_last_token_whatever_the_padding():
     critic, tokens = trained(), draw(SMALL, 2, 9)
     found = rewards(critic, tokens, jnp.array([9, 4]))
     alone = values(critic, tokens[1:, :4], places(1, 4))
     np.testing.assert_allclose(found, [values(critic, tokens, places(2, 9))[0, -1], alone[0, -1]], atol=1e-5)
 
 
-def test_a_value_model_is_no_language_model(tmp_path):
+def test_a_value_model_is_refused_as_a_language_model(tmp_path):
     save_decoder(tmp_path, trained())
     with pytest.raises(UserError, match=r"contain tensors that do not belong .*score\.weight"):
         load_decoder(tmp_path)
 
 
 @pytest.mark.parity
-def test_it_is_the_sequence_classification_of_transformers_both_ways(config, tmp_path):
+def test_value_models_and_transformers_sequence_classification_are_interchangeable(config, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed; parity needs the extra [parity]")
     transformers = pytest.importorskip("transformers")
     hf = transformers.AutoConfig.for_model(

@@ -1,4 +1,4 @@
-"""Hugging Face folders: exact round trips, sharded files, other precisions, and broken folders named precisely."""
+"""Hugging Face folders: exact round trips, sharded files, other precisions, and precise errors for broken folders."""
 
 import dataclasses
 import json
@@ -53,18 +53,16 @@ def test_export_then_import_is_exact(config, tmp_path):
     ("config", "generation", "found"),
     [
         (2, {"eos_token_id": [2, 7], "temperature": 0.7}, (2, 7)),  # Qwen2.5-Instruct
-        (7, {"eos_token_id": [7, 5, 2]}, (7, 5, 2)),  # Llama 3.1: the chat's end is not the first
+        (7, {"eos_token_id": [7, 5, 2]}, (7, 5, 2)),  # Llama 3.1: the end of a chat turn is not the first
         ([7, 2], {"eos_token_id": 5}, (7, 2, 5)),
         (None, {"eos_token_id": 2}, 2),
         (2, {"eos_token_id": None}, 2),
         (2, None, 2),
     ],
 )
-def test_the_ends_of_a_text_are_those_of_both_files_and_an_export_keeps_them(
-    tmp_path, config, generation, found
-):
+def test_end_tokens_come_from_both_files_and_survive_export(tmp_path, config, generation, found):
     first, second = tmp_path / "first", tmp_path / "second"
-    tokenizer = train_tokenizer(["some text"], 259)  # whose end is 2
+    tokenizer = train_tokenizer(["some text"], 259)  # its end token is 2
     save_decoder(first, filled(dataclasses.replace(SMALL, vocab_size=259)), tokenizer)
     hf = json.loads((first / "config.json").read_text())
     (first / "config.json").write_text(json.dumps(hf | {"eos_token_id": config}))
@@ -84,11 +82,14 @@ def test_the_ends_of_a_text_are_those_of_both_files_and_an_export_keeps_them(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"eos_token_id": [2, "end"]}', r"generation_config.json: eos_token_id=\[2, 'end'\] must be the id"),
+        (
+            '{"eos_token_id": [2, "end"]}',
+            r"generation_config.json: eos_token_id=\[2, 'end'\] must be a token id",
+        ),
         ("{", r"generation_config.json is not valid JSON"),
     ],
 )
-def test_a_generation_config_that_cannot_be_read_is_named(folder, text, message):
+def test_an_invalid_generation_config_is_named(folder, text, message):
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(UserError, match=message) as caught:
         load_decoder(folder)
@@ -153,7 +154,7 @@ def test_loading_onto_a_mesh_shards_and_keeps_every_bit(folder):
     assert not sharded.layers.gate[...].sharding.is_fully_replicated
 
 
-def test_hash_is_of_the_numbers(folder, tmp_path_factory):
+def test_the_hash_depends_on_the_weights(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     save_decoder(other, load_decoder(folder))
     assert folder_hash(other) == folder_hash(folder)
@@ -190,8 +191,8 @@ def test_a_tied_head_that_was_stored_anyway_is_ignored(folder):
     assert same(whole, load_decoder(folder))
 
 
-def test_a_tied_head_that_differs_is_a_head_of_its_own(folder, caplog):
-    # transformers 5, PreTrainedModel.tie_weights: both present with different values are not tied.
+def test_a_tied_head_that_differs_is_loaded_as_a_separate_head(folder, caplog):
+    # As transformers 5, PreTrainedModel.tie_weights: tensors that are both present with different values are not tied.
     whole = load_decoder(folder)
     rolled = np.roll(np.asarray(whole.embedding), 1, 0)
     break_weights(folder, lambda t: t.update({"lm_head.weight": rolled}))
@@ -208,9 +209,9 @@ def test_a_tied_head_that_differs_is_a_head_of_its_own(folder, caplog):
 
 def test_truncated_file_is_named(folder):
     data = (folder / WEIGHTS).read_bytes()
-    for kept in (len(data) // 2, 4, 0):
-        (folder / WEIGHTS).write_bytes(data[:kept])
-        with pytest.raises(UserError, match=rf"model.safetensors \({kept} bytes\) is truncated"):
+    for size in (len(data) // 2, 4, 0):
+        (folder / WEIGHTS).write_bytes(data[:size])
+        with pytest.raises(UserError, match=rf"model.safetensors \({size} bytes\) is truncated"):
             load_decoder(folder)
 
 
@@ -228,7 +229,7 @@ def test_truncated_file_is_named(folder):
         ({"eos_token_id": (0, 2)}, "{{ messages }}", ""),
     ],
 )
-def test_a_tokenizer_that_is_not_the_models_is_refused_before_its_weights_are_read(
+def test_a_tokenizer_that_does_not_fit_is_refused_before_the_weights_are_read(
     tmp_path, config, template, message
 ):
     tokenizer = train_tokenizer(["some text"], 259)
@@ -242,7 +243,7 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_before_its_weights_are_re
         assert load_language_model(tmp_path, "policy")[1].eos_token_id == 2
 
 
-def test_a_context_longer_than_the_models_is_refused_before_its_weights_are_read(tmp_path):
+def test_a_context_that_is_too_long_is_refused_before_the_weights_are_read(tmp_path):
     shape = dataclasses.replace(SMALL, vocab_size=259, max_positions=64)
     save_decoder(tmp_path, filled(shape), train_tokenizer(["some text"], 259))
     assert load_language_model(tmp_path, "reader", chat=False, context=64)
@@ -270,20 +271,20 @@ def test_missing_files_are_named(folder, tmp_path):
 @pytest.mark.parametrize(
     "read", [load_decoder, load_value_model, load_encoder, lambda at: load_language_model(at, "policy")]
 )
-def test_what_is_wrong_with_a_config_is_said_with_its_folder(folder, read):
+def test_an_invalid_config_is_reported_with_its_folder(folder, read):
     train_tokenizer(["some text"], 259).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(UserError, match=f"{folder.name}: config.json: model_type='mamba' is not"):
         read(folder)
 
 
-def test_the_pointer_that_git_lfs_leaves_is_known(folder):
+def test_a_git_lfs_pointer_is_recognised(folder):
     (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
     with pytest.raises(UserError, match=r"model.safetensors \(\d+ bytes\) .*git lfs pull"):
         load_decoder(folder)
 
 
-def test_a_head_of_several_labels_is_no_value_head(folder):
+def test_a_head_with_several_labels_is_refused_as_a_value_head(folder):
     break_weights(folder, lambda t: t.update({"score.weight": np.zeros((3, 16), np.float32)}))
     with pytest.raises(
         UserError, match=r"model.safetensors: tensor score.weight \(3, 16\) has 3 labels.*num_labels=1"

@@ -1,4 +1,4 @@
-"""Initial induction heads: they attend where they should before any training."""
+"""Initial induction heads attend to the right positions before any training."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def model(**changes):
 
 
 def attention_of(decoder, tokens):
-    """[layers, heads, T, T] weights."""
+    """Attention weights [layers, heads, T, T]."""
     graph, stacked = nnx.split(decoder.layers)
     positions = jnp.arange(tokens.shape[1])[None]
     x, found = decoder._embed(tokens), []
@@ -61,13 +61,13 @@ def test_heads_attend_to_their_offset_and_to_what_followed_the_same_token(family
     at = np.arange(8, 2 * LENGTH)
     for head, offset in enumerate((1, 2, 3)):
         assert first[head, at, at - offset].mean() > 0.7
-    # In the second half every token stood LENGTH earlier; one or two places after that is what follows it.
+    # Each token of the second half also occurs LENGTH earlier; the tokens one or two places after that follow it.
     at = np.arange(LENGTH, 2 * LENGTH - 2)
     for head, offset in ((0, 1), (2, 2)):
         assert second[head, at, at - LENGTH + offset].mean() > 0.5
 
 
-def test_what_is_not_wired_stays_and_the_seed_decides():
+def test_other_parameters_stay_and_the_seed_decides():
     plain, wired, again, other = model(), model(), model(), model()
     for decoder, seed in ((wired, 0), (again, 0), (other, 1)):
         init_induction_heads(decoder, seed=seed)
@@ -89,6 +89,6 @@ def test_what_is_not_wired_stays_and_the_seed_decides():
         ({"hidden": 64}, (1, 2, 3)),
     ],
 )
-def test_a_model_that_cannot_have_them_is_refused(changes, offsets):
+def test_models_that_cannot_have_induction_heads_are_refused(changes, offsets):
     with pytest.raises(UserError, match="induction heads need"):
         init_induction_heads(model(**changes), offsets=offsets)

@@ -1,4 +1,4 @@
-"""Loading and writing a model takes little host memory beside the model itself."""
+"""Loading and saving a model takes little host memory in addition to the model."""
 
 import json
 import os
@@ -41,7 +41,7 @@ print(json.dumps({"held": held, "load": load, "save": memory("VmHWM") - loaded})
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """529 MB in bfloat16, of which the largest tensor is 20 MB, as transformers writes it."""
+    """A folder as transformers writes it: 529 MB in bfloat16, with a largest tensor of 20 MB."""
     made = tmp_path_factory.mktemp("large") / "model"
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_host_memory_beside_the_parameters_is_a_small_part_of_the_model(folder, dtype):
+def test_additional_host_memory_is_a_small_fraction_of_the_model(folder, dtype):
     assert len(list(folder.glob("*.safetensors"))) == 4
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, folder, dtype],
@@ -66,5 +66,5 @@ def test_host_memory_beside_the_parameters_is_a_small_part_of_the_model(folder, 
     found = json.loads(done.stdout)
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert found["held"] == pytest.approx(stored * (2 if dtype == "float32" else 1), rel=0.01)
-    # Of 60 to 90 MB most are the compiler's (and one layer's 31); the stack of one parameter would be 141 MB, the files 529.
+    # Of 60 to 90 MB most belong to the compiler, and 31 to one layer. The stack of one parameter has 141 MB, the files 529.
     assert max(found["load"], found["save"]) < stored / 4, found

@@ -1,4 +1,4 @@
-"""A mesh over two processes: each reads only what its own devices hold, and both write one folder together."""
+"""A mesh over two processes: each process reads only its devices' shards, and both together write one folder."""
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ print(json.dumps({"read": sum(counted), "here": here}))
 """
 
 
-def test_two_processes_read_their_own_parts_and_write_the_same_folder(tmp_path):
+def test_two_processes_read_their_shards_and_write_the_same_folder(tmp_path):
     save_decoder(tmp_path / "model", filled(SMALL), shard_size=4000)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(filled(SMALL))))
     for found in run_twice("-c", PROGRAM, str(tmp_path / "model")):

@@ -1,4 +1,4 @@
-"""Adapters: nothing at the start, the merged model afterwards, on whichever linear layers a regular expression says."""
+"""LoRA adapters: no effect at first, equal to the merged model after training, on layers chosen by a regular expression."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ EVERY = LoraConfig(rank=3, alpha=6.0, layers=".*")
 
 
 def adapted(config=EVERY, shape=UNTIED, trained=True) -> Decoder:
-    """A small model with adapters, as training may leave them."""
+    """A small model with random adapters, as after training."""
     decoder = filled(shape)
     add_lora(decoder, config, rngs=nnx.Rngs(1))
     if trained:
@@ -39,19 +39,19 @@ def logits(decoder, hidden):
 
 
 def outputs(decoder):
-    """Logits of one pass, and of the same tokens through the cache."""
+    """Logits of one pass, and of the same tokens with the cache."""
     tokens, at = draw(SMALL, 2, 7), places(2, 7)
     whole = run(decoder, tokens, at)
     steps, _ = extend(decoder, tokens, at, KVCache.create(SMALL, 2, 7))
     return np.asarray(logits(decoder, whole)), np.asarray(logits(decoder, steps))
 
 
-def test_fresh_adapters_change_nothing():
+def test_new_adapters_do_not_change_the_outputs():
     for one, other in zip(outputs(adapted(trained=False)), outputs(filled(UNTIED))):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_model_with_adapters_is_the_merged_model():
+def test_a_model_with_adapters_equals_the_merged_model():
     decoder = adapted()
     alone = merge_lora(decoder)
     assert has_lora(decoder) and not has_lora(alone)
@@ -81,7 +81,7 @@ def test_float32_adapters_are_not_rounded_when_merged_into_a_narrower_kernel():
     np.testing.assert_allclose(found, narrow.astype(jnp.float32) + change, atol=1e-6)
 
 
-def test_the_regular_expression_chooses_layers_and_a_miss_names_them():
+def test_the_regular_expression_selects_layers_and_an_error_lists_them():
     decoder = adapted(dataclasses.replace(EVERY, layers="layers/(q|v)|head"))
     names = {"/".join(path) for path, _ in nnx.to_flat_state(nnx.state(decoder, nnx.LoRAParam))}
     assert names == {
@@ -94,7 +94,7 @@ def test_the_regular_expression_chooses_layers_and_a_miss_names_them():
 
 
 @pytest.mark.parametrize("fields", [{"rank": -1}, {"alpha": 0}, {"layers": "("}])
-def test_wrong_settings_are_refused_by_name(fields):
+def test_invalid_fields_are_refused_by_name(fields):
     with pytest.raises(UserError, match=f"lora.{next(iter(fields))}"):
         LoraConfig(**fields)
 
@@ -115,7 +115,7 @@ def test_adapters_are_sharded_like_their_kernels():
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
-def test_an_export_holds_the_merged_kernels(tmp_path):
+def test_an_export_contains_the_merged_kernels(tmp_path):
     decoder = adapted()
     save_decoder(tmp_path, decoder)
     for one, other in zip(outputs(load_decoder(tmp_path)), outputs(merge_lora(decoder))):

@@ -1,4 +1,4 @@
-"""Same numbers as transformers with torch, both ways, on random weights of odd shapes."""
+"""Parity with transformers (torch) in both directions, on random weights of unusual shapes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.parity
 
 
 def random_(model):
-    """Weights far from their initial values, so that every norm and bias matters."""
+    """Moves the weights far from their initial values, so that every norm and bias matters."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -35,7 +35,7 @@ def compare(folder, config: DecoderConfig, theirs, length):
 
 
 @pytest.mark.parametrize("length", [17, 300])
-def test_a_folder_that_transformers_wrote_gives_its_logits(config, tmp_path, length):
+def test_a_folder_written_by_transformers_gives_the_same_logits(config, tmp_path, length):
     hf = transformers.AutoConfig.for_model(**config.to_hf())
     theirs = random_(transformers.AutoModelForCausalLM.from_config(hf))
     theirs.save_pretrained(tmp_path)
@@ -55,7 +55,7 @@ LONG = {
 
 @pytest.fixture(scope="module", params=LONG)
 def narrow(request, tmp_path_factory):
-    """A model of transformers in bfloat16, its folder in several files, and tokens far beyond the scaling point."""
+    """A bfloat16 model of transformers, its folder with several files, and tokens far beyond the RoPE scaling point."""
     config, folder = LONG[request.param], tmp_path_factory.mktemp("narrow")
     theirs = random_(
         transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config.to_hf()))
@@ -66,7 +66,7 @@ def narrow(request, tmp_path_factory):
 
 
 def opened(folder, dtype):
-    """Loaded anew, since casting a model also rounds its RoPE frequencies."""
+    """Reloads the model, because casting it would also round its RoPE frequencies."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
@@ -77,7 +77,7 @@ def logits_of(folder, dtype, tokens):
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-def test_narrow_files_computed_in_float32_give_their_logits(narrow, stored, tmp_path):
+def test_16_bit_files_computed_in_float32_give_the_logits_of_transformers(narrow, stored, tmp_path):
     config, folder, tokens = narrow
     if stored == torch.float16:
         opened(folder, stored).save_pretrained(tmp_path, max_shard_size="6KB")
@@ -85,7 +85,7 @@ def test_narrow_files_computed_in_float32_give_their_logits(narrow, stored, tmp_
     compare(folder, config, opened(folder, torch.float32), tokens.shape[1])
 
 
-def test_bfloat16_computation_is_as_near_to_float32_as_theirs(narrow):
+def test_bfloat16_computation_is_as_close_to_float32_as_in_transformers(narrow):
     _, folder, tokens = narrow
     ours = load_decoder(folder, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -96,7 +96,7 @@ def test_bfloat16_computation_is_as_near_to_float32_as_theirs(narrow):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_sharded_folders_that_we_wrote_are_read_by_transformers_bit_for_bit(narrow, tmp_path, dtype):
+def test_transformers_reads_our_16_bit_sharded_folders_bit_for_bit(narrow, tmp_path, dtype):
     _, folder, _ = narrow
     theirs = opened(folder, getattr(torch, dtype))
     save_decoder(tmp_path, load_decoder(folder), dtype=dtype, shard_size=6000)
@@ -111,7 +111,7 @@ def test_narrow_sharded_folders_that_we_wrote_are_read_by_transformers_bit_for_b
     assert again.generation_config.eos_token_id == theirs.generation_config.eos_token_id
 
 
-def test_a_folder_that_we_wrote_gives_our_logits_in_transformers(config, tmp_path):
+def test_transformers_gives_the_same_logits_for_our_folder(config, tmp_path):
     save_decoder(tmp_path, make(config))
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
@@ -120,7 +120,7 @@ def test_a_folder_that_we_wrote_gives_our_logits_in_transformers(config, tmp_pat
 
 
 @pytest.mark.parametrize("encoder_config", ["bert", "roberta", "xlm-roberta"], indirect=True)
-def test_encoder_folders_give_the_same_hidden_states_both_ways(encoder_config, tmp_path):
+def test_encoder_folders_give_the_same_hidden_states_in_both_directions(encoder_config, tmp_path):
     hf = transformers.AutoConfig.for_model(**encoder_config.to_hf())
     theirs = random_(transformers.AutoModel.from_config(hf))
     theirs.save_pretrained(tmp_path / "theirs")
@@ -131,7 +131,7 @@ def test_encoder_folders_give_the_same_hidden_states_both_ways(encoder_config, t
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     again.eval()
-    # Padding ids stand within the texts too: positions must skip them as theirs do.
+    # Padding ids occur within the texts too: positions must skip them as in transformers.
     tokens = np.random.default_rng(0).integers(0, encoder_config.vocab_size, (3, 21))
     mask = np.arange(21) < np.array([[21], [9], [1]])
     arguments = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask, dtype=torch.long)}

@@ -1,4 +1,4 @@
-"""Sums and products that XLA is fast at on processors equal the plain ones, forward and backward, on every platform."""
+"""Sums and products in the forms that are fast on CPUs equal the plain ones, forward and backward, on every platform."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (
 
 @pytest.fixture(params=["cpu", "default"])
 def platform(request, monkeypatch):
-    """Each branch of what depends on the platform, run on this one."""
+    """Runs each platform's branch of `platform_dependent` on this platform."""
 
     def choose(*args, default, **platforms):
         return platforms.get(request.param, default)(*args)
@@ -39,21 +39,21 @@ def close(ours, plain, tolerance):
 
 
 @pytest.mark.usefixtures("platform")
-def test_sums_equal_the_plain_ones():
+def test_sum_products_equals_the_plain_sum():
     x, y = draw(2, 3, 5, 700), draw(2, 3, 5, 700, seed=1)
     close([sum_products(x, y)], [np.sum(np.float64(x) * y, axis=-1, keepdims=True)], 1e-6)
     assert sum_products(x[0, 0, 0], y[0, 0, 0]).shape == (1,)
 
 
 @pytest.mark.usefixtures("platform")
-def test_mean_squares_equal_the_plain_ones():
+def test_mean_square_equals_the_plain_mean():
     for x in (draw(3, 5, 70), draw(70), draw(2, 40, 100)):
         close([mean_square(x)], [np.mean(np.float64(x) ** 2, axis=-1, keepdims=True)], 1e-6)
     assert mean_square(draw(0, 70)).shape == (0, 1)
 
 
 @pytest.mark.parametrize("width", [32, 100, 128, 896])
-def test_a_mean_square_has_the_same_bits_among_few_as_among_many(width):
+def test_a_mean_squares_bits_do_not_depend_on_the_number_of_rows(width):
     x, mean = draw(256, 1, width), jax.jit(mean_square)
     for count in (1, 2, 7, 8, 16, 33, 100):
         np.testing.assert_array_equal(mean(x[:count]), mean(x)[:count])
@@ -61,7 +61,7 @@ def test_a_mean_square_has_the_same_bits_among_few_as_among_many(width):
 
 @pytest.mark.usefixtures("platform")
 @DTYPES
-def test_gradients_of_a_product_are_the_plain_ones(dtype, tolerance):
+def test_the_gradients_of_matmul_2d_equal_the_plain_ones(dtype, tolerance):
     inputs = draw(9, 5, dtype=dtype), draw(5, 4, seed=1, dtype=dtype)
     grad = draw(9, 4, seed=2, dtype=dtype)
     out, back = jax.vjp(matmul_2d, *inputs)
@@ -74,7 +74,7 @@ def test_gradients_of_a_product_are_the_plain_ones(dtype, tolerance):
 @pytest.mark.usefixtures("platform")
 @DTYPES
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
-def test_gradients_of_the_norm_are_those_of_its_formula(dtype, scale_dtype, tolerance):
+def test_the_gradients_of_rms_norm_equal_those_of_its_formula(dtype, scale_dtype, tolerance):
     def textbook(x, scale):
         return scale * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-2)
 
@@ -88,14 +88,14 @@ def test_gradients_of_the_norm_are_those_of_its_formula(dtype, scale_dtype, tole
     close(found, wanted, 1e-2 if scale_dtype == jnp.bfloat16 else tolerance)
 
 
-def test_the_norm_keeps_its_input_as_it_came():
-    """A float32 copy of each layer's input would double what the backward pass of a bfloat16 model holds."""
+def test_rms_norm_keeps_its_input_in_its_dtype_for_the_backward_pass():
+    """A float32 copy of each layer's input would double the residuals of a bfloat16 model."""
     _, back = jax.vjp(lambda x: rms_norm(x, jnp.ones(6), 1e-6), draw(2, 9, 6, dtype=jnp.bfloat16))
     assert [x.dtype for x in jax.tree.leaves(back) if x.shape == (2, 9, 6)] == [jnp.bfloat16]
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_product_gathers_sharded_kernels_no_more_often_than_a_plain_one(remat, monkeypatch):
+def test_matmul_2d_gathers_sharded_kernels_no_more_often_than_a_plain_product(remat, monkeypatch):
     config = DecoderConfig(vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=4, head_dim=8, mlp=64)
     graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0), remat=remat))
     mesh = make_mesh(data=1, fsdp=8, tensor=1)

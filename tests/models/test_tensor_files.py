@@ -1,4 +1,4 @@
-"""Our safetensors files are those of the safetensors package, and what it refuses is refused with a reason."""
+"""safetensors files equal those of the safetensors package, and broken files are refused with the reason."""
 
 import json
 
@@ -14,7 +14,7 @@ SHAPES = {"layers.10.é": (3, 5), "layers.9": (7,), "empty": (0, 4), "one": ()}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
-def test_a_file_is_byte_for_byte_that_of_the_safetensors_package(tmp_path, dtype):
+def test_a_file_equals_that_of_the_safetensors_package_byte_for_byte(tmp_path, dtype):
     tensors = {name: np.random.default_rng(0).normal(size=s).astype(dtype) for name, s in SHAPES.items()}
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     with TensorFileWriter(tmp_path / "ours", SHAPES, np.dtype(dtype)) as file:

@@ -1,4 +1,4 @@
-"""Tokenizers keep every byte, and the bytes of each id are known exactly, whatever the tokenizer's family."""
+"""Tokenizers keep every byte, and `token_bytes` gives the exact bytes of each id for every family of tokenizers."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def shipped() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_comes_back_unchanged(shipped: PreTrainedTokenizerFast, text: str) -> None:
+def test_decoding_restores_the_text(shipped: PreTrainedTokenizerFast, text: str) -> None:
     ids = shipped.encode(text)
     assert shipped.decode(ids) == text
     table = token_bytes(shipped)
@@ -56,7 +56,9 @@ def test_special_tokens_have_no_bytes_and_tags_are_not_special(shipped: PreTrain
     assert len(shipped.encode("<search>")) > 1
 
 
-def test_years_are_two_tokens_and_a_name_is_the_same_everywhere(shipped: PreTrainedTokenizerFast) -> None:
+def test_years_are_two_tokens_and_a_names_tokens_do_not_depend_on_its_context(
+    shipped: PreTrainedTokenizerFast,
+) -> None:
     assert all(len(shipped.encode(f" {year}")) == 2 for year in range(1000, 2020))
     name = shipped.encode(" Marta Velikov")
     for before, after in [
@@ -70,7 +72,7 @@ def test_years_are_two_tokens_and_a_name_is_the_same_everywhere(shipped: PreTrai
         assert ids[start : start + len(name)] == name
 
 
-def test_names_and_passages_cost_few_tokens(shipped: PreTrainedTokenizerFast) -> None:
+def test_names_and_passages_need_few_tokens(shipped: PreTrainedTokenizerFast) -> None:
     passages = generate("test", 0, 500, worlds=2).passages
     assert sum(len(shipped.encode(f" {p.title}")) for p in passages) / 500 < 3.5
     assert 20 <= sum(len(shipped.encode(f" {p.text}")) for p in passages) / 500 <= 40
@@ -82,7 +84,7 @@ def test_chat_template_is_chatml(shipped: PreTrainedTokenizerFast) -> None:
     assert text == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_trained_tokenizer_survives_its_folder(tmp_path: Path) -> None:
+def test_a_trained_tokenizer_survives_saving_and_loading(tmp_path: Path) -> None:
     trained = train_tokenizer(TEXTS * 5, 300)
     trained.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
@@ -91,7 +93,7 @@ def test_a_trained_tokenizer_survives_its_folder(tmp_path: Path) -> None:
     assert token_bytes(loaded) == token_bytes(trained)
 
 
-def test_bytes_of_a_sentence_piece_tokenizer_with_byte_fallback() -> None:
+def test_token_bytes_of_a_sentence_piece_tokenizer_with_byte_fallback() -> None:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for piece in ("▁", "a", "b", "▁a", "ab", "▁ab", "é"):
         vocab[piece] = len(vocab)
@@ -109,7 +111,7 @@ def test_bytes_of_a_sentence_piece_tokenizer_with_byte_fallback() -> None:
 
 
 def gemma() -> Tokenizer:
-    """BPE whose normalizer turns spaces into U+2581, and whose decoder turns them back."""
+    """A BPE whose normalizer replaces spaces by U+2581 and whose decoder reverses it."""
     raw = Tokenizer(models.BPE({"<unk>": 0, "</s>": 1, "▁": 2, "a": 3, "<0x41>": 4}, [], unk_token="<unk>"))
     raw.normalizer = normalizers.Replace(" ", "▁")
     raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -123,7 +125,7 @@ def unigram() -> Tokenizer:
 
 
 @pytest.mark.parametrize("made", [gemma, unigram])
-def test_tokens_added_to_a_sentence_piece_tokenizer_are_what_its_decoder_shows(made) -> None:
+def test_bytes_of_tokens_added_to_a_sentence_piece_tokenizer_equal_its_decoders(made) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made(), unk_token="<unk>", eos_token="</s>")
     tokenizer.add_tokens(["▁▁", "▁tool▁é", AddedToken("▁raw", normalized=False), "<tag>"])
     table, vocab = token_bytes(tokenizer), tokenizer.get_vocab()
@@ -132,7 +134,7 @@ def test_tokens_added_to_a_sentence_piece_tokenizer_are_what_its_decoder_shows(m
         assert b"".join(table[i] for i in ids).decode() == tokenizer.decode(ids)
 
 
-def test_a_piece_beyond_the_byte_alphabet_is_what_the_byte_level_decoder_shows() -> None:
+def test_bytes_of_a_token_outside_the_byte_alphabet_equal_the_decoders() -> None:
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "日本", "Ġ日", "x y", "Ġa", "Ã©", "</s>"]
     raw = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
     raw.decoder = decoders.ByteLevel()
@@ -147,14 +149,14 @@ def test_added_tokens_that_are_not_special_keep_their_text() -> None:
     assert token_bytes(tokenizer)[len(tokenizer) - 1] == "<tool é>".encode()
 
 
-def test_word_pieces_are_refused() -> None:
+def test_token_bytes_refuses_word_piece_tokenizers() -> None:
     raw = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(UserError, match="SentencePiece"):
         token_bytes(PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]"))
 
 
-def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+def test_missing_tokenizer_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a folder"):
         load_tokenizer(tmp_path / "missing")
     with pytest.raises(UserError, match=r"tokenizer\.json"):
@@ -164,13 +166,13 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
+def test_a_vocabulary_that_is_too_small_for_the_bytes_is_refused() -> None:
     with pytest.raises(UserError, match="259"):
         train_tokenizer(["a"], 100)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-def test_a_model_beside_it_does_not_change_the_tokenizer(tmp_path: Path, model_type: str) -> None:
+def test_a_config_json_in_the_folder_does_not_change_the_tokenizer(tmp_path: Path, model_type: str) -> None:
     tokenizer = train_tokenizer(TEXTS, 400)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -179,7 +181,7 @@ def test_a_model_beside_it_does_not_change_the_tokenizer(tmp_path: Path, model_t
 
 
 def of_qwen(folder: Path, normalizer: normalizers.Normalizer | None, declared: str) -> Path:
-    """A folder whose tokenizer has the end of text of Qwen's vocabulary, and some letters."""
+    """A folder whose tokenizer has Qwen's end-of-text token and some letters."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocab = {letter: number for number, letter in enumerate(letters)} | dict([QWEN_END])
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -197,13 +199,13 @@ def of_qwen(folder: Path, normalizer: normalizers.Normalizer | None, declared: s
 @pytest.mark.parametrize(
     ("normalizer", "declared", "words"),
     [
-        (None, "TokenizersBackend", "become other tokens than the model was trained on"),
-        (None, "Qwen2Tokenizer", "transformers' Qwen2Tokenizer applies it all the same"),
+        (None, "TokenizersBackend", "become tokens that the model was not trained on"),
+        (None, "Qwen2Tokenizer", "transformers' Qwen2Tokenizer adds it"),
         (normalizers.NFC(), "TokenizersBackend", ""),
         (normalizers.NFC(), "Qwen2Tokenizer", ""),
     ],
 )
-def test_a_qwen_tokenizer_whose_file_lost_its_normalizer_is_named_once(
+def test_a_qwen_tokenizer_without_normalizer_in_its_file_is_warned_about_once(
     normalizer, declared: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = of_qwen(tmp_path / "converted", normalizer, declared)
@@ -211,19 +213,19 @@ def test_a_qwen_tokenizer_whose_file_lost_its_normalizer_is_named_once(
         loaded = load_tokenizer(folder)
         load_tokenizer(folder)
     assert isinstance(loaded, Qwen2Tokenizer) == (declared == "Qwen2Tokenizer")
-    said = [record.getMessage() for record in caplog.records if "NFC" in record.getMessage()]
-    assert len(said) == bool(words) and words in "".join(said)
+    warnings = [record.getMessage() for record in caplog.records if "NFC" in record.getMessage()]
+    assert len(warnings) == bool(words) and words in "".join(warnings)
     composed = loaded.encode("e\u0301") == loaded.encode("\u00e9")
-    assert composed == (words != "become other tokens than the model was trained on")
+    assert composed == (words != "become tokens that the model was not trained on")
 
 
-def test_a_tokenizer_of_ours_has_no_normalizer_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trained_tokenizer_without_normalizer_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert load_tokenizer(SHIPPED).backend_tokenizer.normalizer is None
     assert not caplog.records
 
 
-def test_a_turn_ends_where_the_template_ends_it_although_nothing_else_calls_it_an_end(
+def test_the_templates_end_of_turn_is_an_end_token_even_if_no_config_lists_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tokenizer = load_tokenizer(SHIPPED)

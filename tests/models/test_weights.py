@@ -1,4 +1,4 @@
-"""Folders in several files: written and read as transformers does, replaced whole or not at all, broken ones refused."""
+"""Sharded folders: compatible with transformers, replaced atomically, and refused if broken."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.models.small import SMALL, filled
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SIZE = 4000
-"""Bytes of a shard, so that SMALL has several."""
+"""Bytes per shard, small enough that SMALL has several shards."""
 
 
 def leaves(decoder):
@@ -35,7 +35,7 @@ def sharded(tmp_path):
     return tmp_path
 
 
-def test_shards_hold_what_the_one_file_holds_and_keep_to_their_size(sharded, tmp_path_factory):
+def test_shards_contain_the_same_tensors_as_a_single_file_and_respect_their_size(sharded, tmp_path_factory):
     whole = tmp_path_factory.mktemp("whole")
     save_decoder(whole, filled(SMALL))
     index = json.loads((sharded / INDEX).read_text())
@@ -53,7 +53,7 @@ def test_shards_hold_what_the_one_file_holds_and_keep_to_their_size(sharded, tmp
     assert same(load_decoder(sharded), filled(SMALL))
 
 
-def test_an_older_export_leaves_nothing_behind_whatever_its_form(sharded):
+def test_no_file_of_an_older_export_is_left(sharded):
     for seed, size in ((1, SIZE // 2), (2, 10**9), (3, SIZE), (4, 10**9)):
         save_decoder(sharded, filled(SMALL, seed), shard_size=size)
         assert same(load_decoder(sharded), filled(SMALL, seed))
@@ -67,7 +67,21 @@ def test_an_older_export_leaves_nothing_behind_whatever_its_form(sharded):
         assert names == expected
 
 
-def test_an_export_that_fails_leaves_the_folder_as_it_was(sharded):
+def test_an_export_is_written_to_the_current_folder_although_the_checkout_has_one_of_that_name(
+    tmp_path, monkeypatch
+):
+    checkout, work = tmp_path / "checkout", tmp_path / "work"
+    monkeypatch.setattr("rrl.files.CHECKOUT", checkout)
+    work.mkdir()
+    monkeypatch.chdir(work)
+    save_decoder(checkout / "assets" / "model", filled(SMALL))
+    before = folder_hash(checkout / "assets" / "model")
+    save_decoder("assets/model", filled(SMALL, 1))
+    assert same(load_decoder(work / "assets" / "model"), filled(SMALL, 1))
+    assert folder_hash(checkout / "assets" / "model") == before
+
+
+def test_a_failed_export_does_not_change_the_folder(sharded):
     before, names = folder_hash(sharded), sorted(sharded.iterdir())
     large = filled(SMALL)
     large.norm[...] = large.norm[...] + 1e5
@@ -79,7 +93,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(sharded):
 
 
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_kill_while_files_take_their_names_never_leaves_a_folder_that_loads_wrong(sharded, monkeypatch, at):
+def test_a_kill_while_files_are_renamed_never_leaves_a_folder_that_loads_wrongly(sharded, monkeypatch, at):
     replaced, replace = [], os.replace
 
     def killed(source, target):
@@ -96,9 +110,7 @@ def test_a_kill_while_files_take_their_names_never_leaves_a_folder_that_loads_wr
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 1, 4), (1, 1, 8)], ids=str)
-def test_a_sharded_folder_on_any_mesh_is_what_it_is_on_one_device_and_each_part_is_read_once(
-    sharded, sizes, monkeypatch
-):
+def test_a_sharded_folder_loads_equally_on_any_mesh_and_each_part_is_read_once(sharded, sizes, monkeypatch):
     counted, read = [], SafetensorsFolder.read
 
     def counting(self, *arguments):
@@ -109,7 +121,7 @@ def test_a_sharded_folder_on_any_mesh_is_what_it_is_on_one_device_and_each_part_
     monkeypatch.setattr(SafetensorsFolder, "read", counting)
     mesh = make_mesh(
         *sizes
-    )  # tensor 4 and 8 do not divide the 2 kv heads; nothing divides the vocabulary of 53
+    )  # tensor = 4 and 8 do not divide 2 kv heads; no axis divides the vocabulary of 53
     decoder = load_decoder(sharded, mesh=mesh)
     assert same(decoder, filled(SMALL))
     assert sum(counted) == json.loads((sharded / INDEX).read_text())["metadata"]["total_size"]
@@ -119,7 +131,7 @@ def test_a_sharded_folder_on_any_mesh_is_what_it_is_on_one_device_and_each_part_
 
 
 def move(folder, name, change):
-    """Rewrites the shard that holds a tensor."""
+    """Rewrites the shard that contains a tensor."""
     file = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
     tensors = load_file(file)
     change(tensors, name)
@@ -140,7 +152,7 @@ NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def untouched(monkeypatch):
-    """Whatever is refused is refused before a tensor is read."""
+    """Fails if a tensor is read, since folders must be refused before."""
     monkeypatch.setattr(SafetensorsFolder, "read", lambda *_: pytest.fail("a tensor was read"))
 
 
@@ -156,7 +168,7 @@ def untouched(monkeypatch):
         (
             UP,
             lambda t, name: t.pop(name),
-            r"{file}: tensor model.layers.1.mlp.up_proj.weight, which .*index.*is not",
+            r"{file}: tensor model.layers.1.mlp.up_proj.weight, which .*index.*is missing",
         ),
         (UP, lambda t, name: t.update(odd=t[name][:2]), r"do not belong.*: odd \(2, 16\) in {file}"),
         (
@@ -172,7 +184,7 @@ def test_a_broken_shard_is_named_with_its_tensor(sharded, untouched, name, chang
         load_decoder(sharded)
 
 
-def test_a_truncated_shard_is_named_with_the_tensor_that_lies_beyond_its_end(sharded, untouched):
+def test_a_truncated_shard_is_named_with_the_tensor_beyond_its_end(sharded, untouched):
     file = sorted(sharded.glob("model-*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(
@@ -181,7 +193,7 @@ def test_a_truncated_shard_is_named_with_the_tensor_that_lies_beyond_its_end(sha
         load_decoder(sharded)
 
 
-def test_a_tensor_that_neither_index_nor_shard_has_is_missing_with_its_shape(sharded, untouched):
+def test_a_tensor_missing_in_index_and_shards_is_named_with_its_shape(sharded, untouched):
     move(sharded, UP, lambda tensors, name: tensors.pop(name))
     index = json.loads((sharded / INDEX).read_text())
     del index["weight_map"][UP]
@@ -197,7 +209,7 @@ def test_a_tensor_that_neither_index_nor_shard_has_is_missing_with_its_shape(sha
         ("quantization_config", {"quant_method": "gptq"}, r"quantization_config \(quant_method='gptq'\)"),
     ],
 )
-def test_a_model_that_is_none_of_ours_is_refused_by_its_config(sharded, untouched, field, value, message):
+def test_an_unsupported_model_is_refused_by_its_config(sharded, untouched, field, value, message):
     config = json.loads((sharded / "config.json").read_text())
     (sharded / "config.json").write_text(json.dumps(config | {field: value}))
     with pytest.raises(UserError, match=message):
@@ -205,7 +217,7 @@ def test_a_model_that_is_none_of_ours_is_refused_by_its_config(sharded, untouche
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {NORM: 5}}])
-def test_an_index_without_a_map_to_files_is_refused(sharded, untouched, index):
+def test_an_index_without_a_weight_map_is_refused(sharded, untouched, index):
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(UserError, match=rf"{INDEX}: no weight_map"):
         load_decoder(sharded)

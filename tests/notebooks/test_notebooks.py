@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, and is committed with its outputs."""
+"""Tests that every notebook runs from start to end and is committed with its outputs."""
 
 import pathlib
 import re
@@ -16,7 +16,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path):
+def test_the_notebook_runs_from_start_to_end(path):
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
@@ -25,7 +25,7 @@ def test_notebook_runs(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_committed_with_outputs_and_without_traces_of_a_machine(path):
+def test_the_notebook_is_committed_with_outputs_and_without_local_paths(path):
     notebook = nbformat.read(path, as_version=4)
     shown = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.outputs]
     assert len(shown) >= 3

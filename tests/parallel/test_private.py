@@ -1,4 +1,4 @@
-"""Folders and files that other users may write to are refused, and their folders made so that none may."""
+"""Files and folders that other users may write to are refused, and new folders are private."""
 
 import grp
 import os
@@ -12,12 +12,12 @@ import pytest
 from rrl.parallel.private import private_folder, refuse_shared
 
 OTHER = 54321
-"""A user and a group that are nobody's here."""
+"""A user and a group that do not exist here."""
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """`above/cache`, writable by this user alone."""
+    """`above/cache`, writable only by this user."""
     made = tmp_path.resolve() / "above" / "cache"
     for part in (made.parent, made):
         part.mkdir(mode=0o700)
@@ -30,7 +30,7 @@ def refused(path, part, reason):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022])
-def test_a_missing_folder_is_made_for_this_user_alone(tmp_path, umask):
+def test_a_missing_folder_is_created_private(tmp_path, umask):
     before = os.umask(umask)
     try:
         made = private_folder(tmp_path / "home" / "rrl" / "kernels")
@@ -41,19 +41,19 @@ def test_a_missing_folder_is_made_for_this_user_alone(tmp_path, umask):
 
 
 @pytest.mark.parametrize("mode", [0o702, 0o777, 0o1777])
-def test_a_folder_that_all_may_write_to_is_refused(folder, mode):
+def test_a_world_writable_folder_is_refused(folder, mode):
     folder.chmod(mode)
     refused(folder, folder, rf"may be written to by other users \(its mode is {mode:o}\)")
 
 
-def test_a_folder_in_one_that_all_may_write_to_is_refused_unless_they_can_rename_only_their_own(folder):
+def test_a_world_writable_parent_is_refused_unless_it_has_the_sticky_bit(folder):
     folder.parent.chmod(0o777)
     refused(folder, folder.parent, "may be written to")
     folder.parent.chmod(0o1777)
     refuse_shared(folder)
 
 
-def test_a_file_that_all_may_write_to_is_refused(folder):
+def test_a_world_writable_file_is_refused(folder):
     file = folder / "library.so"
     with pytest.raises(FileNotFoundError):
         refuse_shared(file)
@@ -63,7 +63,7 @@ def test_a_file_that_all_may_write_to_is_refused(folder):
     refused(file, file, "may be written to")
 
 
-def test_a_folder_of_a_group_is_refused_unless_the_group_has_this_user_alone(folder, monkeypatch):
+def test_a_group_writable_folder_is_refused_unless_the_group_is_private(folder, monkeypatch):
     user = pwd.getpwuid(os.geteuid())
     folder.chmod(0o770)
     own = {"gr_gid": folder.stat().st_gid, "gr_name": user.pw_name, "gr_mem": [user.pw_name]}
@@ -89,7 +89,7 @@ def test_a_folder_of_a_group_is_refused_unless_the_group_has_this_user_alone(fol
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("place", ["file", "folder", "above"])
-def test_what_belongs_to_another_user_is_refused(folder, place):
+def test_another_users_files_and_folders_are_refused(folder, place):
     file = folder / "library.so"
     file.touch(0o755)
     part = {"file": file, "folder": folder, "above": folder.parent}[place]
@@ -97,7 +97,7 @@ def test_what_belongs_to_another_user_is_refused(folder, place):
     refused(file, part, rf"belongs to another user \({OTHER}\)")
 
 
-def test_a_link_is_followed_first_and_then_is_no_way_in(folder):
+def test_links_are_resolved_by_private_folder_and_refused_by_refuse_shared(folder):
     link = folder.parent / "link"
     link.symlink_to(folder)
     assert private_folder(link) == folder
@@ -107,7 +107,7 @@ def test_a_link_is_followed_first_and_then_is_no_way_in(folder):
         private_folder(link)
 
 
-def test_a_folder_that_cannot_be_made_says_so(folder):
+def test_a_folder_that_cannot_be_created_raises_os_error(folder):
     (folder / "file").touch()
     with pytest.raises(OSError, match="file"):
         private_folder(folder / "file" / "kernels")

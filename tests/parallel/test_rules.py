@@ -1,4 +1,4 @@
-"""Every parameter has one rule; sharded and unsharded agree; what does not divide is replicated."""
+"""Every parameter has a rule, sharded and unsharded models agree, and dimensions that do not divide are replicated."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def small(**changes):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-def test_every_parameter_of_every_model_is_covered(model_type):
+def test_every_parameter_of_every_model_has_a_rule(model_type):
     mesh = make_mesh(2, 2, 2)
     decoder = Decoder(small(model_type=model_type, tie_embeddings=False), rngs=nnx.Rngs(0))
     encoder = Encoder(EncoderConfig(40, 16, 2, 4, 32, model_type="xlm-roberta"), rngs=nnx.Rngs(0))
@@ -33,7 +33,7 @@ def test_every_parameter_of_every_model_is_covered(model_type):
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 4)])
-def test_sharded_loss_and_gradients_equal_one_device(sizes):
+def test_sharded_loss_and_gradients_equal_those_of_one_device(sizes):
     mesh = make_mesh(*sizes)
     graph, state = nnx.split(Decoder(small(vocab_size=50), rngs=nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(0), (8, 12), 0, 50)
@@ -58,7 +58,7 @@ def test_sharded_loss_and_gradients_equal_one_device(sizes):
     )
 
 
-def test_kv_heads_that_do_not_divide_the_tensor_axis_are_replicated():
+def test_kv_heads_that_the_tensor_axis_does_not_divide_are_replicated():
     mesh = make_mesh(1, 1, 8)
     assert fit("layers/k", spec_of("layers/k"), (2, 16, 2, 8), mesh) == P(None, "fsdp", None, None)
     assert fit("layers/q", spec_of("layers/q"), (2, 16, 8, 8), mesh) == P(None, "fsdp", "tensor", None)
@@ -82,7 +82,7 @@ def test_collisions_unknown_axes_and_long_specs_are_refused_by_name(spec, messag
         fit("head", spec, (8, 8), make_mesh())
 
 
-def test_activations_are_constrained_on_a_mesh_and_untouched_without_one():
+def test_activations_are_constrained_only_on_a_mesh():
     x = jnp.ones((8, 3, 4))
     assert constrain(x, ROW_AXES, None, "tensor") is x
     with jax.set_mesh(make_mesh(1, 1, 1, devices=jax.devices()[:1])):
@@ -93,7 +93,7 @@ def test_activations_are_constrained_on_a_mesh_and_untouched_without_one():
     assert placed.sharding.is_equivalent_to(NamedSharding(mesh, P(ROW_AXES, None, None)), 3)
 
 
-def test_an_optimisers_state_lies_as_its_parameters_and_counts_are_whole():
+def test_optimiser_state_is_sharded_like_its_parameters_and_counts_are_replicated():
     mesh = make_mesh(1, 4, 2)
     params = nnx.state(Decoder(small(), rngs=nnx.Rngs(0)))
     state = jax.eval_shape(optax.adamw(1e-3).init, params)

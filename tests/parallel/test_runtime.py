@@ -1,4 +1,4 @@
-"""The host is set up before jax starts, or says that it is too late."""
+"""The host is set up before jax starts, or a warning says that it is too late."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ import pytest
 from rrl.parallel.runtime import enable_compilation_cache, prepare_host, use_huge_pages
 
 
-def test_prepare_host_comes_without_jax_and_sets_the_pool():
+def test_prepare_host_sets_the_pool_size_without_importing_jax():
     program = (
         "import os, sys; from rrl.parallel.runtime import prepare_host; prepare_host(); "
         "print(os.environ['NPROC'], 'jax' in sys.modules)"
@@ -24,7 +24,7 @@ def test_prepare_host_comes_without_jax_and_sets_the_pool():
     assert run.stdout.split() == [str(max(4, (os.cpu_count() or 1) + 2)), "False"]
 
 
-def test_prepare_host_says_when_jax_was_first(monkeypatch):
+def test_prepare_host_warns_if_jax_was_imported_before(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setenv("NPROC", "2")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
@@ -32,21 +32,21 @@ def test_prepare_host_says_when_jax_was_first(monkeypatch):
         prepare_host()
 
 
-def test_the_pool_is_never_narrower_than_the_machine(monkeypatch):
+def test_the_pool_is_never_smaller_than_the_number_of_cores(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setenv("NPROC", "16")
     with pytest.warns(UserWarning, match="NPROC=66"):
         prepare_host()
 
 
-def test_prepare_host_is_quiet_where_all_is_set(monkeypatch, recwarn):
+def test_prepare_host_does_not_warn_if_nproc_is_set(monkeypatch, recwarn):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setenv("NPROC", "32")
     prepare_host()
     assert not recwarn
 
 
-def test_a_program_without_callbacks_gets_the_width_of_the_machine_unless_the_user_chose(monkeypatch):
+def test_without_callbacks_the_pool_has_one_thread_per_core_unless_the_user_set_nproc(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     for given, left in (("4", None), ("16", "16")):
@@ -55,7 +55,7 @@ def test_a_program_without_callbacks_gets_the_width_of_the_machine_unless_the_us
         assert os.environ.get("NPROC") == left
 
 
-def test_huge_pages_are_asked_for_once_by_starting_again(monkeypatch):
+def test_huge_pages_restart_the_process_once(monkeypatch):
     started = []
     monkeypatch.setattr(os, "execv", lambda *call: started.append(call))
     monkeypatch.setattr(pathlib.Path, "read_text", lambda _: "always [madvise] never")
@@ -70,7 +70,7 @@ def test_huge_pages_are_asked_for_once_by_starting_again(monkeypatch):
     assert len(started) == 1
 
 
-def test_compilation_cache_goes_to_the_users_cache_folder(monkeypatch, tmp_path):
+def test_the_compilation_cache_is_in_the_users_cache_folder(monkeypatch, tmp_path):
     before = jax.config.jax_compilation_cache_dir
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:

@@ -340,7 +340,7 @@ def test_a_program_that_is_too_large_to_compile_is_reported():
             )
 
     mesh = Topology("cpu:8", CHIPS["cpu"], 8, tuple(jax.devices())).mesh(1, 8, 1)
-    shapes = (programs._whole((2**20,), jnp.float32, mesh),)
+    shapes = (programs._replicated((2**20,), jnp.float32, mesh),)
     program = programs._compile("update", Refuses(), shapes, mesh)
     assert program.argument_bytes + program.temporary_bytes == 26 * GIB
     assert "(26.00G)" in program.refusal

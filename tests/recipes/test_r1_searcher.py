@@ -57,8 +57,12 @@ def test_a_turn_without_search_and_answer_ends_the_episode(text, stop):
 def test_every_prompt_opens_the_thought():
     base, instruct, bare = (R1Searcher(opening=o).prompt(QUESTION) for o in ("base", "instruct", "bare"))
     assert base.prefill == instruct.prefill == bare.prefill == "<think>"
-    assert base.said == f"{INSTRUCTION}\n\nUser: {QUESTION.text}\nAssistant: " and not base.chat
-    assert (instruct.system, instruct.said, bare.said) == (INSTRUCTION, QUESTION.text, QUESTION.text)
+    assert base.user_message == f"{INSTRUCTION}\n\nUser: {QUESTION.text}\nAssistant: " and not base.chat
+    assert (instruct.system, instruct.user_message, bare.user_message) == (
+        INSTRUCTION,
+        QUESTION.text,
+        QUESTION.text,
+    )
     assert not bare.system and not uses_chat(RECIPE) and uses_chat(R1Searcher(opening="bare"))
     for part in (OPEN, CLOSE, "<|begin_of_documents|>", "<|end_of_documents|>", "<think>", "<answer>"):
         assert part in INSTRUCTION

@@ -66,15 +66,15 @@ def test_prompt_is_figure_a3():
         '<base-Q></base-Q>.\nWrap each of the predicted question (or "none") inside: <predicted-Q></predicted-Q>'
     )
     assert printed == INSTRUCTION
-    asked = R2AG().prompt(HALF).said
+    asked = R2AG().prompt(HALF).user_message
     assert asked.startswith(INSTRUCTION) and asked.endswith("Who?\n\nEvidences:\n(Title: A) text of A")
-    assert R2AG().prompt(QUESTION).said.endswith("Evidences:\n(none)")
+    assert R2AG().prompt(QUESTION).user_message.endswith("Evidences:\n(none)")
 
 
 def test_prompt_of_a_tree_shows_question_and_documents():
     bare = R2AG(environment=R2AGEnvironment(opening="bare"))
-    assert bare.prompt(QUESTION).said == bare.prompt(EMPTY).said == "Who?"
-    assert bare.prompt(HALF).said == "Who?\n(Title: A) text of A"
+    assert bare.prompt(QUESTION).user_message == bare.prompt(EMPTY).user_message == "Who?"
+    assert bare.prompt(HALF).user_message == "Who?\n(Title: A) text of A"
     assert uses_chat(bare) and not bare.needs_judge
 
 
@@ -116,10 +116,10 @@ def test_inference_searches_the_first_t_queries_and_keeps_all_documents():
     again = environment.observe(one, [NOISE], [A, NOISE], None)
     assert isinstance(again, Restart)
     shown = "Who?\n(Title: Noise) text of Noise\n(Title: A) text of A"
-    assert again.prompt.said == f"{shown}\nThe search failed."  # one of the three searches failed
-    assert environment.observe(one, [NOISE], [A, NOISE], []).prompt.said == shown
+    assert again.prompt.user_message == f"{shown}\nThe search failed."  # one of the three searches failed
+    assert environment.observe(one, [NOISE], [A, NOISE], []).prompt.user_message == shown
     instructed = dataclasses.replace(environment, opening="instruct").observe(one, None)
-    assert instructed.prompt.said.endswith("(Title: A) text of A\nThe search failed.")
+    assert instructed.prompt.user_message.endswith("(Title: A) text of A\nThe search failed.")
     one.turn = 4
     assert environment.observe(one, [A]) == Finish("turn_limit")
 
@@ -217,12 +217,21 @@ def test_a_whole_tree_has_retrieval_metrics_and_the_generators_answer():
     found = scored(
         QUESTION, (asking("a"), [NOISE]), (asking("a"), [A]), (STOP,), ended="stop", reader=generator
     )
-    told = found.metrics
-    assert (told["recall"], told["full_recall"], told["hits"], told["passages"]) == (0.5, 0, 1, 2)
-    assert told["map"] == pytest.approx(0.25)  # A at rank 2, of two gold ones
-    assert (told["iterations"], told["searches"], told["em"], found.answer) == (3, 2, 1, "Marta Velikov")
+    metrics = found.metrics
+    assert (metrics["recall"], metrics["full_recall"], metrics["hits"], metrics["passages"]) == (0.5, 0, 1, 2)
+    assert metrics["map"] == pytest.approx(0.25)  # A at rank 2, of two gold ones
+    assert (metrics["iterations"], metrics["searches"], metrics["em"], found.answer) == (
+        3,
+        2,
+        1,
+        "Marta Velikov",
+    )
     (prompt,) = asked
-    assert prompt.said.index("(Title: Noise)") < prompt.said.index("(Title: A)") < prompt.said.index("Who?")
+    assert (
+        prompt.user_message.index("(Title: Noise)")
+        < prompt.user_message.index("(Title: A)")
+        < prompt.user_message.index("Who?")
+    )
     # the last expansion stopped too early and earns 0; the second is rewarded for its documents
     assert found.turn_rewards == {0: 0.02, 1: pytest.approx(0.2 + 0.1 + 0.02), 2: 0}
     assert found.rewards["total"] == pytest.approx(sum(found.turn_rewards.values()))
@@ -238,8 +247,8 @@ def test_documents_of_earlier_expansions_are_not_new_and_count_for_the_stop():
 
 def test_generator_prompt_shows_multiple_choices():
     # as in LongBench-v2
-    said = generator_prompt(Question("q", "Which?", ("B",), choices=("one", "two")), [A]).said
-    assert said.index("(Title: A)") < said.index("Which?\n(A) one\n(B) two")
+    prompt_text = generator_prompt(Question("q", "Which?", ("B",), choices=("one", "two")), [A]).user_message
+    assert prompt_text.index("(Title: A)") < prompt_text.index("Which?\n(A) one\n(B) two")
 
 
 def test_training_does_not_call_the_generator():
@@ -278,7 +287,7 @@ def test_expert_searches_in_parallel_finds_all_gold_and_stops(kind):
         assert all(p.has_think and not p.predicted for p in own)
         assert {found[query].title for p in own for query in p.base} == set(item.question.gold)
         last = [segment for segment in shown if isinstance(segment, Restart)][-1]
-        assert all(hop.sentence in last.prompt.said for hop in item.plan.hops)
+        assert all(hop.sentence in last.prompt.user_message for hop in item.plan.hops)
 
 
 def test_demonstrated_misses_are_repeated_queries_or_irrelevant_documents():
@@ -289,7 +298,7 @@ def test_demonstrated_misses_are_repeated_queries_or_irrelevant_documents():
         item = wiki.questions(kind, 1, 0)[0]
         found = {hop.query: titles[hop.title] for hop in item.plan.hops}
         shown = recipe.demonstrate(item, lambda query, found=found: [found[query], NOISE])
-        prompts = [segment.prompt.said for segment in shown if isinstance(segment, Restart)]
+        prompts = [segment.prompt.user_message for segment in shown if isinstance(segment, Restart)]
         assert len(prompts) == (2 if kind == "two_hop" else 1) + more
         assert any("(Title: Noise)" in prompt for prompt in prompts) == (not more)
 

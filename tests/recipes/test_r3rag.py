@@ -30,10 +30,10 @@ WRONG = RIGHT.replace("Marta Velikov", "Edda Tolvik")
 BROKEN = "Step 2: I do not know."
 
 
-def trajectory(*said, found=(), ended="answer", question=QUESTION):
+def trajectory(*texts, found=(), ended="answer", question=QUESTION):
     """Return a trajectory with these step texts; `found` has the passages of each search, None if it failed."""
     none = np.zeros(0)
-    segments = [piece for text in said for piece in ((PROMPT, "The question"), (POLICY, text))]
+    segments = [piece for text in texts for piece in ((PROMPT, "The question"), (POLICY, text))]
     searches = [
         Search(turn, "q", tuple(p.title for p in ps or ()), ps is None, tuple(ps or ()))
         for turn, ps in enumerate(found)
@@ -136,13 +136,13 @@ def test_a_step_ends_only_with_the_text_or_a_limit():
     assert environment.react(episode, RIGHT, CONTEXT) == Finish("context_limit")
 
 
-def after(*said_and_found, environment=None):
+def after(*steps_and_passages, environment=None):
     """Return the action of the environment after these steps."""
     environment = environment or R3RagEnvironment()
     episode = Episode(QUESTION)
-    for turn, (said, passages) in enumerate(said_and_found):
+    for turn, (text, passages) in enumerate(steps_and_passages):
         episode.turn = turn
-        episode.policy_texts.append(said)
+        episode.policy_texts.append(text)
         titles = tuple(p.title for p in passages or ())
         episode.searches.append(Search(turn, "q", titles, passages is None, tuple(passages or ())))
         action = environment.observe(episode, passages)
@@ -177,8 +177,8 @@ def test_documents_shown_before_are_omitted():
     nothing_new = after((ASK, [FILM, FILM]), (ASK_MORE, [FILM]))
     assert nothing_new.prompt.endswith("Silver Harbour film\nThe retrieval documents: ")
     assert nothing_new.prompt.count("(Title:") == 1
-    kept = after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK]), environment=R3RagEnvironment(drop_seen=False))
-    assert kept.prompt.count("(Title: Silver Harbour)") == 2
+    action = after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK]), environment=R3RagEnvironment(drop_seen=False))
+    assert action.prompt.count("(Title: Silver Harbour)") == 2
 
 
 def test_the_prompt_says_that_a_search_failed():
@@ -247,11 +247,11 @@ def test_figures_6_and_7_have_the_printed_words():
     # sha256 of the figures' words with single spaces and empty placeholders
     paper = R3RagEnvironment(opening="paper")
     empty = Question("q", "", ("",))
-    said = (paper.prompt(empty, []), paper.prompt(empty, [(Step("a", query="b"), [])]))
-    later = said[1].replace(
+    texts = (paper.prompt(empty, []), paper.prompt(empty, [(Step("a", query="b"), [])]))
+    later = texts[1].replace(
         "\nStep 1:\nThe problem analysis: a\nThe retrieval query: b\nThe retrieval documents: ", ""
     )
-    words = [" ".join(text.split()) for text in (said[0], later)]
+    words = [" ".join(text.split()) for text in (texts[0], later)]
     assert [hashlib.sha256(text.encode()).hexdigest()[:16] for text in words] == FIGURES
 
 
@@ -509,10 +509,10 @@ def test_expert_answers_right_in_well_formed_steps(kind):
     for item in wiki.questions(kind, 5, 0):
         hops = {hop.query: by_title[hop.title] for hop in item.plan.hops}
         shown = recipe.demonstrate(item, lambda query, hops=hops: [hops[query], wiki.passages[0]])
-        said, prompts = shown[::2], shown[1::2]
-        assert len(said) == len(item.plan.hops) + 1 and all(isinstance(p, Restart) for p in prompts)
-        steps = [parse_step(text) for text in said]
+        texts, prompts = shown[::2], shown[1::2]
+        assert len(texts) == len(item.plan.hops) + 1 and all(isinstance(p, Restart) for p in prompts)
+        steps = [parse_step(text) for text in texts]
         assert [step.query for step in steps[:-1]] == [hop.query for hop in item.plan.hops]
         assert steps[-1].answer == item.question.answers[0]
-        assert said[0] in prompts[0].prompt and said[-1].startswith(f"Step {len(said)}:")
+        assert texts[0] in prompts[0].prompt and texts[-1].startswith(f"Step {len(texts)}:")
         assert all(hop.sentence in prompts[-1].prompt for hop in item.plan.hops)

@@ -21,7 +21,7 @@ THINK = "<think> so </think> "
 RIGHT = "<answer> It is \\boxed{Marta Velikov} </answer>"
 
 
-def said(answer):
+def answered(answer):
     return f"{THINK}<answer> \\boxed{{{answer}}} </answer>"
 
 
@@ -37,7 +37,7 @@ def test_the_token_budget_is_the_only_limit():
     episode = Episode(QUESTION)
     for episode.turn in (0, 9, 500):
         assert ENV.react(episode, ASK, "</search>") == SearchFor("Silver Harbour")
-    assert ENV.react(episode, said("x"), EOS) == Finish("answer")
+    assert ENV.react(episode, answered("x"), EOS) == Finish("answer")
     assert ENV.react(episode, ASK, CONTEXT) == Finish("context_limit")
     message = ENV.observe(episode, None)
     assert (message.prefix, message.suffix) == ("\n<result>\n", "\n</result>\n")
@@ -51,9 +51,9 @@ def test_a_turn_without_search_and_answer_ends_the_episode():
 
 def test_prompts_for_instruct_base_and_small_models():
     instruct, base, bare = (ReSearch(opening=o).prompt(QUESTION) for o in ("instruct", "base", "bare"))
-    assert (instruct.system, instruct.said) == (INSTRUCTION, QUESTION.text)
-    assert base.said == f"{INSTRUCTION}\n\nUser: {QUESTION.text}\nAssistant:" and not base.system
-    assert bare.said == QUESTION.text and not bare.system and not bare.prefill
+    assert (instruct.system, instruct.user_message) == (INSTRUCTION, QUESTION.text)
+    assert base.user_message == f"{INSTRUCTION}\n\nUser: {QUESTION.text}\nAssistant:" and not base.system
+    assert bare.user_message == QUESTION.text and not bare.system and not bare.prefill
     assert [uses_chat(ReSearch(opening=o)) for o in ("instruct", "base", "bare")] == [True, False, True]
     for part in ("<think>", "<search>", "<result>", "<answer>", "\\boxed{}"):
         assert part in INSTRUCTION
@@ -67,10 +67,10 @@ def test_prompts_for_instruct_base_and_small_models():
     [
         ([ASK, THINK + RIGHT], 1.0, (1, 0)),
         ([THINK + RIGHT], 1.0, (1, 0)),
-        ([ASK, said("Marta Danes")], 0.5, (0.5, 0)),  # 2·1/(2+2)
-        ([ASK, said("Marta")], 2 / 3, (2 / 3, 0)),  # 2·1/(1+2)
-        ([ASK, said("Edda Tolvik")], 0.1, (0, 0.1)),
-        ([ASK, said("")], 0.1, (0, 0.1)),
+        ([ASK, answered("Marta Danes")], 0.5, (0.5, 0)),  # 2·1/(2+2)
+        ([ASK, answered("Marta")], 2 / 3, (2 / 3, 0)),  # 2·1/(1+2)
+        ([ASK, answered("Edda Tolvik")], 0.1, (0, 0.1)),
+        ([ASK, answered("")], 0.1, (0, 0.1)),
         ([ASK, RIGHT], 1.0, (1, 0)),  # only the first turn has a thought
         ([RIGHT], 0.0, (0, 0)),
         ([], 0.0, (0, 0)),
@@ -85,7 +85,7 @@ def test_reward_is_f1_or_a_small_format_reward(texts, reward, parts):
 def test_released_f1_matches_yes_and_no_as_a_whole():
     question = dataclasses.replace(QUESTION, answers=("no",))
     for rule, paid in (("rrl", 0.5), ("hotpotqa", 0.0)):
-        one = scored(ReSearch(answer_rule=rule), *turns(ENV, said("no he isnt")), question=question)
+        one = scored(ReSearch(answer_rule=rule), *turns(ENV, answered("no he isnt")), question=question)
         assert one.rewards["answer"] == paid and one.metrics["f1"] == 0.5
 
 
@@ -124,7 +124,7 @@ def test_tags_in_prompt_and_results_are_not_scored():
     segments = ((PROMPT, THINK + RIGHT), (POLICY, ASK), (ENVIRONMENT, found), (POLICY, "I give up."))
     one = scored(RECIPE, *segments, searches=1)
     assert one.rewards["total"] == 0 and one.answer == ""
-    one = scored(RECIPE, *segments[:-1], (POLICY, said("Edda")), searches=1)
+    one = scored(RECIPE, *segments[:-1], (POLICY, answered("Edda")), searches=1)
     assert one.rewards["total"] == 0.1 and one.metrics["searches"] == 1
 
 

@@ -143,12 +143,12 @@ def test_the_last_of_two_answers_counts():
 
 
 def test_a_corrected_turn_makes_the_format_wrong():
-    told = ENV.react(Episode(QUESTION), "", EOS)
-    correction = (ENVIRONMENT, told.prefix)
+    message = ENV.react(Episode(QUESTION), "", EOS)
+    correction = (ENVIRONMENT, message.prefix)
     assert earned((POLICY, "hm"), correction, (POLICY, THINK + RIGHT)) == pytest.approx(0.8)
     # An empty turn leaves no segment, so two environment texts are one segment.
     (_, found), *_ = turns(ENV, "", "")[1:]
-    both = (ENVIRONMENT, found + told.prefix)
+    both = (ENVIRONMENT, found + message.prefix)
     assert earned((POLICY, ASK), both, (POLICY, THINK + RIGHT), searches=1) == pytest.approx(0.8)
     assert earned((POLICY, ASK), (ENVIRONMENT, found), (POLICY, THINK + RIGHT), searches=1) == 1
 

@@ -80,9 +80,11 @@ def test_documents_stand_between_information_tags():
 def test_every_prompt_opens_the_thought():
     instruct, base, bare = (TiresRag(opening=o).prompt(QUESTION) for o in ("instruct", "base", "bare"))
     assert instruct.prefill == base.prefill == bare.prefill == "<think>"
-    assert (instruct.system, instruct.said) == (INSTRUCT_PROMPT, QUESTION.text)
-    assert base.said.startswith(BASE_PROMPT) and base.said.endswith(f"Question:{QUESTION.text}\n\n")
-    assert not base.system and not bare.system and bare.said == QUESTION.text
+    assert (instruct.system, instruct.user_message) == (INSTRUCT_PROMPT, QUESTION.text)
+    assert base.user_message.startswith(BASE_PROMPT) and base.user_message.endswith(
+        f"Question:{QUESTION.text}\n\n"
+    )
+    assert not base.system and not bare.system and bare.user_message == QUESTION.text
     assert [uses_chat(TiresRag(opening=o)) for o in ("instruct", "base", "bare")] == [True, False, True]
 
 
@@ -197,7 +199,7 @@ def test_judge_prompts_show_reasoning_and_documents_but_no_predicted_answer():
         "<think>First.</think><search>a</search>\n<information>\nfound\n</information>\n<think>Second.</think>"
     )
     assert "Velikov" in sufficiency.prompt.user and sufficiency.transcript.titles == ("Silver Harbour",)
-    assert "Velikov" not in thinking.prompt.said and "the prompt" not in thinking.prompt.said
+    assert "Velikov" not in thinking.prompt.user_message and "the prompt" not in thinking.prompt.user_message
 
 
 def test_total_has_the_papers_weights():
@@ -386,10 +388,10 @@ def test_expert_answers_right_and_its_early_answer_is_not_a_target(kind, share):
         assert len(mistakes) == reflects and len(given) == len(item.plan.hops) + reflects
         for ((mistake,),) in [mistakes] if mistakes else []:
             assert answer_reward(mistake, item.question.answers[:1]) < 1
-        said = "<think>" + "".join(
+        text = "<think>" + "".join(
             p if isinstance(p, str) else f"{p.prefix}{p.body}{p.suffix}" for p in parts
         )
-        one = scored((POLICY, said))
+        one = scored((POLICY, text))
         assert one.metrics["reflected"] == reflects
 
 

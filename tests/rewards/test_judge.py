@@ -28,11 +28,11 @@ def test_each_prompt_is_sent_unchanged_and_its_reply_parsed():
         asked.extend(prompts)
         return ['{"Sufficient Context": 1}', "0.4", "who knows", "False"]
 
-    told = Transcript(((POLICY, "thought"), (ENVIRONMENT, "found")))
+    transcript = Transcript(((POLICY, "thought"), (ENVIRONMENT, "found")))
     cases = [
-        Sufficiency(QUESTION, told),
-        Thinking(QUESTION, told),
-        Thinking(QUESTION, told),
+        Sufficiency(QUESTION, transcript),
+        Thinking(QUESTION, transcript),
+        Thinking(QUESTION, transcript),
         Correctness(QUESTION, "x"),
     ]
     assert ModelJudge(answers).grade(cases) == [1.0, 0.4, None, 0.0]

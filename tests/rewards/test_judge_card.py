@@ -23,7 +23,7 @@ def test_a_card_is_read_as_written(tmp_path):
 def test_without_instructions_only_the_system_turn_is_omitted():
     assert JudgeCard().prompt_for(CASE) == CASE.prompt and CASE.prompt.system
     asked = BARE.prompt_for(CASE)
-    assert not asked.system and asked.said == CASE.prompt.said
+    assert not asked.system and asked.user_message == CASE.prompt.user_message
     assert BARE.prompt_for(Correctness(QUESTION, "x")) == Correctness(QUESTION, "x").prompt
 
 

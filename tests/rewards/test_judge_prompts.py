@@ -26,7 +26,7 @@ from rrl.rewards.judge_prompts import (
 QUESTION = Question(
     "q", "Who directed Silver Harbour?", ("Marta Velikov", "M. Velikov"), gold=("Silver Harbour",)
 )
-TOLD = Transcript(
+TRANSCRIPT = Transcript(
     (
         (POLICY, "<think> Search the film. </think> <search>Silver Harbour</search>"),
         (ENVIRONMENT, "\n<information>\nIt was directed by Marta Velikov.\n</information>\n"),
@@ -37,7 +37,7 @@ TOLD = Transcript(
 
 
 def test_sufficiency_prompt_has_question_gold_answer_and_transcript():
-    prompt = Sufficiency(QUESTION, TOLD).prompt
+    prompt = Sufficiency(QUESTION, TRANSCRIPT).prompt
     assert prompt.system == SUFFICIENCY_SYSTEM
     assert "Who directed Silver Harbour?" in prompt.user and "Marta Velikov or M. Velikov" in prompt.user
     assert prompt.body.startswith("<think> Search") and prompt.body.endswith("Velikov. </think>")
@@ -45,11 +45,11 @@ def test_sufficiency_prompt_has_question_gold_answer_and_transcript():
 
 
 def test_thinking_prompt_has_documents_question_and_reasoning_but_no_gold_answer():
-    case = Thinking(Question("q", "Who?", ("The Gold",)), TOLD)
+    case = Thinking(Question("q", "Who?", ("The Gold",)), TRANSCRIPT)
     assert case.prompt.system == THINKING_SYSTEM
     assert "directed by Marta" in case.prompt.body and "Search the film" not in case.prompt.body
     assert "Who?" in case.prompt.after and "Search the film" in case.prompt.after
-    assert "The Gold" not in case.prompt.said
+    assert "The Gold" not in case.prompt.user_message
 
 
 def test_prompts_have_the_words_of_the_papers_figures():
@@ -81,11 +81,11 @@ def test_prompts_have_the_words_of_the_papers_figures():
 
 
 def test_correctness_and_validation_prompts_have_question_gold_and_prediction():
-    said = Correctness(QUESTION, "Velikov {x}").prompt.said
-    assert "Question: Who directed Silver Harbour?\nGolden Answer: Marta Velikov or M. Velikov" in said
-    assert said.endswith("Predicted Answer: Velikov {x}")
+    text = Correctness(QUESTION, "Velikov {x}").prompt.user_message
+    assert "Question: Who directed Silver Harbour?\nGolden Answer: Marta Velikov or M. Velikov" in text
+    assert text.endswith("Predicted Answer: Velikov {x}")
     prompt = Validation(QUESTION, "Velikov").prompt
-    assert prompt.system == VALIDATION_SYSTEM and 'Student\'s Answer: "Velikov"' in prompt.said
+    assert prompt.system == VALIDATION_SYSTEM and 'Student\'s Answer: "Velikov"' in prompt.user_message
 
 
 def test_relevance_prompt_has_question_and_documents():
@@ -116,7 +116,7 @@ def test_relevance_prompt_has_question_and_documents():
     ],
 )
 def test_sufficiency_is_parsed_from_json(text, score):
-    assert Sufficiency(QUESTION, TOLD).parse(text) == score
+    assert Sufficiency(QUESTION, TRANSCRIPT).parse(text) == score
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_sufficiency_is_parsed_from_json(text, score):
 )
 def test_scores_are_parsed_in_tenths(text, score):
     assert parse_tenths(text) == score
-    assert Thinking(QUESTION, TOLD).parse(text) == Relevance(QUESTION, ()).parse(text) == score
+    assert Thinking(QUESTION, TRANSCRIPT).parse(text) == Relevance(QUESTION, ()).parse(text) == score
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_short_answers_are_scored_from_the_listed_answers(reply, em, f1):
     long = "It was Marta Velikov who directed it."
     cases = [ShortAnswer(QUESTION, long, name) for name in ("em", "f1")]
     assert cases[0].prompt == cases[1].prompt  # so a model answers it once
-    assert QUESTION.text in cases[0].prompt.said and long in cases[0].prompt.said
+    assert QUESTION.text in cases[0].prompt.user_message and long in cases[0].prompt.user_message
     assert [case.parse(reply) for case in cases] == [em, f1]
 
 

@@ -28,7 +28,7 @@ QUESTION = Question(
 FOUND = "<information>\n(Title: Silver Harbour) Silver Harbour was directed by Marta Velikov in 1950.\n</information>"
 
 
-def told(*segments, titles=()):
+def transcript(*segments, titles=()):
     return Transcript(tuple(segments), titles)
 
 
@@ -50,8 +50,8 @@ def test_expert_gets_full_sufficiency_and_thinking_scores(kind):
                 (POLICY, part) if own else (ENVIRONMENT, f"{part.prefix}{part.body}{part.suffix}")
             )
         titles = tuple(passage.title for passages in found.values() for passage in passages)
-        assert grade(Sufficiency(item.question, told(*segments, titles=titles))) == 1.0
-        assert grade(Thinking(item.question, told(*segments, titles=titles))) == 1.0
+        assert grade(Sufficiency(item.question, transcript(*segments, titles=titles))) == 1.0
+        assert grade(Thinking(item.question, transcript(*segments, titles=titles))) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_expert_gets_full_sufficiency_and_thinking_scores(kind):
     [((), 0.0), (("Silver Harbour",), 0.0), (("Marta Velikov", "Elsewhere", "Silver Harbour"), 1.0)],
 )
 def test_sufficiency_is_one_if_all_gold_passages_were_found(titles, score):
-    assert grade(Sufficiency(QUESTION, told(titles=titles))) == score
+    assert grade(Sufficiency(QUESTION, transcript(titles=titles))) == score
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_sufficiency_is_one_if_all_gold_passages_were_found(titles, score):
 )
 def test_thinking_is_chain_coverage_times_groundedness(thought, score):
     segments = ((POLICY, "<think> Search."), (ENVIRONMENT, FOUND), (POLICY, thought))
-    assert grade(Thinking(QUESTION, told(*segments))) == score
+    assert grade(Thinking(QUESTION, transcript(*segments))) == score
 
 
 def test_a_later_document_does_not_ground_an_earlier_claim():
     thought = (POLICY, "It must be Marta Velikov.")
-    assert groundedness(QUESTION, told((ENVIRONMENT, FOUND), thought)) == 1.0
-    assert groundedness(QUESTION, told(thought, (ENVIRONMENT, FOUND))) == 0.0
+    assert groundedness(QUESTION, transcript((ENVIRONMENT, FOUND), thought)) == 1.0
+    assert groundedness(QUESTION, transcript(thought, (ENVIRONMENT, FOUND))) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_relevance_is_the_fraction_of_gold_passages(titles, score):
 
 
 def test_titles_match_regardless_of_case_and_space():
-    found = told((POLICY, ""), titles=("silver  harbour ", "MARTA VELIKOV"))
+    found = transcript((POLICY, ""), titles=("silver  harbour ", "MARTA VELIKOV"))
     assert grade(Sufficiency(QUESTION, found)) == 1
     assert grade(Relevance(QUESTION, [Passage("1", " Silver harbour", "x")])) == 0.5
 
@@ -111,7 +111,7 @@ def test_correctness_is_cover_exact_match():
 
 def test_a_question_without_gold_passages_is_refused():
     with pytest.raises(UserError, match=r"question 'q' names no gold passages.*judge=FOLDER"):
-        Oracle().grade([Sufficiency(Question("q", "Who?", ("x",)), told())])
+        Oracle().grade([Sufficiency(Question("q", "Who?", ("x",)), transcript())])
 
 
 def test_oracle_scores_the_unchanged_short_answer():

@@ -44,15 +44,15 @@ def test_a_prompt_longer_than_the_context_is_truncated_at_its_front_with_one_war
     assert isinstance(answer, str)
     reader.answers(["evidence " * 300])
     assert reader.truncated == 2
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "rrl.rewards.reader"]
-    assert told.startswith("1 of 2 prompts exceed the model's context of 64 tokens")
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "rrl.rewards.reader"]
+    assert message.startswith("1 of 2 prompts exceed the model's context of 64 tokens")
 
 
 def test_cache_keeps_the_latest_answers(reader, monkeypatch):
     monkeypatch.setattr(reader, "cache_size", 2)
     prompts = [f"question {i}" for i in range(5)]
     latest = reader.answers(prompts)[3:]
-    assert [said.text for said in reader.cache.values()] == latest
+    assert [output.text for output in reader.cache.values()] == latest
     asked = []
     monkeypatch.setattr(reader.engine, "run", lambda params, requests, *_: asked.append(len(requests)) or [])
     assert reader.answers(prompts[3:]) == latest and not asked
@@ -102,21 +102,21 @@ def test_the_thinking_switch_reaches_the_chat_template(reader, monkeypatch, thin
     assert text.endswith("<nothing>") is not thinking
 
 
-@pytest.mark.parametrize(("said", "answer"), [("It was Bo.</think>\n\nBo", "Bo"), ("It was", ""), ("", "")])
-def test_a_thought_opened_by_the_template_is_not_part_of_the_answer(reader, monkeypatch, said, answer):
+@pytest.mark.parametrize(("output", "answer"), [("It was Bo.</think>\n\nBo", "Bo"), ("It was", ""), ("", "")])
+def test_a_thought_opened_by_the_template_is_not_part_of_the_answer(reader, monkeypatch, output, answer):
     reader.cache.clear()
-    monkeypatch.setattr(reader.engine, "run", lambda *_: [answered(said, "assistant\n<think>\n")])
+    monkeypatch.setattr(reader.engine, "run", lambda *_: [answered(output, "assistant\n<think>\n")])
     assert reader.answers(["who?"]) == [answer]
     reader.cache.clear()
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("output", "answer"),
     [("<think>It was Bo.</think>\n\nBo", "Bo"), ("<think>It was", ""), (" Bo ", "Bo")],
 )
-def test_a_thought_is_not_part_of_the_answer(reader, monkeypatch, said, answer):
+def test_a_thought_is_not_part_of_the_answer(reader, monkeypatch, output, answer):
     reader.cache.clear()
-    monkeypatch.setattr(reader.engine, "run", lambda *_: [answered(said)])
+    monkeypatch.setattr(reader.engine, "run", lambda *_: [answered(output)])
     assert reader.answers(["who?"]) == [answer]
     reader.cache.clear()
 

@@ -1,67 +1,37 @@
-"""Dynamic sampling selects groups with different rewards, at most the target, in a bounded number of rounds."""
+"""Dynamic sampling: groups with different rewards are informative, and missing ones are sampled by their frequency."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrl.errors import UserError
-from rrl.rl.dynamic_sampling import DynamicSampling
-
-
-def one_round(state, spread, first=0):
-    """Adds a round of groups of two; `spread` says which groups have different rewards."""
-    names = np.arange(first, first + len(spread))
-    rewards = np.array([[0.0, 1.0 if differs else 0.0] for differs in spread])
-    return state.after(rewards.ravel(), np.repeat(names, 2))
+from rrl.rl.dynamic_sampling import groups_to_sample, informative_groups
 
 
 def test_two_rounds_by_hand():
-    state = one_round(
-        DynamicSampling(target_groups=3, max_rounds=5), [True, False, False, True, False, False]
-    )
-    assert (state.selected, state.done) == ((0, 3), False)
-    assert state.next_round == 3  # one group is missing, and one in three was selected
-    state = one_round(state, [True, True, False], first=6)
-    assert (state.selected, state.done, state.next_round, state.rounds, state.sampled) == (
-        (0, 3, 6),
-        True,
-        0,
-        2,
-        9,
-    )
+    assert groups_to_sample(target=3, sampled=0, informative=0) == 3
+    assert (
+        groups_to_sample(target=3, sampled=6, informative=2) == 3
+    )  # one is missing, one in three is informative
+    assert groups_to_sample(target=3, sampled=9, informative=4) == 0
 
 
-def test_left_out_groups_are_replaced_whatever_their_rewards():
+@given(st.integers(1, 100), st.integers(0, 500), st.integers(0, 500))
+def test_a_round_samples_at_least_the_missing_groups_and_at_most_the_target(target, sampled, informative):
+    informative = min(informative, sampled)
+    count = groups_to_sample(target, sampled, informative)
+    assert max(0, target - informative) <= count <= target
+    assert (count == 0) == (informative >= target)
+
+
+def test_groups_with_different_rewards_are_informative_in_sampling_order():
+    groups = np.repeat([5, 2, 9], 2)
+    rewards = np.array([0.0, 1.0, 0.5, 0.5, 0.2, 0.3])
+    assert informative_groups(rewards, groups) == [5, 9]
+    assert informative_groups(rewards, groups, drop_spread=0.2) == [5]
+    assert informative_groups(rewards, groups, drop_spread=None) == [5, 2, 9]
+
+
+def test_excluded_groups_are_never_informative():
     rewards, groups = np.array([0.0, 1.0, 0.0, 1.0, 0.0, 0.0]), np.repeat([0, 1, 2], 2)
-    state = DynamicSampling(target_groups=2, max_rounds=5).after(rewards, groups, left_out=groups == 0)
-    assert (state.selected, state.done, state.sampled) == ((1,), False, 3)
-
-
-@given(
-    st.integers(1, 6),
-    st.integers(1, 4),
-    st.lists(st.lists(st.booleans(), min_size=1, max_size=8), min_size=4, max_size=4),
-)
-def test_rounds_are_bounded_and_the_first_groups_with_spread_are_selected(target_groups, max_rounds, spreads):
-    state, first, informative = DynamicSampling(target_groups, max_rounds), 0, []
-    while not state.done:
-        spread = spreads[state.rounds][: state.next_round]
-        informative += [first + i for i, differs in enumerate(spread) if differs]
-        state = one_round(state, spread, first)
-        first += len(spread)
-        assert 0 <= state.next_round <= target_groups and (state.next_round > 0) != state.done
-    assert state.rounds <= max_rounds
-    assert list(state.selected) == informative[:target_groups]
-
-
-def test_sampling_ends_although_the_policy_never_succeeds():
-    state = DynamicSampling(target_groups=2, max_rounds=2)
-    assert state.next_round == 2
-    state = one_round(one_round(state, [False, False]), [False, False], first=2)
-    assert state.done and state.selected == ()
-
-
-def test_a_target_of_0_groups_is_refused():
-    with pytest.raises(UserError, match="target_groups=0 must be at least 1"):
-        DynamicSampling(target_groups=0)
+    assert informative_groups(rewards, groups, excluded=groups == 0) == [1]
+    assert informative_groups(rewards, groups, None, groups == 0) == [1, 2]

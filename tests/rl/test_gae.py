@@ -71,8 +71,8 @@ def test_observations_are_not_discounted(seed, place, length):
     policy[:, place : place + length] = False
     segments = np.ones((1, LENGTH), int)
     longer, _ = gae(rewards, values, policy, segments, discount=0.5, gae_lambda=0.5)
-    kept = (rewards[:, without], values[:, without], policy[:, without], segments[:, without])
-    np.testing.assert_allclose(longer[:, without], gae(*kept, discount=0.5, gae_lambda=0.5)[0], atol=1e-6)
+    shorter = (rewards[:, without], values[:, without], policy[:, without], segments[:, without])
+    np.testing.assert_allclose(longer[:, without], gae(*shorter, discount=0.5, gae_lambda=0.5)[0], atol=1e-6)
 
 
 def test_without_discount_the_return_is_the_sum_of_later_rewards():

@@ -80,12 +80,12 @@ def seen(tokens, tree, column):
 def group(seed, samples, outputs, prompt=12):
     """Samples of one prompt, with different lengths."""
     draws = np.random.default_rng(seed)
-    asked = np.concatenate([draws.integers(0, TAIL, prompt - 1), [TAIL]])
+    prompt_tokens = np.concatenate([draws.integers(0, TAIL, prompt - 1), [TAIL]])
     found = []
     for place in range(samples):
         wrote = draws.integers(0, TAIL, outputs + place)
         roles = np.array([PROMPT] * prompt + [POLICY] * len(wrote))
-        one = made(seed + place, np.concatenate([asked, wrote]), roles, (0,))
+        one = made(seed + place, np.concatenate([prompt_tokens, wrote]), roles, (0,))
         found.append(dataclasses.replace(one, group=seed))
     return found
 
@@ -216,9 +216,9 @@ def test_sharing_prefixes_changes_neither_values_nor_the_critics_update(across):
         critic, state = make_critic(model, config, objective)
         estimate = critic.estimate(state, EPISODES)
         found.append((estimate, *critic.update(state, EPISODES, estimate)))
-    (apart, (params, _), metrics), (shared, (moved, _), shared_metrics) = found
+    (separate, (params, _), metrics), (shared, (moved, _), shared_metrics) = found
     for name in ("values", "returns", "advantages"):
-        for one, other in zip(getattr(apart, name), getattr(shared, name), strict=True):
+        for one, other in zip(getattr(separate, name), getattr(shared, name), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
     # Some parameters are as large as 8, and CPUs with AVX-512 sum in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), params, moved)

@@ -161,9 +161,9 @@ def joined(first: Trajectory, second: Trajectory) -> Trajectory:
 def test_each_context_of_a_trajectory_is_a_separate_sequence():
     pairs = [joined(*TRAJECTORIES[at : at + 2]) for at in range(0, 16, 2)]
     objective = ObjectiveConfig(kl_coef=0.1, row_lengths=(16, 32, 64), microbatch_tokens=128)
-    apart, _ = step(objective, advantages=np.repeat(ADVANTAGES[:8], 2))
+    separate, _ = step(objective, advantages=np.repeat(ADVANTAGES[:8], 2))
     together, _ = step(objective, pairs, ADVANTAGES[:8])
-    close(apart, together)
+    close(separate, together)
     updater, (params, _, fixed), _ = made(objective)
     scores, single = (updater.logps(params, fixed, ts)["logp"] for ts in (pairs, TRAJECTORIES))
     for score, *parts in zip(scores, single[::2], single[1::2], strict=True):

@@ -93,10 +93,10 @@ def test_several_sets_in_one_table_stop_where_each_alone_does(sets, vocabulary, 
     ids = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=12))
     joined = compile_sets(sets, vocabulary)
     for strings in sets:
-        state, found = joined.starts[strings], None
+        state, match = joined.starts[strings], None
         for place, token in enumerate(ids):
             state = int(joined.table[state, token])
             if state >= joined.first_accept:
-                found = place, strings.index(joined.strings[state - joined.first_accept])
+                match = place, strings.index(joined.strings[state - joined.first_accept])
                 break
-        assert found == walk(list(strings), vocabulary, ids)
+        assert match == walk(list(strings), vocabulary, ids)

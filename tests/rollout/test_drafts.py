@@ -74,13 +74,13 @@ def wrong_drafts(drafts, recent, count):
 def runs(world):  # noqa: F811
     """(trajectories, stats, stats of greedy groups) without draft tokens ("none") and with them ("some")."""
     decoder, tokenizer, retriever, requests = world
-    found = {}
+    results = {}
     for name, config in (("none", CONFIG), ("some", DRAFTING)):
         engine, params = Engine(decoder, tokenizer, config, retriever=retriever), nnx.state(decoder)
         own = engine.run(params, requests, SCRIPTED, KEY), engine.stats
         engine.run(params, greedy_groups(requests), SCRIPTED, KEY)
-        found[name] = *own, engine.stats
-    return found
+        results[name] = *own, engine.stats
+    return results
 
 
 def test_drafts_change_no_trajectory_and_need_fewer_steps(runs, size_tolerance):  # noqa: F811
@@ -95,8 +95,8 @@ def test_wrong_drafts_change_no_bits(world, runs, monkeypatch):  # noqa: F811
     decoder, tokenizer, retriever, requests = world
     monkeypatch.setattr(NgramDrafts, "propose", wrong_drafts)
     engine = Engine(decoder, tokenizer, DRAFTING, retriever=retriever)
-    found = engine.run(nnx.state(decoder), requests, SCRIPTED, KEY)
-    assert_same(runs["some"][0], found, tolerance=0)
+    results = engine.run(nnx.state(decoder), requests, SCRIPTED, KEY)
+    assert_same(runs["some"][0], results, tolerance=0)
     assert engine.stats.tokens_per_step < runs["some"][1].tokens_per_step
 
 
@@ -145,17 +145,17 @@ def test_correct_drafts_beyond_the_end_of_a_turn_are_dropped(world, context):  #
     """The turn ends at its token limit, an end-of-sequence token, or the end of the context."""
     decoder, tokenizer, _, requests = world
     # Greedy samples of four questions: the drafts of a sample come from the samples before it, and are correct.
-    asked = [
+    batch = [
         dataclasses.replace(requests[seed % 4], seed=seed, temperature=0.0, turn_tokens=1 + seed)
         for seed in range(32)
     ]
-    found = []
+    results = []
     for config in (CONFIG, dataclasses.replace(DRAFTING, draft_tokens=5)):
         engine = Engine(decoder, tokenizer, dataclasses.replace(config, context=context))
-        found.append(engine.run(nnx.state(decoder), asked, SingleTurn(turn_tokens=48), KEY))
-    assert_same(*found)
+        results.append(engine.run(nnx.state(decoder), batch, SingleTurn(turn_tokens=48), KEY))
+    assert_same(*results)
     assert engine.stats.tokens_per_step > 1.3
-    assert {t.ended for t in found[1]} == ({"length"} if context == 192 else {"length", "context_limit"})
+    assert {t.ended for t in results[1]} == ({"length"} if context == 192 else {"length", "context_limit"})
 
 
 def test_drafts_are_disabled_if_they_change_bits(world, monkeypatch, caplog):  # noqa: F811

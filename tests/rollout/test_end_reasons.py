@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def reasons(file):
     """Return the end reasons in a file: what it passes to `Finish`, `Scheduler._finish` or `ended`, as string or constant."""
-    found = set()
+    texts = set()
     for call in ast.walk(ast.parse(file.read_text())):
         if not isinstance(call, ast.Call):
             continue
@@ -24,12 +24,12 @@ def reasons(file):
         ]
         for node in [node for value in values for node in ast.walk(value)]:
             if isinstance(node, ast.Constant):
-                found.add(node.value)
+                texts.add(node.value)
             if isinstance(node, ast.Name) and node.id.isupper():
                 module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-                found.add(getattr(module, node.id))
+                texts.add(getattr(module, node.id))
     return {
-        text for text in found if re.fullmatch(r"\w+", str(text))
+        text for text in texts if re.fullmatch(r"\w+", str(text))
     }  # not EOS and the other pauses, from which environments choose a reason
 
 

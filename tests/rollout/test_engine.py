@@ -26,8 +26,9 @@ from rrl.retrieval.index import make_retriever
 from rrl.retrieval.retriever import Hit
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
+from rrl.rollout.automaton import CACHED_STOP_TABLES
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.engine import CACHED_STOP_TABLES, Engine, RolloutStats
+from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
 from rrl.rollout.sampling import truncate
@@ -179,8 +180,8 @@ def test_a_trajectory_does_not_depend_on_slots_workers_chunks_or_drafts(
 ):
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, **sizes), retriever=retriever)
-    found = engine.run(nnx.state(decoder), requests[4:15][::-1], SCRIPTED, KEY)
-    assert_same(trajectories[4:15][::-1], found, size_tolerance)
+    results = engine.run(nnx.state(decoder), requests[4:15][::-1], SCRIPTED, KEY)
+    assert_same(trajectories[4:15][::-1], results, size_tolerance)
 
 
 @pytest.mark.parametrize("reference", [False, True])
@@ -190,15 +191,15 @@ def test_workers_share_the_requests_and_are_bitwise_equal_to_one_worker_of_as_ma
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=16, workers=2), retriever=retriever)
     params, ended = nnx.state(decoder), []
-    found = engine.run(
+    results = engine.run(
         params, requests, SCRIPTED, KEY, reference=reference, on_finish=lambda i, t: ended.append(i)
     )
-    assert_same(trajectories, found, tolerance=0)
+    assert_same(trajectories, results, tolerance=0)
     assert sorted(ended) == list(range(20))
     assert [scheduler.sizes.slots for scheduler in engine._schedulers] == [8, 8] and all(
         scheduler.prefilled_tokens for scheduler in engine._schedulers
     )
-    assert sum(t.policy_tokens for t in found) == engine.stats.policy_tokens <= engine.stats.row_steps
+    assert sum(t.policy_tokens for t in results) == engine.stats.policy_tokens <= engine.stats.row_steps
 
 
 def test_the_loop_of_all_workers_is_compiled_once(world, caplog):
@@ -240,9 +241,9 @@ def test_parameters_on_another_device_are_an_error(world):
 def test_busy_is_the_share_of_rows_that_write(world, engine):
     start = RolloutStats()
     assert (start.busy, start.tokens_per_second) == (0, 0)
-    found = engine.run(nnx.state(world[0]), world[3][4:5], SCRIPTED, KEY)
+    results = engine.run(nnx.state(world[0]), world[3][4:5], SCRIPTED, KEY)
     one = engine.stats
-    assert one.policy_tokens == found[0].policy_tokens and one.row_steps == 8 * one.policy_tokens
+    assert one.policy_tokens == results[0].policy_tokens and one.row_steps == 8 * one.policy_tokens
     assert one.busy == 1 / 8 and one.tokens_per_second == one.policy_tokens / one.seconds
     engine.run(nnx.state(world[0]), world[3][4:8], SCRIPTED, KEY)
     both = one + engine.stats
@@ -254,10 +255,10 @@ def test_rollout_log_probabilities_equal_those_of_training(world, trajectories):
     packed = pack([t.tokens for t in trajectories], [t.roles == POLICY for t in trajectories], 192)
     batch = jax.tree.map(jnp.asarray, packed.batch)
     scores = np.asarray(jax.jit(lambda b: token_logprobs(decoder, b).logp)(batch))
-    for found, t in zip(
+    for logps, t in zip(
         packed.unpack(scores, [len(t.tokens) for t in trajectories]), trajectories, strict=True
     ):
-        np.testing.assert_allclose(found, t.logps, atol=1e-5)
+        np.testing.assert_allclose(logps, t.logps, atol=1e-5)
 
 
 def test_sampled_log_probabilities_follow_temperature_and_truncation_of_each_request(world, trajectories):
@@ -290,9 +291,9 @@ class TwoContexts(SingleTurn):
 def test_each_token_of_a_trajectory_has_its_own_random_number(world, engine):
     """With equally likely tokens, the sampled token shows the random number."""
     uniform = jax.tree.map(jnp.zeros_like, nnx.state(world[0]))
-    asked = [Request(request.question, np.asarray([5, 6, 7]), request.seed) for request in world[3][:4]]
-    found = engine.run(uniform, asked, TwoContexts(turn_tokens=40), KEY)
-    drawn = [t.tokens[t.roles == POLICY] for t in found]
+    batch = [Request(request.question, np.asarray([5, 6, 7]), request.seed) for request in world[3][:4]]
+    results = engine.run(uniform, batch, TwoContexts(turn_tokens=40), KEY)
+    drawn = [t.tokens[t.roles == POLICY] for t in results]
     for tokens in drawn:  # 80 draws from 300 tokens give about 70 different tokens
         assert len(tokens) > 60 and len(set(tokens.tolist())) > 0.7 * len(tokens)
     assert len({tokens.tobytes() for tokens in drawn}) == 4
@@ -303,12 +304,14 @@ def test_half_a_character_in_a_passage_becomes_a_question_mark(world, tmp_path):
     retriever = make_retriever([Passage("1", "Half \ud83d", "a passage, \udc00")], "bm25")
     retriever.search = lambda queries, k, vectors=None: [[Hit(retriever.passages[0], 1.0)] for _ in queries]
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
-    found = engine.run(nnx.state(decoder), requests[:3], SCRIPTED, KEY)
-    observed = [text for t in found for role, text in t.segments if role == ENVIRONMENT and "(Title" in text]
+    results = engine.run(nnx.state(decoder), requests[:3], SCRIPTED, KEY)
+    observed = [
+        text for t in results for role, text in t.segments if role == ENVIRONMENT and "(Title" in text
+    ]
     assert observed and all("Half ?" in text and "a passage, ?" in text for text in observed)
-    save_trajectories(tmp_path / "saved.jsonl", found)
+    save_trajectories(tmp_path / "saved.jsonl", results)
     (loaded, *_) = load_trajectories(tmp_path / "saved.jsonl")
-    assert loaded.searches[0].titles == found[0].searches[0].titles == ("Half ?",)
+    assert loaded.searches[0].titles == results[0].searches[0].titles == ("Half ?",)
 
 
 def test_a_failed_search_is_shown_to_the_policy_counted_and_logged_once(world, caplog):
@@ -321,14 +324,14 @@ def test_a_failed_search_is_shown_to_the_policy_counted_and_logged_once(world, c
             raise TimeoutError("index gone")
 
     engine = Engine(decoder, tokenizer, CONFIG, retriever=Broken())
-    found = engine.run(nnx.state(decoder), requests[:5], SCRIPTED, KEY)
-    searches = [search for t in found for search in t.searches]
+    results = engine.run(nnx.state(decoder), requests[:5], SCRIPTED, KEY)
+    searches = [search for t in results for search in t.searches]
     assert searches
     assert all(search.failed for search in searches)
     assert engine.stats.searches_failed == len(searches)
     engine.run(nnx.state(decoder), requests[5:7], SCRIPTED, KEY)
     assert caplog.text.count("TimeoutError('index gone')") == 1
-    assert any("The search failed." in text for t in found for _, text in t.segments)
+    assert any("The search failed." in text for t in results for _, text in t.segments)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -370,10 +373,10 @@ def test_a_second_run_compiles_nothing(world, caplog):
     decoder, tokenizer, retriever, requests = world
     engine, params = Engine(decoder, tokenizer, CONFIG, retriever=retriever), nnx.state(decoder)
 
-    def compiled(asked, key):
+    def compiled(batch, key):
         caplog.clear()
         with log_compiles():
-            engine.run(params, asked, SCRIPTED, key)
+            engine.run(params, batch, SCRIPTED, key)
         return [line for line in caplog.messages if "Finished XLA compilation" in line]
 
     with caplog.at_level("INFO", "rrl.rollout.engine"):
@@ -407,13 +410,13 @@ def test_another_number_of_stop_strings_needs_another_compilation_which_is_logge
 def test_a_turn_that_fills_turn_and_context_records_both_limits(world):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, context=40))
-    asked = [
+    batch = [
         dataclasses.replace(r, prompt=np.resize(r.prompt, length))
         for r, length in zip(requests, (34, 35, 36), strict=False)
     ]
-    found = engine.run(nnx.state(decoder), asked, SingleTurn(turn_tokens=5), KEY)
+    results = engine.run(nnx.state(decoder), batch, SingleTurn(turn_tokens=5), KEY)
     turn, context = (0, "turn_tokens"), (0, "context")
-    assert [t.cuts for t in found] == [(turn,), (turn, context), (context,)]
+    assert [t.cuts for t in results] == [(turn,), (turn, context), (context,)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -443,7 +446,7 @@ def test_when_full_decides_about_an_observation_that_does_not_fit(world):
     assert all(len(t.tokens) <= config.context for t in (*ended, *cut))
     assert sum(t.policy_tokens for t in cut) > sum(t.policy_tokens for t in ended)
     assert any(t.segments[-2][1].endswith("</observation>\n") for t in cut if t.roles[-1] == POLICY)
-    closing = engine_.encode("\n</observation>\n")
+    closing = engine_.text.encode("\n</observation>\n")
     ends = [
         at + len(closing)
         for t in cut
@@ -463,26 +466,28 @@ def test_every_end_of_sequence_token_of_the_model_ends_a_turn(world):
 
 def test_a_cached_stop_table_serves_subsets_and_the_cache_is_bounded(world):
     engine = Engine(*world[:2], CONFIG)
-    both = engine._stop_table([("e",), ("o",), ()])
-    assert engine._stop_table([("o",), ("e",)]) is both
-    tables = [engine._stop_table([(letter,)]) for letter in "abcdfgh"]
-    assert engine._stop_table([()]) is both and all(table is not both for table in tables)
-    engine._stop_table([("i",)])
-    assert len(engine._stop_tables) == CACHED_STOP_TABLES and engine._stop_table([()]) is not both
+    both = engine._stop_tables.get([("e",), ("o",), ()])
+    assert engine._stop_tables.get([("o",), ("e",)]) is both
+    tables = [engine._stop_tables.get([(letter,)]) for letter in "abcdfgh"]
+    assert engine._stop_tables.get([()]) is both and all(table is not both for table in tables)
+    engine._stop_tables.get([("i",)])
+    assert len(engine._stop_tables) == CACHED_STOP_TABLES and engine._stop_tables.get([()]) is not both
 
 
 def test_a_stop_string_with_a_special_token_is_refused(world):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
     for strings in (("<|im_end|>",), ("e", "x<|im_start|>")):
-        with pytest.raises(UserError, match=r"the stop string '.*': '<\|im_\w+\|>' is a special token"):
+        with pytest.raises(
+            UserError, match=r"the stop string '.*' would never match: '<\|im_\w+\|>' is a special token"
+        ):
             engine.run(nnx.state(decoder), [dataclasses.replace(requests[0], stops=strings)], SCRIPTED, KEY)
 
 
 def test_the_name_of_a_special_token_in_a_passage_is_encoded_as_text(world):
     decoder, tokenizer, _, requests = world
-    found = "He said <|im_end|> and left."
-    retriever = make_retriever([Passage("0", "A <|im_start|> B", found)], "bm25")
+    passage_text = "He said <|im_end|> and left."
+    retriever = make_retriever([Passage("0", "A <|im_start|> B", passage_text)], "bm25")
 
     class Once(Scripted):
         def react(self, episode, text, stop):
@@ -492,12 +497,12 @@ def test_the_name_of_a_special_token_in_a_passage_is_encoded_as_text(world):
         (one,) = engine.run(
             nnx.state(decoder), requests[:1], Once(turn_tokens=12, observation_tokens=60), KEY
         )
-        assert engine.encode("<|im_end|>").tolist() == [tokenizer.eos_token_id], (
+        assert engine.text.encode("<|im_end|>").tolist() == [tokenizer.eos_token_id], (
             "the template's token stays one"
         )
     given = one.tokens[one.roles == ENVIRONMENT]
     assert not np.isin(given, tokenizer.all_special_ids).any()
-    assert f"(Title: A <|im_start|> B) {found}" in next(
+    assert f"(Title: A <|im_start|> B) {passage_text}" in next(
         text for role, text in one.segments if role == ENVIRONMENT
     )
 

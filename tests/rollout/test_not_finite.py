@@ -87,15 +87,15 @@ def test_an_episode_ends_before_its_first_sample_from_nan_and_others_keep_their_
     healthy = run(params)
     assert engine.stats.not_finite == 0
     bad = often_written(healthy)
-    found = run(broken(params, bad))
+    results = run(broken(params, bad))
     lengths = [length_before(t, [bad]) for t in healthy]
     ends = [n < len(t.tokens) for n, t in zip(lengths, healthy, strict=True)]
-    assert [t.ended == NOT_FINITE for t in found] == ends
+    assert [t.ended == NOT_FINITE for t in results] == ends
     assert engine.stats.not_finite == sum(ends) and 2 < sum(ends) < len(ends) - 2
-    for one, other, length in zip(found, healthy, lengths, strict=True):
+    for one, other, length in zip(results, healthy, lengths, strict=True):
         for name in ("tokens", "roles", "turns", "logps", "sampled_logps"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name)[:length])
-    whole = [pair for pair, ended in zip(zip(found, healthy, strict=True), ends, strict=True) if not ended]
+    whole = [pair for pair, ended in zip(zip(results, healthy, strict=True), ends, strict=True) if not ended]
     assert_same(*zip(*whole, strict=True), tolerance=0)
 
 
@@ -119,9 +119,9 @@ def test_a_model_of_nan_writes_nothing_and_the_log_names_the_first_question(
     config = dataclasses.replace(CONFIG, top_p=1.0, sample_top_k=0, rows=4)
     engine = Engine(decoder, tokenizer, dataclasses.replace(config, **truncation))
     params = jax.tree.map(lambda x: x * jnp.nan, nnx.state(decoder))
-    found = engine.run(params, requests[2:7], SingleTurn(turn_tokens=8), KEY)
+    results = engine.run(params, requests[2:7], SingleTurn(turn_tokens=8), KEY)
     assert {t.temperature for t in requests[2:7]} == set(TEMPERATURES)  # greedy, too
-    for trajectory, request in zip(found, requests[2:7], strict=True):
+    for trajectory, request in zip(results, requests[2:7], strict=True):
         assert (trajectory.ended, trajectory.policy_tokens, trajectory.response) == (NOT_FINITE, 0, [])
         np.testing.assert_array_equal(trajectory.tokens, request.prompt)
     (line,) = [line for line in caplog.messages if "not finite" in line]
@@ -137,15 +137,15 @@ def test_a_workflow_receives_a_text_that_ended_as_not_finite(world, caplog):
         return (yield Generate(requests[0].prompt, temperature=1.0))
 
     def run(params):
-        (found,) = engine.run_workflows(params, [flow()], Completion(turn_tokens=8), KEY)
-        return found
+        (results,) = engine.run_workflows(params, [flow()], Completion(turn_tokens=8), KEY)
+        return results
 
     healthy = run(params)
     prompt = len(requests[0].prompt)
     third = int(healthy.trajectory.tokens[prompt + 2])
-    found = run(broken(params, third))
+    results = run(broken(params, third))
     length = length_before(healthy.trajectory, [third])
-    assert found.stop == found.trajectory.ended == NOT_FINITE
-    assert found.trajectory.tokens.tolist() == healthy.trajectory.tokens[:length].tolist()
-    assert healthy.text.startswith(found.text)
+    assert results.stop == results.trajectory.ended == NOT_FINITE
+    assert results.trajectory.tokens.tolist() == healthy.trajectory.tokens[:length].tolist()
+    assert healthy.text.startswith(results.text)
     assert [line for line in caplog.messages if "1 texts" in line and "'0.0'" in line]

@@ -68,7 +68,7 @@ def test_a_slot_decodes_while_another_waits_for_its_search(world, sizes, monkeyp
         decoder, tokenizer, dataclasses.replace(CONFIG, workers=1), retriever=retriever, mesh=mesh
     )
     params = nnx.state(decoder) if mesh is None else shard(nnx.state(decoder), mesh)
-    asked = [
+    batch = [
         dataclasses.replace(
             requests[0], question=dataclasses.replace(requests[0].question, id=FIRST), turn_tokens=1
         ),
@@ -83,7 +83,7 @@ def test_a_slot_decodes_while_another_waits_for_its_search(world, sizes, monkeyp
     monkeypatch.setattr(SearchRunner, "poll", recorded)
     first, _ = engine.run(
         params,
-        asked,
+        batch,
         FirstSearches(turn_tokens=100),
         KEY,
         on_finish=lambda place, trajectory: retriever.go.set() if place else None,
@@ -219,6 +219,6 @@ def test_workers_and_data_shards_share_one_search_of_equal_queries(world, sizes)
     config = dataclasses.replace(CONFIG, rows=16, wake_threshold=8, workers=2)
     engine = Engine(decoder, tokenizer, config, retriever=(retriever := AnswersOnceAllSearch()), mesh=mesh)
     params = nnx.state(decoder) if mesh is None else shard(nnx.state(decoder), mesh)
-    found = engine.run(params, requests[:8], AllSearch(turn_tokens=1), KEY)
+    results = engine.run(params, requests[:8], AllSearch(turn_tokens=1), KEY)
     assert len(engine._schedulers) == 2 and all(scheduler.policy_tokens for scheduler in engine._schedulers)
-    assert retriever.searched == [["the same"]] and all(len(t.searches) == 1 for t in found)
+    assert retriever.searched == [["the same"]] and all(len(t.searches) == 1 for t in results)

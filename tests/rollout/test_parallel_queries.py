@@ -80,9 +80,8 @@ def test_parallel_queries_are_answered_in_order_and_each_searched_once(needs_emb
     retriever = NamedPassages(needs_embeddings)
     trajectory = run_episode(retriever)
     assert trajectory.ended == "A B A"
-    passages = {query: (Passage(query, query.upper(), ""),) for query in "ab"}
     assert trajectory.searches == [
-        Search(0, query, (query.upper(),), passages=passages[query]) for query in ("a", "b", "a")
+        Search.of(0, query, [Passage(query, query.upper(), "")]) for query in ("a", "b", "a")
     ]
     assert sorted(retriever.searched) == ["a", "b"]
 

@@ -72,11 +72,11 @@ def test_a_single_turn_ends_with_the_reason_of_its_pause(stop, ended):
 
 def test_an_observation_holds_the_passages_or_the_failure_message():
     episode = Episode(Question("q", "q", ("a",)))
-    found = STREAM.observe(
+    observation = STREAM.observe(
         episode, [Passage("0", "Lorn", "Lorn is a city."), Passage("1", "Ruddov", "A name.")]
     )
-    assert found.body == "(Title: Lorn) Lorn is a city.\n(Title: Ruddov) A name."
-    assert (found.prefix, found.suffix) == ("\n<observation>\n", "\n</observation>\n")
+    assert observation.body == "(Title: Lorn) Lorn is a city.\n(Title: Ruddov) A name."
+    assert (observation.prefix, observation.suffix) == ("\n<observation>\n", "\n</observation>\n")
     assert STREAM.observe(episode, None).body == STREAM.failure
 
 
@@ -114,8 +114,11 @@ def test_tags_may_be_pairs_of_other_markers():
     text = "I look. <|begin_of_query|> Silver Harbour <|end_of_query|>"
     assert QUERYING.react(episode, text, stop) == SearchFor("Silver Harbour")
     assert isinstance(QUERYING.react(episode, "<query>Silver Harbour<|end_of_query|>", stop), Append)
-    found = QUERYING.observe(episode, [Passage("0", "Lorn", "Lorn is a city.")])
-    assert (found.prefix, found.suffix) == ("\n<|begin_of_documents|>\n", "\n<|end_of_documents|>\n")
+    observation = QUERYING.observe(episode, [Passage("0", "Lorn", "Lorn is a city.")])
+    assert (observation.prefix, observation.suffix) == (
+        "\n<|begin_of_documents|>\n",
+        "\n<|end_of_documents|>\n",
+    )
     correction = QUERYING.react(episode, "hm", EOS).prefix
     assert "between <|begin_of_query|> and <|end_of_query|>." in correction
     assert "between <answer> and </answer>." in correction

@@ -43,11 +43,11 @@ def test_a_sample_inverts_the_cumulative_distribution(vocabulary):
     probabilities = weights / weights.sum(-1, keepdims=True)
     uniform = draws.random(500)
     uniform[:20], uniform[20:40] = 0.0, np.nextafter(np.float32(1), np.float32(0))
-    found = np.asarray(
+    tokens = np.asarray(
         _inverse_cdf(jnp.asarray(probabilities, jnp.float32), jnp.asarray(uniform, jnp.float32))
     )
     ends = np.cumsum(probabilities, axis=-1)
-    places = np.arange(500), found
+    places = np.arange(500), tokens
     assert (probabilities[places] > 0).all()
     assert (ends[places] >= uniform - 1e-6).all()
     assert ((ends - probabilities)[places] <= uniform + 1e-6).all()

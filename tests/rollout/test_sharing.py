@@ -16,7 +16,7 @@ from rrl.parallel.rules import shard
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.engine import Engine, assign_to_shards
+from rrl.rollout.engine import Engine
 from rrl.rollout.prefixes import PrefixIndex
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
 from rrl.text.chat import chat_ids
@@ -52,8 +52,8 @@ def assert_same(first, second, tolerance=0.0):
 def grouped(world):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
-    found = engine.run(nnx.state(decoder), group(requests), ONE_TURN, KEY)
-    return found, engine.stats.prefilled_tokens
+    results = engine.run(nnx.state(decoder), group(requests), ONE_TURN, KEY)
+    return results, engine.stats.prefilled_tokens
 
 
 def test_the_prompt_of_a_group_is_prefilled_once(world, grouped):
@@ -68,9 +68,9 @@ def test_the_prompt_of_a_group_is_prefilled_once(world, grouped):
 def test_a_sample_of_a_group_is_bitwise_equal_to_one_alone(world, grouped):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
-    asked = group(requests)
+    batch = group(requests)
     for index in (0, 3, 9):
-        assert_same(engine.run(nnx.state(decoder), [asked[index]], ONE_TURN, KEY), [grouped[0][index]])
+        assert_same(engine.run(nnx.state(decoder), [batch[index]], ONE_TURN, KEY), [grouped[0][index]])
 
 
 def test_the_reference_loop_and_a_mesh_share_prompts_too(world, grouped):
@@ -92,44 +92,19 @@ def test_sharing_prefixes_of_long_prompts_changes_no_bits(world):
     tails = [draw.integers(3, 400, draw.integers(1, 130)) for _ in range(7)]
     prompts = [np.concatenate([heads[n % 2], tail]) for n, tail in enumerate(tails)]
     assert max(map(len, prompts)) > 130 > min(map(len, prompts))  # a block of the cache has 128 positions
-    asked = [
+    batch = [
         dataclasses.replace(requests[0], prompt=prompt.astype(np.int32), seed=2 * number + sample)
         for number, prompt in enumerate(prompts)
         for sample in range(2)
     ]
-    found, prefilled = [], []
+    results, prefilled = [], []
     for shared in (True, False):
         config = dataclasses.replace(CONFIG, rows=4, context=256, prefill_tokens=32, share_prompts=shared)
         engine = Engine(decoder, tokenizer, config)
-        found.append(engine.run(nnx.state(decoder), asked, ONE_TURN, KEY))
+        results.append(engine.run(nnx.state(decoder), batch, ONE_TURN, KEY))
         prefilled.append(engine.stats.prefilled_tokens)
-    assert_same(*found)
+    assert_same(*results)
     assert prefilled[0] < 0.7 * prefilled[1]
-
-
-def test_samples_of_a_prompt_go_to_one_shard_if_there_are_enough_prompts():
-    prompts = [np.array([n // 4]) for n in range(16)]
-    assert assign_to_shards(prompts, 2) == [
-        [[*range(4)], [*range(8, 12)]],
-        [[*range(4, 8)], [*range(12, 16)]],
-    ]
-    assert assign_to_shards(prompts[:4], 2) == [[[0], [2]], [[1], [3]]]
-    assert assign_to_shards(prompts, 2, workers=3) == [
-        [[place] for place in range(start, 16, 2)] for start in (0, 1)
-    ]
-
-
-def test_long_prompts_come_first_and_equal_lengths_in_their_order():
-    prompts = [np.arange(length) for length in (1, 3, 2, 3)] + [np.arange(3)]
-    assert assign_to_shards(prompts, 1) == [[[1, 3, 4], [2], [0]]]
-    prompts = [np.full(length, place) for place, length in enumerate((1, 3, 2, 3))]
-    assert assign_to_shards(prompts, 2) == [[[1], [2]], [[3], [0]]]
-
-
-def test_the_samples_of_remaining_prompts_are_spread_over_the_shards():
-    shares = assign_to_shards([np.array([n // 8]) for n in range(9 * 8)], 8)
-    assert [sum(map(len, share)) for share in shares] == [9] * 8
-    assert all(share == [[*range(8 * n, 8 * n + 8)], [64 + n]] for n, share in enumerate(shares))
 
 
 class Reads(Stream):
@@ -163,7 +138,7 @@ def diverging(world):
 @pytest.mark.parametrize("rows", [pytest.param(6, marks=pytest.mark.slow), 32])
 def test_sharing_observations_between_equal_trajectories_changes_no_bits(world, diverging, rows, monkeypatch):
     decoder, tokenizer = world[:2]
-    find_source, found, prefilled = PrefixIndex.find_source, [], []
+    find_source, results, prefilled = PrefixIndex.find_source, [], []
     for share_prompts, share_observations in ((True, True), (True, False), (False, False)):
         config = dataclasses.replace(
             CONFIG, rows=rows, context=400, prefill_tokens=32, share_prompts=share_prompts
@@ -174,12 +149,12 @@ def test_sharing_observations_between_equal_trajectories_changes_no_bits(world, 
             return (slot, own, True) if own else find_source(self, slot, tokens)
 
         monkeypatch.setattr(PrefixIndex, "find_source", find_source if share_observations else prompts_only)
-        found.append(engine.run(nnx.state(decoder), diverging, Reads(engine.encode), KEY))
+        results.append(engine.run(nnx.state(decoder), diverging, Reads(engine.text.encode), KEY))
         prefilled.append(engine.stats.prefilled_tokens)
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
-    assert all(len(t.contexts) == 2 for t in found[0])
-    assert [t.tokens.tolist() for t in found[0][:3]] == [found[0][0].tokens.tolist()] * 3
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+    assert all(len(t.contexts) == 2 for t in results[0])
+    assert [t.tokens.tolist() for t in results[0][:3]] == [results[0][0].tokens.tolist()] * 3
     assert prefilled[0] < 0.85 * prefilled[1] < 0.7 * prefilled[2]
 
 
@@ -188,12 +163,12 @@ def test_the_reference_loop_and_a_mesh_share_observations_too(world, diverging):
     decoder, tokenizer = world[:2]
     config = dataclasses.replace(CONFIG, rows=12, context=400)
     engine = Engine(decoder, tokenizer, config)
-    reads = Reads(engine.encode)
-    found = engine.run(nnx.state(decoder), diverging, reads, KEY)
-    assert_same(engine.run(nnx.state(decoder), diverging, reads, KEY, reference=True), found)
+    reads = Reads(engine.text.encode)
+    results = engine.run(nnx.state(decoder), diverging, reads, KEY)
+    assert_same(engine.run(nnx.state(decoder), diverging, reads, KEY, reference=True), results)
     mesh = make_mesh(2, 2, 2)
     spread = Engine(decoder, tokenizer, config, mesh=mesh)
-    assert_same(spread.run(shard(nnx.state(decoder), mesh), diverging, reads, KEY), found, 1e-5)
+    assert_same(spread.run(shard(nnx.state(decoder), mesh), diverging, reads, KEY), results, 1e-5)
 
 
 @pytest.mark.slow
@@ -201,17 +176,17 @@ def test_oversubscribed_slots_keep_the_rows_busy_and_change_no_bits(world, diver
     decoder, tokenizer = world[:2]
     config = dataclasses.replace(CONFIG, context=400)
     engine = Engine(decoder, tokenizer, config)
-    reads = Reads(engine.encode)
-    found = engine.run(nnx.state(decoder), diverging, reads, KEY)
+    reads = Reads(engine.text.encode)
+    results = engine.run(nnx.state(decoder), diverging, reads, KEY)
     busy = engine.stats.busy
     config = dataclasses.replace(config, oversubscribed_slots=8)
     engine = Engine(decoder, tokenizer, config)
     for reference in (False, True):
-        assert_same(engine.run(nnx.state(decoder), diverging, reads, KEY, reference=reference), found)
+        assert_same(engine.run(nnx.state(decoder), diverging, reads, KEY, reference=reference), results)
     assert busy < engine.stats.busy <= 1
     mesh = make_mesh(2, 2, 2)
     spread = Engine(decoder, tokenizer, config, mesh=mesh)
-    assert_same(spread.run(shard(nnx.state(decoder), mesh), diverging, reads, KEY), found, 1e-5)
+    assert_same(spread.run(shard(nnx.state(decoder), mesh), diverging, reads, KEY), results, 1e-5)
 
 
 def test_oversubscribed_slots_are_divided_among_shards_and_workers(world):
@@ -241,8 +216,8 @@ class Steps(Stream):
     def observe(self, episode, passages):
         return self.again(episode, "".join(passage.title for passage in passages or ()))
 
-    def again(self, episode, found=""):
-        return Restart(f"{episode.question.text} {episode.turn} {found}")
+    def again(self, episode, titles=""):
+        return Restart(f"{episode.question.text} {episode.turn} {titles}")
 
     @property
     def stops(self):
@@ -261,42 +236,42 @@ def stepped(world):
 
 def test_a_restart_begins_a_context_with_its_own_prompt(world, stepped):
     tokenizer, requests = world[1], world[3]
-    for found, request in zip(stepped, requests, strict=False):
-        assert len(found.contexts) == 4 and found.ended == "done"
-        for turn, context in enumerate(found.contexts):
-            assert (found.turns[context] == turn).all()
-            roles = found.roles[context]
+    for trajectory, request in zip(stepped, requests, strict=False):
+        assert len(trajectory.contexts) == 4 and trajectory.ended == "done"
+        for turn, context in enumerate(trajectory.contexts):
+            assert (trajectory.turns[context] == turn).all()
+            roles = trajectory.roles[context]
             prompt = int((roles == PROMPT).sum())
             assert (roles[:prompt] == PROMPT).all() and (roles[prompt:] == POLICY).all()
-            if turn and not any(search.turn == turn - 1 for search in found.searches):
+            if turn and not any(search.turn == turn - 1 for search in trajectory.searches):
                 again = chat_ids(tokenizer, f"{request.question.text} {turn - 1} ")
-                np.testing.assert_array_equal(found.tokens[context][:prompt], again)
-    searches = [search for found in stepped for search in found.searches]
+                np.testing.assert_array_equal(trajectory.tokens[context][:prompt], again)
+    searches = [search for trajectory in stepped for search in trajectory.searches]
     assert searches and all(search.passages for search in searches)
     assert all(search.titles == tuple(p.title for p in search.passages) for search in searches)
 
 
 def test_log_probabilities_of_each_context_equal_those_of_training(world, stepped):
-    contexts = [(found, part) for found in stepped for part in found.contexts]
+    contexts = [(trajectory, part) for trajectory in stepped for part in trajectory.contexts]
     packed = pack([t.tokens[c] for t, c in contexts], [t.roles[c] == POLICY for t, c in contexts], 192)
     batch = jax.tree.map(jnp.asarray, packed.batch)
     scores = np.asarray(jax.jit(lambda b: token_logprobs(world[0], b).logp)(batch))
-    for score, (found, context) in zip(
+    for score, (trajectory, context) in zip(
         packed.unpack(scores, [c.stop - c.start for _, c in contexts]), contexts, strict=True
     ):
-        np.testing.assert_allclose(score, found.logps[context], atol=1e-5)
+        np.testing.assert_allclose(score, trajectory.logps[context], atol=1e-5)
 
 
 def test_a_repeated_prompt_is_sampled_with_other_random_numbers(world):
     class Again(Steps):
-        def again(self, episode, found=""):
+        def again(self, episode, titles=""):
             return Restart(episode.question.text)
 
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
-    found = engine.run(nnx.state(decoder), requests[:4], Again(turn_tokens=12), KEY)
-    written = [t.tokens[c][t.roles[c] == POLICY].tolist() for t in found for c in t.contexts]
-    assert len({tuple(tokens) for tokens in written}) > len(found)
+    results = engine.run(nnx.state(decoder), requests[:4], Again(turn_tokens=12), KEY)
+    written = [t.tokens[c][t.roles[c] == POLICY].tolist() for t in results for c in t.contexts]
+    assert len({tuple(tokens) for tokens in written}) > len(results)
 
 
 @pytest.mark.parametrize("oversubscribed", [0, 8])

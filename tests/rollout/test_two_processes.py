@@ -44,7 +44,7 @@ def test_two_processes_give_the_trajectories_of_one_and_end_together_after_an_er
         assert output["tokens"] == [t.tokens.tolist() for t in alone]
         assert output["greedy"] == [t.tokens.tolist() for t in greedy]
         assert output["tokens per step"] > 1
-        for found, expected in zip(output["logps"], alone, strict=True):
-            np.testing.assert_allclose(found, expected.logps, atol=1e-5)
+        for logps, expected in zip(output["logps"], alone, strict=True):
+            np.testing.assert_allclose(logps, expected.logps, atol=1e-5)
         assert "one process only" in output["refused"]
         assert output["thoughts"] == [thought.text for _, thought, *_ in thoughts]

@@ -43,7 +43,7 @@ def test_a_stall_is_logged_with_its_description(caplog):
 def test_progress_or_a_limit_of_zero_is_never_reported(caplog):
     with Watchdog(0.2, lambda: time.perf_counter_ns(), lambda: "moving"):
         time.sleep(0.5)
-    with Watchdog(0, lambda: 0, lambda: "never asked"):
+    with Watchdog(0, lambda: 0, lambda: "never checked"):
         time.sleep(0.05)
     assert not caplog.text
 

@@ -40,14 +40,14 @@ def test_results_are_in_the_order_of_the_requests(engine):
     run, params, requests = engine
     texts = [request.question.text for request in requests[:6]]
     finished = {}
-    found = run.run_workflows(
+    results = run.run_workflows(
         params, [hops(text) for text in texts], COMPLETION, KEY, on_finish=finished.__setitem__
     )
-    assert sorted(finished) == list(range(6)) and all(finished[at] is found[at] for at in finished)
-    written = [part.trajectory for _, thought, both, _, last in found for part in (thought, both[1], *last)]
+    assert sorted(finished) == list(range(6)) and all(finished[at] is results[at] for at in finished)
+    written = [part.trajectory for _, thought, both, _, last in results for part in (thought, both[1], *last)]
     assert run.stats.policy_tokens == sum(trajectory.policy_tokens for trajectory in written)
     assert len({trajectory.question.id for trajectory in written}) == len(written)
-    for text, (passages, thought, both, nothing, last) in zip(texts, found, strict=True):
+    for text, (passages, thought, both, nothing, last) in zip(texts, results, strict=True):
         assert [p.title for p in passages] == [h.passage.title for h in run.retriever.search([text], 2)[0]]
         assert thought.stop in ("e", "eos", "length") and "e" not in thought.text
         assert isinstance(both[0], list) and both[1].trajectory.policy_tokens >= 1
@@ -69,8 +69,8 @@ def test_a_workflow_may_reuse_its_prompt_array(engine):
         prompt[:] = second
         return one, (yield Generate(prompt))
 
-    found = run.run_workflows(params, [flow()], COMPLETION, KEY)[0]
-    for part, prompt in zip(found, (first, second), strict=True):
+    results = run.run_workflows(params, [flow()], COMPLETION, KEY)[0]
+    for part, prompt in zip(results, (first, second), strict=True):
         assert part.trajectory.tokens[:20].tolist() == prompt.tolist()
         assert part.trajectory.segments[0][1] == run.tokenizer.decode(prompt, skip_special_tokens=True)
 
@@ -100,8 +100,8 @@ def test_a_workflow_does_not_depend_on_other_workflows_or_the_kind_of_loop(engin
     run, params, requests = engine
     texts = [request.question.text for request in requests[:3]]
 
-    def tokens(found):
-        return [[part.trajectory.tokens.tolist() for part in (f[1], f[2][1], *f[4])] for f in found]
+    def tokens(results):
+        return [[part.trajectory.tokens.tolist() for part in (f[1], f[2][1], *f[4])] for f in results]
 
     all_of_them = tokens(run.run_workflows(params, [hops(text) for text in texts], COMPLETION, KEY))
     alone = tokens(run.run_workflows(params, [hops(texts[0])], COMPLETION, KEY))
@@ -124,8 +124,8 @@ def test_numbers_may_be_small_numpy_integers(engine):
     text = requests[0].question.text
 
     def thoughts(numbers):
-        found = run.run_workflows(params, [hops(text) for _ in range(2)], COMPLETION, KEY, numbers=numbers)
-        return [thought.trajectory.tokens.tolist() for _, thought, *_ in found]
+        results = run.run_workflows(params, [hops(text) for _ in range(2)], COMPLETION, KEY, numbers=numbers)
+        return [thought.trajectory.tokens.tolist() for _, thought, *_ in results]
 
     assert thoughts(np.array([7, 5], np.int8)) == thoughts([7, 5])
 

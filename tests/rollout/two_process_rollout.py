@@ -34,8 +34,8 @@ if __name__ == "__main__":
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     params = shard(jax.tree.map(np.asarray, nnx.state(decoder)), mesh)
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
-    found = engine.run(params, requests, SCRIPTED, KEY)
-    output = {"tokens": [t.tokens.tolist() for t in found], "logps": [t.logps.tolist() for t in found]}
+    results = engine.run(params, requests, SCRIPTED, KEY)
+    output = {"tokens": [t.tokens.tolist() for t in results], "logps": [t.logps.tolist() for t in results]}
     output["exchanges"] = [max(scheduler.exchanges for scheduler in engine._schedulers)]
     output["stages"] = engine._stages()
     guesses = dataclasses.replace(CONFIG, draft_tokens=2)

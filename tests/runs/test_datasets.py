@@ -89,9 +89,8 @@ def test_a_folder_can_be_searched_through_an_index_or_a_service(tmp_path):
     remote = RetrieverConfig(kind="bm25", index=f"http://127.0.0.1:{server.server_port}", form="flashrag")
     service = load_datasets(DataConfig(path=str(data)), remote, search_seconds=30)[0].retriever
     assert service.kind == "http"
-    assert (service.retry_policy.time_out, service.retry_policy.retries) == (10, 2), (
-        "three attempts in 30 seconds"
-    )
+    policy = service.retry_policy
+    assert (policy.time_out, policy.retries) == (10, 2), "three attempts in 30 seconds"
     assert service.search(["T3"], 1)[0][0].passage == passages[3]
     server.shutdown()
     server.server_close()

@@ -1,4 +1,4 @@
-"""Answer metrics, against implementations by another method."""
+"""Tests of answer metrics, against independent implementations."""
 
 import difflib
 import gzip
@@ -21,19 +21,19 @@ from tests.shared_data import shared
 
 
 def words(text: str) -> list[str]:
-    kept = "".join(character for character in text.lower() if character not in set(string.punctuation))
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+    plain = "".join(character for character in text.lower() if character not in set(string.punctuation))
+    return [word for word in plain.split() if word not in ("a", "an", "the")]
 
 
 def reference_f1(prediction: str, answer: str) -> float:
-    """Through precision and recall, the overlap counted by matching blocks of the sorted words."""
-    given, wanted = sorted(words(prediction)), sorted(words(answer))
-    blocks = difflib.SequenceMatcher(None, given, wanted, autojunk=False).get_matching_blocks()
-    # Blocks over sorted words may be less than the multiset overlap, so count by hand as well.
-    overlap = max(sum(b.size for b in blocks), sum(min(given.count(w), wanted.count(w)) for w in set(wanted)))
+    """F1 from precision and recall, with the overlap counted by matching blocks of the sorted words."""
+    predicted, gold = sorted(words(prediction)), sorted(words(answer))
+    blocks = difflib.SequenceMatcher(None, predicted, gold, autojunk=False).get_matching_blocks()
+    # The blocks may be smaller than the multiset overlap, so count that too.
+    overlap = max(sum(b.size for b in blocks), sum(min(predicted.count(w), gold.count(w)) for w in set(gold)))
     if not overlap:
         return 0.0
-    precision, recall = overlap / len(given), overlap / len(wanted)
+    precision, recall = overlap / len(predicted), overlap / len(gold)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -49,7 +49,7 @@ def reference_f1(prediction: str, answer: str) -> float:
         ("in 1931.", ["1931"], 0, 2 / 3, 1),
     ],
 )
-def test_hand_computed_values(
+def test_metrics_have_hand_computed_values(
     prediction: str, answers: list[str], em: float, f1: float, cover: float
 ) -> None:
     assert exact_match(prediction, answers) == em
@@ -77,7 +77,7 @@ def test_missing_gold_answers_are_refused(metric, answers) -> None:
 
 
 @pytest.mark.parametrize("name", ["r1_searcher_2wiki_qwen", "r1_searcher_hotpotqa_qwen"])
-def test_agrees_with_a_second_implementation_on_real_answers(name: str) -> None:
+def test_metrics_agree_with_a_second_implementation_on_real_answers(name: str) -> None:
     with gzip.open(shared(f"rollouts/{name}.jsonl.gz"), "rt") as stream:
         records = [json.loads(line) for line in stream]
     assert len(records) == 500
@@ -91,7 +91,7 @@ def test_agrees_with_a_second_implementation_on_real_answers(name: str) -> None:
     ("name", "prediction", "gold", "em", "f1", "cem"),
     [
         ("rrl", "", "The The", 0, 0, 0),
-        ("squad", "", "The The", 1, 0, 1),  # as SQuAD 1.1's script: equal strings, no shared words
+        ("squad", "", "The The", 1, 0, 1),  # as in the script of SQuAD 1.1: equal strings, no shared words
         ("squad2", "", "The The", 1, 1, 1),
         ("squad", "yes it is", "yes", 0, 0.5, 1),
         ("hotpotqa", "yes it is", "yes", 0, 0, 1),
@@ -105,7 +105,7 @@ def test_agrees_with_a_second_implementation_on_real_answers(name: str) -> None:
         ("rrl", "a party", "art", 0, 0, 0),
         ("search-r1", "a party", "art", 0, 0, 1),
         ("flashrag", "a party", "art", 0, 0, 1),
-        # A gold answer that normalises to nothing stands in every text.
+        # Every text contains a gold answer that normalises to nothing.
         ("flashrag", "a party", "The The", 0, 0, 1),
         ("search-r1", "a party", "!!!", 0, 0, 1),
         ("squad", "a party", "The The", 0, 0, 0),
@@ -117,14 +117,14 @@ def test_agrees_with_a_second_implementation_on_real_answers(name: str) -> None:
         ("r-search-released", "in 1931", "1931", 0, 0.67, 1),
     ],
 )
-def test_each_variant_differs_where_its_source_does(
+def test_published_rules_score_their_characteristic_cases(
     name: str, prediction: str, gold: str, em: float, f1: float, cem: float
 ) -> None:
     assert score_answer(prediction, [gold], RULES[name]) == pytest.approx((em, f1, cem))
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_three_at_once_are_the_three_one_by_one(name: str) -> None:
+def test_score_answer_equals_the_three_single_metrics(name: str) -> None:
     rule = RULES[name]
     texts = [
         "",
@@ -148,7 +148,7 @@ def test_the_three_at_once_are_the_three_one_by_one(name: str) -> None:
                 assert score_answer(prediction, more, rule) == tuple(single), (prediction, more)
 
 
-def test_of_several_short_answers_the_best_counts() -> None:
+def test_the_best_of_several_short_answers_counts() -> None:
     assert score_answer(["in 1931", "x"], ["1931"]) == (0, pytest.approx(2 / 3), 1)
     assert score_answer(["x", "1931"], ["1931"]) == (1, 1, 1)
     assert score_answer([], ["1931"]) == AnswerScores(0, 0, 0)
@@ -157,7 +157,7 @@ def test_of_several_short_answers_the_best_counts() -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_many_at_once_score_as_each_alone(name: str) -> None:
+def test_score_answers_equals_score_answer_of_each_prediction(name: str) -> None:
     rule = RULES[name]
     pairs = [
         ("the Paris", ["Paris"]),
@@ -167,7 +167,7 @@ def test_many_at_once_score_as_each_alone(name: str) -> None:
         ("", ["the"]),
         ([], ["x"]),
     ]
-    for some in (pairs, pairs[:1] + pairs[2:]):  # with a line break in a text and without
+    for some in (pairs, pairs[:1] + pairs[2:]):  # with and without a line break in a text
         many = score_answers([p for p, _ in some] * 2000, [a for _, a in some] * 2000, rule)
         assert many == [score_answer(p, a, rule) for p, a in some] * 2000
     with pytest.raises(UserError, match="answers"):

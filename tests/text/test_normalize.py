@@ -1,4 +1,4 @@
-"""SQuAD normalisation."""
+"""Tests of answer normalisation."""
 
 import re
 import string
@@ -12,9 +12,9 @@ from rrl.text.normalize import RULES, Rule, answer_tokens, normalize_answer, rul
 
 
 def reference(text: str) -> str:
-    """Written from the description in the SQuAD paper (section 6.1), character by character."""
-    kept = "".join(character for character in text.lower() if character not in set(string.punctuation))
-    return " ".join(word for word in kept.split() if word not in ("a", "an", "the"))
+    """An independent implementation of the description in the SQuAD paper (section 6.1)."""
+    plain = "".join(character for character in text.lower() if character not in set(string.punctuation))
+    return " ".join(word for word in plain.split() if word not in ("a", "an", "the"))
 
 
 @pytest.mark.parametrize(
@@ -29,17 +29,17 @@ def reference(text: str) -> str:
         ("Ærø’s Æ", "ærø’s æ"),
     ],
 )
-def test_known_values(text: str, expected: str) -> None:
+def test_known_answers_are_normalised(text: str, expected: str) -> None:
     assert normalize_answer(text) == expected
 
 
 @pytest.mark.parametrize("text", ["The cat, the hat.", "A.B. C", " x\n\ny ", "don't an", "3,000 (three)"])
-def test_agrees_with_a_second_implementation_and_is_idempotent(text: str) -> None:
+def test_normalisation_agrees_with_a_second_implementation_and_is_idempotent(text: str) -> None:
     assert normalize_answer(text) == reference(text)
     assert normalize_answer(normalize_answer(text)) == normalize_answer(text)
 
 
-def test_tokens_are_the_words() -> None:
+def test_answer_tokens_are_the_words() -> None:
     assert answer_tokens("The red, red rose") == ["red", "red", "rose"]
     assert not re.search(r"\s", "".join(answer_tokens("a \u00a0 b")))
 
@@ -55,7 +55,7 @@ def test_rules_are_found_by_name_and_their_fields_checked() -> None:
 
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
 @pytest.mark.parametrize("text", ["Zoé Lévêque", "Ｒ＆Ｄ １９１３", "Procter &amp; Gamble&#39;s", "ﬁlm"])
-def test_one_text_in_each_unicode_form_is_one_answer_and_one_title(text: str, form: str) -> None:
+def test_unicode_forms_of_a_text_are_the_same_answer_and_title(text: str, form: str) -> None:
     plain = {
         "Ｒ＆Ｄ １９１３": "R&D 1913",
         "Procter &amp; Gamble&#39;s": "Procter & Gamble's",
@@ -67,19 +67,19 @@ def test_one_text_in_each_unicode_form_is_one_answer_and_one_title(text: str, fo
     assert title_key(other) == title_key(plain)
 
 
-def test_published_rules_compare_texts_as_they_are_written() -> None:
+def test_published_rules_do_not_change_the_unicode_form() -> None:
     composed, decomposed = (unicodedata.normalize(form, "Zoé") for form in ("NFC", "NFD"))
     for name in RULES.keys() - {"rrl"}:
         assert score_answer(decomposed, [composed], rule_named(name)).em == 0
         assert rule_named(name).normalize("P&amp;G").replace(" ", "") == "pampg"
 
 
-def test_only_whole_references_are_resolved_and_a_line_break_among_them_stays_in_its_text() -> None:
+def test_only_complete_references_are_resolved_and_their_line_breaks_do_not_split_texts() -> None:
     rule = rule_named("rrl")
     assert rule.normalize("AT&T rock&amplify &nosuch;") == "att rockamplify nosuch"
     assert rule.normalize_all(["x&#10;y", "z"]) == ["x y", "z"]
 
 
-def test_an_answer_of_an_article_is_compared_as_written_in_one_form() -> None:
+def test_an_answer_of_only_an_article_is_compared_as_written_in_canonical_unicode() -> None:
     assert score_answer("Ａ", ["A"]).em == 1
     assert score_answer("The", ["A"]).em == 0

@@ -1,4 +1,4 @@
-"""Short answers in long ones: R3-RAG's sections and lists, letters of multiple choice."""
+"""Tests of short answers in long ones: R3-RAG's sections and lists, letters of multiple choices."""
 
 import pytest
 
@@ -65,11 +65,11 @@ def test_lists_of_short_answers_are_read_or_refused(reply: str, expected: list[s
         ("", ""),
     ],
 )
-def test_the_letter_a_reply_settles_on(text: str, letter: str) -> None:
+def test_chosen_letter_is_the_letter_that_a_reply_settles_on(text: str, letter: str) -> None:
     assert chosen_letter(text, 4) == letter
 
 
-def test_choices_are_right_by_letter_or_by_their_text() -> None:
+def test_gold_answers_of_choices_are_letters_or_texts() -> None:
     choices = ["red", "green", "blue"]
     assert choice_correct("The answer is (B)", ["B"], choices) == 1
     assert choice_correct("The answer is (B)", ["green"], choices) == 1

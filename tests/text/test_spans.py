@@ -1,4 +1,4 @@
-"""Tag boxes: the stated rules for malformed and nested ones."""
+"""Tests of tag boxes: well-formed, malformed and nested ones."""
 
 import re
 import time
@@ -6,13 +6,13 @@ import time
 import pytest
 
 from rrl.text.spans import (
+    box_sequence,
     boxed,
     boxes,
     count_tags,
-    exactly_one,
-    in_one_box,
+    enclosed_content,
+    has_exactly_one_box,
     last_box,
-    row_of_boxes,
     tag_named,
     without_boxes,
 )
@@ -52,30 +52,30 @@ def test_boxes_agree_with_a_regular_expression(seed: int) -> None:
     assert boxes(text, "a") == re.findall(r"<a>((?:(?!</?a>).)*)</a>", text, re.DOTALL)
 
 
-def test_tags_are_counted_with_strays() -> None:
+def test_stray_tags_are_counted() -> None:
     assert count_tags("<a><a>x</a> </b>", "a") == (2, 1)
     assert count_tags("", "a") == (0, 0)
 
 
 @pytest.mark.parametrize("text", ["<a>x</a> <a>y", "<a>x<a>y</a>z</a>", "</a><a>", "<b><a> </b></a>", "n"])
-def test_two_markers_follow_the_rule_of_a_name(text: str) -> None:
+def test_tags_with_two_markers_follow_the_same_rule(text: str) -> None:
     other = text.replace("</a>", QUERY[1]).replace("<a>", QUERY[0])
     assert boxes(other, QUERY) == [
         content.replace("</a>", QUERY[1]).replace("<a>", QUERY[0]) for content in boxes(text, "a")
     ]
     assert count_tags(other, QUERY) == count_tags(text, "a")
-    kept = without_boxes(text, "a").replace("</a>", QUERY[1]).replace("<a>", QUERY[0])
-    assert without_boxes(other, QUERY) == kept
+    rest = without_boxes(text, "a").replace("</a>", QUERY[1]).replace("<a>", QUERY[0])
+    assert without_boxes(other, QUERY) == rest
     assert boxes("<query>x</query><|begin_of_query|>x</query>", QUERY) == []
 
 
-def test_a_heading_holds_all_that_follows_it() -> None:
+def test_without_boxes_cuts_the_text_at_a_heading() -> None:
     assert without_boxes("so\nThe answer: x <a>y</a>", ("The answer:", "")) == "so\n"
     assert without_boxes("so", ("The answer:", "")) == "so"
     assert tag_named("The answer:") == ("The answer:", "") and tag_named("answer") == "answer"
 
 
-def test_what_is_written_as_a_box_is_read_as_one() -> None:
+def test_written_boxes_are_found_again() -> None:
     assert boxed("a", "x") == "<a> x </a>" and boxed(QUERY, "x") == "<|begin_of_query|> x <|end_of_query|>"
     assert last_box([boxed("a", "x") + boxed("a", "y"), "<a> z"], "a") == "y"
     assert last_box(["<a> x", "y </a>"], "a") == "" == last_box([], "a")
@@ -93,12 +93,12 @@ def test_what_is_written_as_a_box_is_read_as_one() -> None:
         ([], False),
     ],
 )
-def test_exactly_one_box_and_no_stray_tag(texts: list[str], one: bool) -> None:
-    assert exactly_one(texts, "a") is one
+def test_has_exactly_one_box_rejects_stray_tags(texts: list[str], one: bool) -> None:
+    assert has_exactly_one_box(texts, "a") is one
 
 
 @pytest.mark.parametrize(
-    ("text", "row"),
+    ("text", "expected"),
     [
         ("", []),
         (" \n", []),
@@ -112,12 +112,12 @@ def test_exactly_one_box_and_no_stray_tag(texts: list[str], one: bool) -> None:
         ("</a>", None),
         ("<a>x", None),
         ("<a>x<|begin_of_query|></a>", None),
-        ("<a>x<c>y</c></a>", ["a"]),  # a tag that is not asked for is text
+        ("<a>x<c>y</c></a>", ["a"]),  # other tags are text
         ("<c>y</c>", None),
     ],
 )
-def test_a_row_of_boxes_has_nothing_between_or_nested(text: str, row: list | None) -> None:
-    assert row_of_boxes(text, ["a", "b", QUERY]) == row
+def test_box_sequence_rejects_nested_boxes_and_text_between_them(text: str, expected: list | None) -> None:
+    assert box_sequence(text, ["a", "b", QUERY]) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,15 +131,15 @@ def test_a_row_of_boxes_has_nothing_between_or_nested(text: str, row: list | Non
         ("", None),
     ],
 )
-def test_a_message_in_one_box_is_told_from_one_that_only_names_tags(text: str, inner: str | None) -> None:
-    assert in_one_box(text) == inner
+def test_enclosed_content_rejects_messages_that_only_mention_tags(text: str, inner: str | None) -> None:
+    assert enclosed_content(text) == inner
 
 
-def test_hostile_text_takes_linear_time() -> None:
+def test_adversarial_text_takes_linear_time() -> None:
     started = time.process_time()
     assert boxes("<a>" * 200_000, "a") == []
     assert boxes("</a>" * 200_000, "a") == []
-    assert row_of_boxes("<a>" * 200_000, ["a", "b"]) is None
-    assert row_of_boxes("<a></a>" * 100_000, ["a", "b"]) == ["a"] * 100_000
-    assert in_one_box("<a>" * 200_000 + ".") is None
+    assert box_sequence("<a>" * 200_000, ["a", "b"]) is None
+    assert box_sequence("<a></a>" * 100_000, ["a", "b"]) == ["a"] * 100_000
+    assert enclosed_content("<a>" * 200_000 + ".") is None
     assert time.process_time() - started < 2

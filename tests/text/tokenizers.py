@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers of a few hundred tokens, as Llama 2 (a dummy prefix) and Gemma (none) have them."""
+"""Small SentencePiece tokenizers with a dummy prefix, as Llama 2 has, or without one, as Gemma has."""
 
 import json
 
@@ -24,7 +24,8 @@ DECODERS = [
 
 
 def sentence_piece(kind: str) -> PreTrainedTokenizerFast:
-    """`kind`: "legacy" (the prefix is the normalizer's), or Metaspace's prepend_scheme: "always", "first", "never"."""
+    """Make a tokenizer of a few hundred tokens. `kind`: "legacy" (the normalizer adds the prefix), or the prepend_scheme of
+    Metaspace: "always", "first" or "never"."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     trainer = trainers.BpeTrainer(

@@ -11,8 +11,9 @@ from rrl.models.decoder import Decoder
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
-from rrl.train.loop import Task, train
+from rrl.train.loop import train
 from rrl.train.rl_config import RLConfig
+from rrl.train.run import RunModels, Task
 from tests.tiny import tiny_shape
 
 STEPS = 4
@@ -68,7 +69,7 @@ def run(
 
     recipe = Scored(**{f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)})
     task = Task(questions[:8], questions[8:])
-    outcome = train(config, recipe, task, engine, decoder, workdir, value_model=value_model)
+    outcome = train(config, recipe, task, RunModels(engine, decoder, value_model), workdir)
     return outcome, nnx.state(decoder)
 
 

@@ -23,9 +23,10 @@ from rrl.rollout import device
 from rrl.rollout.curriculum import question_order
 from rrl.rollout.engine import Engine
 from rrl.runs.metrics import read_metrics
-from rrl.train import loop as rl
+from rrl.train import run as train_run
 from rrl.train.guard import GuardConfig
-from rrl.train.loop import Task, train
+from rrl.train.loop import train
+from rrl.train.run import RunModels, Task
 from tests.memory import collect, memory_maps
 from tests.train.small_run import CONFIG, STEPS, fresh, lines, run, steps_of
 
@@ -95,13 +96,13 @@ def test_parameters_change_and_the_kl_is_measured_from_the_frozen_reference(whol
 
 def test_the_first_evaluation_is_of_the_initial_policy(parts, tmp_path, monkeypatch):
     """The evaluation itself runs after the first update."""
-    evaluated, evaluate = [], rl.evaluate
+    evaluated, evaluate = [], train_run.evaluate
 
     def recorded(engine, params, *rest, **options):
         evaluated.append(jax.device_get(params))
         return evaluate(engine, params, *rest, **options)
 
-    monkeypatch.setattr(rl, "evaluate", recorded)
+    monkeypatch.setattr(train_run, "evaluate", recorded)
     run(parts, tmp_path, CONFIG)
     start = jax.tree.leaves(nnx.state(fresh()))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(evaluated[0]), start)
@@ -194,7 +195,7 @@ def test_questions_too_long_for_the_context_are_reported_before_training(parts):
         }
     words = f"1 of {len(questions) + 1} questions do not fit the context of 128 tokens and end as context_limit; the first is"
     assert len(messages) == 2 and all(f"{words} 'endless', whose prompt has" in text for text in messages)
-    with pytest.raises(UserError, match=r"question 'endless' has \d+ tokens, the context holds 128"):
+    with pytest.raises(UserError, match=r"question 'endless' has \d+ tokens; the context holds 128"):
         find_long_prompts(engine, recipe, [*questions, long], "stop", messages.append)
 
 
@@ -239,7 +240,13 @@ def test_a_recipe_sees_the_step_and_its_excluded_groups_are_not_used(parts, tmp_
     recipe = Seen(instruction="", use_evidence=False, environment=recipe.environment)
     config = dataclasses.replace(CONFIG, steps=2, eval_every=0)
     scoring = ScoringContext(reader=lambda prompts: prompts)
-    train(config, recipe, Task(questions[:8], questions[8:]), engine, fresh(), tmp_path, scoring=scoring)
+    train(
+        config,
+        recipe,
+        Task(questions[:8], questions[8:]),
+        RunModels(engine, fresh(), scoring=scoring),
+        tmp_path,
+    )
     assert seen == [
         (0, 2, "x"),
         (0, 2, "x"),
@@ -282,7 +289,7 @@ def test_non_finite_logits_put_no_nan_into_the_update(parts, tmp_path, monkeypat
     draw = device.sample_tokens
 
     def breaking(model, rows, *rest):
-        ends = jnp.where(rows.request % 3 == 2, 99, 3 * (rows.request % 3))
+        ends = jnp.where(rows.seed % 3 == 2, 99, 3 * (rows.seed % 3))
         return [
             d._replace(logps=jnp.where(rows.length == ends, jnp.nan, d.logps))
             for d in draw(model, rows, *rest)

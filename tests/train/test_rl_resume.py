@@ -17,6 +17,7 @@ from rrl.runs.metrics import MetricsWriter
 from rrl.runs.saved_trajectories import as_json
 from rrl.stopping import ServiceUnavailable, StopSignal
 from rrl.train import loop as rl
+from rrl.train import run as train_run
 from rrl.train.guard import GuardConfig
 from tests.train.small_run import CONFIG, EVERY_LINE, STEPS, fresh, lines, run, steps_of
 
@@ -126,7 +127,7 @@ def test_no_evaluation_is_lost_after_a_signal(parts, tmp_path, monkeypatch, afte
             return self.reads >= 2 * after + 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
+        patch.setattr(train_run, "stop_requested", lambda: contextlib.nullcontext(Stop()))
         stopped, _ = run(parts, tmp_path, CONFIG)
     assert (stopped.step, stopped.stopped) == (after, "signal" if after < STEPS else "done")
     run(parts, tmp_path, CONFIG)
@@ -143,7 +144,7 @@ def test_a_signal_during_an_evaluation_ends_the_run_after_it(parts, whole, tmp_p
             return self.reads >= 2 * before + (2 if before else 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
+        patch.setattr(train_run, "stop_requested", lambda: contextlib.nullcontext(Stop()))
         stopped, _ = run(parts, tmp_path, CONFIG)
     assert (stopped.step, stopped.stopped) == (before, "signal")
     _, params = run(parts, tmp_path, CONFIG)
@@ -167,7 +168,7 @@ def test_completed_steps_are_saved_when_a_judge_does_not_answer(
 
     with monkeypatch.context() as patch:
         patch.setattr(rl, "sample_step", no_answer)
-        patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(stop))
+        patch.setattr(train_run, "stop_requested", lambda: contextlib.nullcontext(stop))
         with contextlib.nullcontext() if stopping else pytest.raises(ServiceUnavailable):
             stopped, _ = run(parts, tmp_path, CONFIG)
             assert (stopped.step, stopped.stopped) == (1, "signal")
@@ -184,7 +185,7 @@ def test_the_first_update_is_saved_when_a_judge_does_not_answer_in_the_first_eva
         raise ServiceUnavailable("no answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "evaluate", no_answer)
+        patch.setattr(train_run, "evaluate", no_answer)
         with pytest.raises(ServiceUnavailable):
             run(parts, tmp_path, CONFIG)
     assert saved_steps(tmp_path)[-1] == 1
@@ -266,6 +267,6 @@ def test_a_signal_saves_no_checkpoint_while_the_guard_sees_a_sign_of_collapse(pa
 
     guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), checkpoint_every=1)
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
+        patch.setattr(train_run, "stop_requested", lambda: contextlib.nullcontext(Stop()))
         assert run(parts, tmp_path, guarded, poor_from=5)[0].stopped == "signal"
     assert saved_steps(tmp_path)[-1] == 2

@@ -20,26 +20,42 @@ from rrl.recipes.episodes import run_questions
 from rrl.recipes.r2ag import R2AG, R2AGEnvironment
 from rrl.recipes.r2ag_forest import RetrievalTree
 from rrl.recipes.rsearch import RSearch
-from rrl.rl.dynamic_sampling import DynamicSampling
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.curriculum import ShuffledQuestions
 from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import EpisodeState, Request
 from rrl.train import sample as rollouts
+from rrl.train.evaluation import evaluate
 from rrl.train.rl_config import RLConfig
-from rrl.train.sample import evaluate, sample_rounds, sample_step
+from rrl.train.sample import sample_step, usable_groups
 from tests.tiny import tiny_shape
+
+OBJECTIVE = ObjectiveConfig(drop_spread=0.0)
+
+
+class NumberedQuestions:
+    """A curriculum whose round r asks questions 10 r, 10 r + 1, ..."""
+
+    state = None
+
+    def select(self, step, number, count):
+        return [10 * number + i for i in range(count)]
+
+    def update(self, trajectories):
+        self.updated = trajectories
 
 
 @pytest.fixture
 def sample(monkeypatch):
-    """`sample_rounds` with fake rollouts in which only odd questions have unequal rewards; also returns the calls."""
-    asked = []
+    """`sample_step` with fake rollouts in which only odd questions have unequal rewards.
 
-    def run(engine, params, recipe, questions, *, key, samples, **_):
-        asked.append((list(questions), jax.random.key_data(key).tolist()))
+    Returns the step, the questions of the groups that its update uses, and the calls.
+    """
+    calls = []
+
+    def run(engine, params, recipe, questions, *, key, samples, **options):
+        calls.append({"questions": list(questions), "key": jax.random.key_data(key).tolist()} | options)
         engine.stats = RolloutStats(seconds=1.0, policy_tokens=len(questions))
         return [
             SimpleNamespace(
@@ -53,55 +69,51 @@ def sample(monkeypatch):
         ]
 
     monkeypatch.setattr(rollouts, "run_questions", run)
-    key = jax.random.key(7)
 
-    def select_questions(number, count):
-        return [10 * number + i for i in range(count)]
-
-    def sampled(dynamic_sampling, recipe=None, **options):
-        found = sample_rounds(
-            SimpleNamespace(),
-            None,
-            recipe or RSearch(),
-            select_questions,
-            dynamic_sampling,
-            key=key,
-            samples=2,
-            temperature=1.0,
-            scoring=ScoringContext(),
-            **options,
+    def sampled(questions, rounds, recipe=None, step=3, **settings):
+        settings = {"objective": OBJECTIVE, "samples": 2} | settings
+        config = RLConfig(10, OptimConfig(), questions=questions, rounds=rounds, **settings)
+        recipe = recipe or RSearch()
+        calls.clear()
+        found = sample_step(
+            config, step, SimpleNamespace(), None, recipe, NumberedQuestions(), ScoringContext()
         )
-        return found, asked, key
+        groups = usable_groups(config, found.trajectories, recipe)[:questions]
+        used = [next(t.question for t in found.trajectories if t.group == group) for group in groups]
+        return found, used, list(calls)
 
     return sampled
 
 
 def test_a_single_round_uses_the_key_of_the_step(sample):
-    found, asked, key = sample(DynamicSampling(4, 1))
-    assert asked == [([0, 1, 2, 3], jax.random.key_data(key).tolist())]
-    assert [t.group for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and found.used_groups == {1, 3}
-    assert found.left_out.tolist() == [True, True, False, False] * 2
+    found, used, calls = sample(4, 1, seed=7)
+    key = jax.random.fold_in(jax.random.key(7), 3)
+    assert [call["questions"] for call in calls] == [[0, 1, 2, 3]]
+    assert calls[0]["key"] == jax.random.key_data(key).tolist()
+    assert [t.group for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and used == [1, 3]
 
 
 def test_without_drop_spread_every_group_is_used(sample):
-    found, _, _ = sample(DynamicSampling(4, 1, drop_spread=None))
-    assert found.used_groups == {0, 1, 2, 3} and not found.left_out.any()
+    _, used, _ = sample(4, 1, objective=ObjectiveConfig(drop_spread=None))
+    assert used == [0, 1, 2, 3]
 
 
-def test_the_control_selects_groups_by_the_permuted_rewards(sample):
+def test_the_control_selects_groups_by_the_permuted_rewards(sample, monkeypatch):
+    seeds = []
+
     class Backwards:
         """Reverses the order: totals 00 01 00 01 of questions 0 to 3 become 10 00 10 00."""
+
+        def __init__(self, seed):
+            seeds.append(seed)
 
         def permutation(self, values):
             return np.array(values[::-1])
 
-    rounds = []
-    found, _, _ = sample(
-        DynamicSampling(2, 2), permutation_rng=lambda number: rounds.append(number) or Backwards()
-    )
-    assert rounds == list(range(len(rounds))) and rounds
-    assert {t.question for t in found.trajectories if t.group in found.used_groups} <= {0, 2, 10, 12}
-    assert found.used_groups
+    monkeypatch.setattr(np.random, "default_rng", Backwards)
+    _, used, _ = sample(2, 2, permute_rewards=True, seed=3, step=1)
+    assert seeds == [(3, 1), (3, 1, 1)][: len(seeds)] and seeds
+    assert used and set(used) <= {0, 2, 10, 12}
 
 
 def test_the_overlong_penalty_is_applied_before_groups_are_selected(sample, monkeypatch):
@@ -116,19 +128,11 @@ def test_the_overlong_penalty_is_applied_before_groups_are_selected(sample, monk
         return found
 
     monkeypatch.setattr(rollouts, "run_questions", run)
-    found, _, _ = sample(DynamicSampling(4, 1), overlong=(100, 20))
-    assert found.used_groups == {0, 1, 2, 3}
+    found, used, _ = sample(4, 1, overlong=(100, 20))
+    assert used == [0, 1, 2, 3]
     assert [t.rewards["overlong"] for t in found.trajectories] == [0, -0.75] * 4  # DAPO, Eq. 13
     assert [t.rewards["total"] for t in found.trajectories] == [0, -0.75, 0, 0.25] * 2
     assert [t.turn_rewards for t in found.trajectories[2:4]] == [{0: 0.5, 1: 0}, {0: 0.5, 1: 0.25}]
-
-
-def test_a_step_passes_the_overlong_setting_on(monkeypatch):
-    found = []
-    monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, overlong, **__: found.append(overlong))
-    config = RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=(400, 100))
-    sample_step(config, 0, None, None, None, ShuffledQuestions([], 1, 0), ScoringContext())
-    assert found == [(400, 100)]
 
 
 @pytest.mark.parametrize("wrong", [(100,), (100, 0), (100, 101), (100, 20, 1)])
@@ -145,54 +149,45 @@ def test_dropping_groups_with_one_sample_per_group_is_refused(spread, rounds):
     RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=1)
 
 
-def test_the_control_permutes_rewards_differently_in_each_step_and_round(monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        rollouts, "sample_rounds", lambda *_, permutation_rng, **options: found.append(permutation_rng)
-    )
-    config = RLConfig(2, OptimConfig(), ObjectiveConfig(), permute_rewards=True, rounds=2, seed=3)
+def test_the_control_permutes_rewards_differently_in_each_step_and_round(sample, monkeypatch):
+    draws, permute = [], rollouts.permute_rewards
+
+    def permuted(trajectories, rng):
+        draws.append(tuple(rng.permutation(100).tolist()))
+        permute(trajectories, rng)
+
+    monkeypatch.setattr(rollouts, "permute_rewards", permuted)
+    excluded = SimpleNamespace(
+        excluded=lambda some: np.ones(len(some), bool)
+    )  # so that all rounds are sampled
     for step in (0, 1):
-        sample_step(config, step, None, None, None, ShuffledQuestions([], 1, 0), ScoringContext())
-    draws = [rng(number).permutation(100).tolist() for rng in found for number in (0, 1)]
-    assert len({tuple(draw) for draw in draws}) == 4
-    sample_step(
-        dataclasses.replace(config, permute_rewards=False),
-        0,
-        None,
-        None,
-        None,
-        ShuffledQuestions([], 1, 0),
-        ScoringContext(),
-    )
-    assert found[-1] is None
+        sample(4, 2, excluded, step=step, permute_rewards=True)
+    assert len(set(draws)) == len(draws) == 4
+    sample(4, 2, permute_rewards=False)
+    assert len(draws) == 4
 
 
 def test_further_rounds_sample_the_missing_groups_with_new_keys_and_group_numbers(sample):
-    found, asked, _ = sample(DynamicSampling(4, 5))
-    questions = [batch for batch, _ in asked]
-    assert questions == [
-        [0, 1, 2, 3],
-        [10, 11, 12, 13],
-    ]  # two of four groups had spread: two are missing, so four questions are asked
-    assert len({tuple(key) for _, key in asked}) == 2
+    found, used, calls = sample(4, 5)
+    # Two of four groups had spread: two are missing, so four questions are asked.
+    assert [call["questions"] for call in calls] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert len({tuple(call["key"]) for call in calls}) == 2
     assert [t.group for t in found.trajectories[::2]] == list(range(8))
-    used = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
     assert used == [1, 3, 11, 13]
     assert dataclasses.asdict(found.stats) == dataclasses.asdict(RolloutStats(seconds=2.0, policy_tokens=8))
 
 
 def test_groups_that_the_recipe_excludes_are_replaced_in_further_rounds(sample):
     recipe = SimpleNamespace(excluded=lambda some: np.array([t.question == 3 for t in some]))
-    found, asked, _ = sample(DynamicSampling(2, 4), recipe)
-    assert [batch for batch, _ in asked] == [[0, 1], [10, 11]]
-    found, asked, _ = sample(DynamicSampling(4, 2), recipe)
-    used = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
+    _, _, calls = sample(2, 4, recipe)
+    assert [call["questions"] for call in calls] == [[0, 1], [10, 11]]
+    _, used, _ = sample(4, 2, recipe)
     assert used == [1, 11, 13]
 
 
 def test_sampling_ends_after_the_allowed_rounds_if_no_group_has_spread(sample):
-    found, asked, _ = sample(DynamicSampling(1, 3))  # question 0, 10, 20
-    assert len(asked) == 3 and not found.used_groups and len(found.trajectories) == 6
+    found, used, calls = sample(1, 3)  # questions 0, 10, 20
+    assert len(calls) == 3 and not used and len(found.trajectories) == 6
     assert np.all([t.rewards["total"] == 0 for t in found.trajectories])
 
 
@@ -257,14 +252,11 @@ def test_documents_that_leave_no_room_for_a_turn_are_dropped_from_the_prompt():
     assert all("Who?" in text for text in texts) and "(Title: A)" not in texts[1]
 
 
-def test_a_step_passes_its_temperatures_on(monkeypatch):
-    found = []
-    monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, temperature, **__: found.append(temperature))
-    config = RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperature=0.5)
-    sample_step(config, 0, None, None, None, ShuffledQuestions([], 1, 0), ScoringContext())
-    varied = dataclasses.replace(config, temperatures=(0.1, 0.4))
-    sample_step(varied, 0, None, None, None, ShuffledQuestions([], 1, 0), ScoringContext())
-    assert found == [0.5, (0.1, 0.4)]
+def test_a_step_samples_at_its_temperatures(sample):
+    _, _, (call,) = sample(4, 1, temperature=0.5)
+    assert call["temperature"] == 0.5
+    _, _, (call,) = sample(4, 1, temperatures=(0.1, 0.4))
+    assert call["temperature"] == (0.1, 0.4)
 
 
 @pytest.mark.parametrize("temperatures", [(0.5,), (0.1, -0.1), (0.1, 0.2, 0.3)])

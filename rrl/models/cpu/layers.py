@@ -223,9 +223,8 @@ def _load_library() -> ctypes.CDLL:
             error,
         )
         with tempfile.TemporaryDirectory(prefix="rrl-kernels-") as temporary:
-            return ctypes.CDLL(
-                str(_library(private_folder(Path(temporary))))
-            )  # after loading, the file is no longer needed
+            # After loading, the file is no longer needed.
+            return ctypes.CDLL(str(_library(private_folder(Path(temporary)))))
     return ctypes.CDLL(str(_library(folder)))
 
 
@@ -290,9 +289,7 @@ def _is_trusted(library: Path) -> bool:
     except FileNotFoundError:
         return False
     except PermissionError as error:
-        log.warning(
-            "A compiled CPU kernel is not loaded, because other users could have changed it: %s", error
-        )
+        log.warning("A compiled CPU kernel is not loaded, since other users could have changed it: %s", error)
         return False
     return True
 

@@ -69,23 +69,23 @@ def analyze(
             raise UserError(
                 f"what={what!r} trains its own policies: leave out --policy, --values, --arguments and --set"
             )
-        points, known = training_points(analysis, seeds, smoke)
+        points, planned = training_points(analysis, seeds, smoke)
         root = shared or Path(SHARED[smoke])
     else:
         if keep is not None:
             raise UserError(f"what={what!r} evaluates existing policies: leave out --keep")
-        points, known = evaluation_points(analysis, policies, values, arguments, fields, smoke)
+        points, planned = evaluation_points(analysis, policies, values, arguments, fields, smoke)
         root = out
-        for each in known.values():
+        for each in planned.values():
             EvaluationSettings.of(
                 load_config(each.config, [f"{field}={value}" for field, value in each.fields.items()])
             )
     jobs = jobs if jobs is not None else min(2, available_cores())
     names = [name for point in points for name in point.runs]
-    store = None if keep is None else MeasurementStore(keep, known)
-    todo = with_dependencies(names, known) if store is None else store.missing_runs(names, root)
+    store = None if keep is None else MeasurementStore(keep, planned)
+    todo = with_dependencies(names, planned) if store is None else store.missing_runs(names, root)
     if listed:
-        print(list_of(todo, known, root, jobs))
+        print(list_of(todo, planned, root, jobs))
         return QueueResult({})
     done = run_queue(todo, root, jobs) if run else QueueResult({})
     finished = {row["name"] for row in run_states(todo, root) if row["state"] == "finished"}

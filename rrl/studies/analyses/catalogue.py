@@ -220,7 +220,7 @@ def evaluation_points(
     rest = [argument for argument in arguments if argument not in reader]
     builtin = not any(argument.startswith("dataset=") for argument in arguments)
     methods = [method for method, _ in given]
-    points, known = [], {}
+    points, planned = [], {}
     for method, folder in given:
         label = method if methods.count(method) == 1 else f"{method}@{folder}"
         for value in values:
@@ -229,12 +229,12 @@ def evaluation_points(
             if method in RETRIEVAL_ONLY:
                 config = with_arguments(config, *(reader or [f"reader={SHIPPED_READER}"] * builtin))
             name = _folder_of(label, value)
-            if name in known:
+            if name in planned:
                 raise UserError(f"policy={label}, value={value}: two runs would share the folder {name}")
             run = PlannedRun(name, "eval", config, 1.0, {**(fields or {}), **varied})
-            known[name] = smoke_run(run) if smoke else run
+            planned[name] = smoke_run(run) if smoke else run
             points.append(AnalysisPoint(label, value, (name,)))
-    return points, known
+    return points, planned
 
 
 def _system(policy: str) -> tuple[str, str]:
@@ -266,18 +266,18 @@ def _step_limit_of(method: str) -> str:
     Raises UserError for an unknown method, and for one without such a field.
     """
     if method in METHODS:
-        where, names = "method", list(make_prompted_method(method).defaults)
+        section, names = "method", list(make_prompted_method(method).defaults)
     elif method in RECIPES:
         environment: Any = make_recipe(method).environment
-        where, names = "recipe.environment", [field.name for field in dataclasses.fields(environment)]
+        section, names = "recipe.environment", [field.name for field in dataclasses.fields(environment)]
     else:
         raise UserError(
             f"method={method!r} is unknown; recipes are {', '.join(RECIPES)}; prompted methods {', '.join(METHODS)}"
         )
-    found = next((name for name in STEP_LIMITS if name in names), None)
-    if found is None:
+    field_name = next((name for name in STEP_LIMITS if name in names), None)
+    if field_name is None:
         raise UserError(f"method={method!r} has no step limit to vary; leave it out")
-    return f"{where}.{found}"
+    return f"{section}.{field_name}"
 
 
 def _folder_of(*parts: str) -> str:

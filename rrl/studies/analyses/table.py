@@ -82,11 +82,13 @@ def load_rows(
 def interval(columns: Sequence[Float[np.ndarray, "Q"]]) -> Interval:
     """Return the mean over seeds and questions. Its interval is the wider of the bootstrap over questions
     and Student's t over seeds."""
-    found = bootstrap(np.mean(columns, axis=0))
+    questions = bootstrap(np.mean(columns, axis=0))
     if len(columns) < 2:
-        return found
+        return questions
     seeds = student([column.mean() for column in columns])
-    return dataclasses.replace(found, low=min(found.low, seeds.low), high=max(found.high, seeds.high))
+    return dataclasses.replace(
+        questions, low=min(questions.low, seeds.low), high=max(questions.high, seeds.high)
+    )
 
 
 def _share(of: Interval) -> Interval:
@@ -105,9 +107,9 @@ def _against(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -> I
 
 
 def _facts(runs: Sequence[EvaluationRun]) -> dict[str, float]:
-    found = [{**run.report.get("retrieval", {}), **run.report.get("cost", {})} for run in runs]
-    names = [name for name in (*COSTS, *RETRIEVAL) if all(name in each for each in found)]
-    return {name: float(np.mean([each[name] for each in found])) for name in names}
+    measured = [{**run.report.get("retrieval", {}), **run.report.get("cost", {})} for run in runs]
+    names = [name for name in (*COSTS, *RETRIEVAL) if all(name in each for each in measured)]
+    return {name: float(np.mean([each[name] for each in measured])) for name in names}
 
 
 def as_text(
@@ -171,15 +173,15 @@ def csv_of(rows: Sequence[AnalysisRow]) -> str:
 
 def _limits(rows: Sequence[AnalysisRow]) -> dict[str, str]:
     """Return, for each policy or arm, the limits that all its runs share."""
-    found: dict[str, dict[str, int]] = {}
+    shared_limits: dict[str, dict[str, int]] = {}
     for row in rows:
         for run in row.runs:
-            shared = found.setdefault(row.point.system, dict(run.card.limits))
+            shared = shared_limits.setdefault(row.point.system, dict(run.card.limits))
             for name in [name for name in shared if run.card.limits.get(name) != shared[name]]:
                 del shared[name]
     texts = {
         system: ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.items())
-        for system, limits in found.items()
+        for system, limits in shared_limits.items()
     }
     alike = len(set(texts.values())) == 1
     return {"all rows": next(iter(texts.values()))} if alike and len(texts) > 1 else texts

@@ -175,6 +175,8 @@ def _compared(
     values: Callable[[EvaluationResult], np.ndarray],
     sign: int,
 ) -> ClaimEvidence:
+    """Return the differences between the first and the second run, question by question; `sign` is -1 if
+    lower is better."""
     left, right = (results.evaluations(name) for name in runs)
     refuse_incomparable({runs[0]: left[0], runs[1]: right[0]})
     trained = any(SEED in name for name in runs)

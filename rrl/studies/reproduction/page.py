@@ -65,11 +65,11 @@ def reproduction_page(
       command: the command that made the page.
       smoke: whether these are smoke runs.
     """
-    there, results = set(store.entries), store.results(seeds)
+    finished, results = set(store.entries), store.results(seeds)
     table: list[tuple[str, ...]] = []
     counts, missing = dict.fromkeys((HOLDS, FAILS, UNTESTED, MISSING), 0), list[str]()
     for claim in CLAIMS:
-        if lacking := sorted(set(claim.needs(seeds)) - there):
+        if lacking := sorted(set(claim.needs(seeds)) - finished):
             counts[MISSING] += 1
             missing.append(f"- {claim.key}: `{command} --only={claim.key}` ({len(lacking)} runs)")
             table.append(
@@ -136,14 +136,14 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _provenance(runs: Mapping[str, PlannedRun], out: Path, store: MeasurementStore) -> list[str]:
     """Return commits, versions, minutes, and the command of each finished run."""
-    found = [(name, store.entries[name].manifest) for name in runs if name in store.entries]
-    if not found:
+    finished = [(name, store.entries[name].manifest) for name in runs if name in store.entries]
+    if not finished:
         return ["No run is finished."]
-    minutes = sum(record.seconds for _, record in found) / 60
-    commits = ", ".join(sorted({record.commit for _, record in found}))
+    minutes = sum(manifest.seconds for _, manifest in finished) / 60
+    commits = ", ".join(sorted({manifest.commit for _, manifest in finished}))
     cards = [entry.card for entry in store.entries.values() if entry.card is not None]
     lines = [
-        f"{len(found)} of {len(runs)} runs, {minutes:.0f} core minutes in total, "
+        f"{len(finished)} of {len(runs)} runs, {minutes:.0f} core minutes in total, "
         f"{minutes / 120:.1f} hours with two runs at a time on two cores. Commit "
         f"{commits}. {'; '.join(_distinct(_versions(card) for card in cards))}.",
         "",
@@ -152,8 +152,8 @@ def _provenance(runs: Mapping[str, PlannedRun], out: Path, store: MeasurementSto
     ]
     table = [("run", "minutes", "command")]
     table += [
-        (name, f"{record.seconds / 60:.1f}", f"`python {' '.join(runs[name].command(out))}`")
-        for name, record in found
+        (name, f"{manifest.seconds / 60:.1f}", f"`python {' '.join(runs[name].command(out))}`")
+        for name, manifest in finished
     ]
     return lines + markdown(table)
 
@@ -172,9 +172,9 @@ def _distinct(values: Iterable[str]) -> list[str]:
     return sorted({value for value in values if value})
 
 
-def list_of(runs: Sequence[PlannedRun], known: Mapping[str, PlannedRun], out: Path, jobs: int) -> str:
+def list_of(runs: Sequence[PlannedRun], planned: Mapping[str, PlannedRun], out: Path, jobs: int) -> str:
     """Return the runs to execute as text: order, state, minutes and command."""
-    rows = run_states(with_dependencies([run.name for run in runs], known), out)
+    rows = run_states(with_dependencies([run.name for run in runs], planned), out)
     todo = sum(row["minutes"] for row in rows if row["state"] != "finished")
     lines = [
         f"{row['minutes']:5.1f}  {row['state']:<10}  {row['name']:<24}  {row['command']}" for row in rows

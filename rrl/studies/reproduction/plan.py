@@ -134,16 +134,16 @@ def planned_runs(
     seeds: Sequence[int], smoke: bool = False, arms: Mapping[str, Arm] | None = None
 ) -> dict[str, PlannedRun]:
     """Return all runs of these arms (default: `ARMS`) by name; each run comes after those that it needs."""
-    found = [_prompted_evaluation(name, *settings) for name, settings in PROMPTED.items()]
-    found.append(_policy_evaluation("rsearch_cold-eval", "rsearch", SHIPPED_POLICY))
+    runs = [_prompted_evaluation(name, *settings) for name, settings in PROMPTED.items()]
+    runs.append(_policy_evaluation("rsearch_cold-eval", "rsearch", SHIPPED_POLICY))
     for name, arm in (ARMS if arms is None else arms).items():
-        if arm.start and arm.start not in {run.name for run in found}:
+        if arm.start and arm.start not in {run.name for run in runs}:
             config = f"configs/miniwiki_cold_start.py:{COLD_STARTS[arm.start]},init={SHIPPED_POLICY}"
-            found.append(PlannedRun(arm.start, "sft", config, 4))
-            found += _evaluations(arm.start, arm.recipe, f"{{out}}/{arm.start}/model")
+            runs.append(PlannedRun(arm.start, "sft", config, 4))
+            runs += _evaluations(arm.start, arm.recipe, f"{{out}}/{arm.start}/model")
         for seed in seeds:
-            found += _training(name, arm, seed)
-    return {run.name: smoke_run(run) if smoke else run for run in found}
+            runs += _training(name, arm, seed)
+    return {run.name: smoke_run(run) if smoke else run for run in runs}
 
 
 def _training(arm_name: str, arm: Arm, seed: int) -> list[PlannedRun]:
@@ -153,21 +153,21 @@ def _training(arm_name: str, arm: Arm, seed: int) -> list[PlannedRun]:
     config = with_arguments(arm.config, f"seed={seed}", *start)
     needs = (arm.start,) if arm.start else ()
     policy = f"{{out}}/{name}/policy"
-    found = [PlannedRun(name, "train", config, arm.minutes, {**SHORT_HELD_OUT, **arm.fields}, needs)]
+    runs = [PlannedRun(name, "train", config, arm.minutes, {**SHORT_HELD_OUT, **arm.fields}, needs)]
     if arm_name == "r3rag":
-        return found + _evaluations(name, arm.recipe, policy)
-    return [*found, _policy_evaluation(f"{name}-eval", arm.recipe, policy, (name,))]
+        return runs + _evaluations(name, arm.recipe, policy)
+    return [*runs, _policy_evaluation(f"{name}-eval", arm.recipe, policy, (name,))]
 
 
 def _evaluations(name: str, recipe: str, policy: str) -> list[PlannedRun]:
     """Return the evaluations of a run's policy; R3-RAG's policies are also evaluated with the other
     retrievers."""
     others = RETRIEVERS if recipe == "r3rag" else ()
-    found = [
+    other_evaluations = [
         _policy_evaluation(f"{name}-{other}", recipe, policy, (name,), f"retriever={other}")
         for other in others
     ]
-    return [_policy_evaluation(f"{name}-eval", recipe, policy, (name,)), *found]
+    return [_policy_evaluation(f"{name}-eval", recipe, policy, (name,)), *other_evaluations]
 
 
 def _policy_evaluation(
@@ -190,12 +190,12 @@ def smoke_run(run: PlannedRun) -> PlannedRun:
     return dataclasses.replace(run, config=config, fields={**run.fields, **fields})
 
 
-def with_dependencies(names: Sequence[str], known: Mapping[str, PlannedRun]) -> list[PlannedRun]:
-    """Return these runs and all runs that they need, in the order of `known`."""
+def with_dependencies(names: Sequence[str], planned: Mapping[str, PlannedRun]) -> list[PlannedRun]:
+    """Return these runs and all runs that they need, in the order of `planned`."""
     wanted, todo = set[str](), list(names)
     while todo:
         name = todo.pop()
         if name not in wanted:
             wanted.add(name)
-            todo += known[name].needs
-    return [run for run in known.values() if run.name in wanted]
+            todo += planned[name].needs
+    return [run for run in planned.values() if run.name in wanted]

@@ -70,12 +70,12 @@ def load_manifest(run: PlannedRun, out: Path, allow_mismatch: bool = False) -> R
     if not file.exists():
         return None
     try:
-        found = RunManifest(**json.loads(file.read_text(encoding="utf-8")))
+        manifest = RunManifest(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error}); delete it and {out / run.name}") from error
-    if not allow_mismatch and (why := manifest_mismatch(found, run)):
+    if not allow_mismatch and (why := manifest_mismatch(manifest, run)):
         raise UserError(f"{out / run.name} {why}; delete that folder and {file}, or give another --out")
-    return found
+    return manifest
 
 
 def manifest_mismatch(manifest: RunManifest, run: PlannedRun) -> str:
@@ -166,8 +166,8 @@ def run_queue(
         is written then.
     """
     cores = core_shares(jobs)
-    found = {run.name: load_manifest(run, out) for run in runs}
-    done = {name for name, manifest in found.items() if manifest is not None and manifest.finished}
+    manifests = {run.name: load_manifest(run, out) for run in runs}
+    done = {name for name, manifest in manifests.items() if manifest is not None and manifest.finished}
     todo = [run for run in runs if run.name not in done]
     if not todo:
         return QueueResult({})
@@ -185,7 +185,7 @@ def run_queue(
                     ready = next((run for run in todo if done.issuperset(run.needs)), None)
                     if ready is not None:
                         todo.remove(ready)
-                        active[place] = _RunProcess(ready, out, found[ready.name], cores[place], lock)
+                        active[place] = _RunProcess(ready, out, manifests[ready.name], cores[place], lock)
                         progress(f"{ready.name} ...")
                 if not active:  # all remaining runs need a failed one
                     failed |= {run.name: f"needs {', '.join(run.needs)}" for run in todo}
@@ -257,8 +257,8 @@ class _RunProcess:
 
     def end(self, code: int) -> RunManifest:
         """Store how long the run took and whether it is finished."""
-        took = self._manifest.seconds + time.monotonic() - self._began
-        manifest = dataclasses.replace(self._manifest, seconds=took, finished=code == 0)
+        seconds = self._manifest.seconds + time.monotonic() - self._began
+        manifest = dataclasses.replace(self._manifest, seconds=seconds, finished=code == 0)
         manifest.save(self._file)
         return manifest
 
@@ -268,10 +268,10 @@ def core_shares(jobs: int) -> list[list[int]]:
 
     Raises UserError for more runs than cores.
     """
-    known = sorted(os.sched_getaffinity(0)) if CAN_PIN_CORES else []
+    available = sorted(os.sched_getaffinity(0)) if CAN_PIN_CORES else []
     if not 1 <= jobs <= available_cores():
         raise UserError(f"jobs={jobs} must be 1 to {available_cores()}, the number of available cores")
-    return [known[place::jobs] for place in range(jobs)]
+    return [available[place::jobs] for place in range(jobs)]
 
 
 def _manifest_file(run: PlannedRun, out: Path) -> Path:

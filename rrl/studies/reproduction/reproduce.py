@@ -47,15 +47,15 @@ def reproduce(
       UserError: unknown claims, wrong input as in `run_queue` and `MeasurementStore`, or nothing is
         finished. No page is written then.
     """
-    known = planned_runs(seeds, smoke)
+    planned = planned_runs(seeds, smoke)
     names = [name for claim in claims_named(only) for name in claim.needs(seeds)]
     jobs = jobs if jobs is not None else min(2, available_cores())
-    store = MeasurementStore(keep or out / "kept", known)
+    store = MeasurementStore(keep or out / "kept", planned)
     for name, why in store.outdated.items():
         print(f"{store.folder}: {name} {why}: ignored", file=sys.stderr)
     todo = store.missing_runs(names, out)
     if listed:
-        print(list_of(todo, known, out, jobs))
+        print(list_of(todo, planned, out, jobs))
         return QueueResult({})
     done = run_queue(todo, out, jobs) if run else QueueResult({})
     store.add_finished(out)
@@ -65,7 +65,7 @@ def reproduce(
         raise UserError(
             f"no run is finished in {out}, and no measurement is stored in {store.folder}: there is no page to write"
         )
-    text = reproduction_page(known, out, store, seeds, command, smoke)
+    text = reproduction_page(planned, out, store, seeds, command, smoke)
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_stream(file) as stream:
         stream.write(text.encode())

@@ -63,9 +63,13 @@ def refuse_incomparable(evaluations: Mapping[str, EvaluationResult]) -> None:
     for name in others:
         one, two = evaluations[first], evaluations[name]
         corpora = {one.corpus_sha256, two.corpus_sha256} - {""}
-        asked = [(list(each.ids), each.questions_sha256) for each in (one, two)]
-        if asked[0] != asked[1] or len(corpora) > 1:
-            what = "searched different corpora" if asked[0] == asked[1] else "answered different questions"
+        questions = [(list(each.ids), each.questions_sha256) for each in (one, two)]
+        if questions[0] != questions[1] or len(corpora) > 1:
+            what = (
+                "searched different corpora"
+                if questions[0] == questions[1]
+                else "answered different questions"
+            )
             raise UserError(f"the runs {first} and {name} {what}; delete those that are out of date")
 
 
@@ -84,9 +88,9 @@ class ReproductionResults:
 
         Raises UserError if their questions or corpora differ.
         """
-        found = {each: self.evaluation(each) for each in expand_seeds(name, self.seeds)}
-        refuse_incomparable(found)
-        return list(found.values())
+        evaluations = {each: self.evaluation(each) for each in expand_seeds(name, self.seeds)}
+        refuse_incomparable(evaluations)
+        return list(evaluations.values())
 
     def trainings(self, name: str) -> list[Sequence[Mapping[str, float]]]:
         """Return the metrics of one training run per seed, or of a single one."""

@@ -84,17 +84,17 @@ class StoredMeasurement:
 class MeasurementStore:
     """The measurements of planned runs in one folder."""
 
-    def __init__(self, folder: Path, known: Mapping[str, PlannedRun]) -> None:
+    def __init__(self, folder: Path, planned: Mapping[str, PlannedRun]) -> None:
         """Load the folder. Raises UserError for a damaged file, and if `folder` is a file."""
         if folder.exists() and not folder.is_dir():
             raise UserError(f"keep={str(folder)!r} is a file; give a folder")
         self.folder = folder
-        self._planned = known
+        self._planned = planned
         self.entries: dict[str, StoredMeasurement] = {}
         """Run -> its valid measurement."""
         self.outdated: dict[str, str] = {}
         """Run whose stored measurement is not used -> reason."""
-        for name, run in known.items():
+        for name, run in planned.items():
             if self._file(name).exists():
                 entry = StoredMeasurement.load(self._file(name))
                 if why := manifest_mismatch(entry.manifest, run):
@@ -155,18 +155,18 @@ class MeasurementStore:
         assert entry.evaluation is not None and entry.card is not None, name
         columns = dict(entry.evaluation.columns)
         metrics = {metric: columns.pop(metric) for metric in ("em", "f1")}
-        found = {"metrics": list(metrics), "cost": costs(columns, metrics["em"])}
+        report = {"metrics": list(metrics), "cost": costs(columns, metrics["em"])}
         if entry.card.corpus:
-            found["retrieval"] = entry.evaluation.hits.report(CUTS)
-        return EvaluationRun(name, self._file(name), entry.card, found, metrics, entry.evaluation.ids)
+            report["retrieval"] = entry.evaluation.hits.report(CUTS)
+        return EvaluationRun(name, self._file(name), entry.card, report, metrics, entry.evaluation.ids)
 
     def results(self, seeds: Sequence[int]) -> ReproductionResults:
         """Return the measurements in the form that claims read."""
 
         def evaluation(name: str) -> EvaluationResult:
-            found = self.entries[name].evaluation
-            assert found is not None, name
-            return found
+            result = self.entries[name].evaluation
+            assert result is not None, name
+            return result
 
         return ReproductionResults(seeds, evaluation, lambda name: self.entries[name].training)
 

@@ -1,4 +1,4 @@
-"""The compiled layers of processors give XLA's numbers, and each token's whatever comes with it; without a compiler, none."""
+"""The CPU kernels give XLA's results, a token's bits depend only on its row, and compiling is cached and safe."""
 
 import ctypes
 import dataclasses
@@ -48,7 +48,7 @@ def compiled():
 
 
 def made(entries, time, group, kv_heads, width, seed=0):
-    """Queries, keys and values of normal numbers, and positions: half of the last entry's lie behind the last slot."""
+    """Random queries, keys and values, and positions; half of the last entry's positions are beyond the last slot."""
     draw = np.random.default_rng(seed)
     q = draw.normal(size=(entries, time, group * kv_heads, width)) * width**-0.5
     k = draw.normal(size=(LAYERS, BLOCKS, ROWS, kv_heads, width, BLOCK))
@@ -72,7 +72,7 @@ def made(entries, time, group, kv_heads, width, seed=0):
         (2, 33, 4, 2, 128),
     ],
 )
-def test_it_gives_the_numbers_of_xla(compiled, entries, time, group, kv_heads, width):
+def test_cache_attention_equals_that_of_xla(compiled, entries, time, group, kv_heads, width):
     q, k, v, at, rows = made(entries, time, group, kv_heads, width)
     layer, groups = jnp.int32(1), KVCache(k, v, SLOTS, slots_last=True).read_groups(at)
     expected = jax.jit(lambda: cache_attention(q, k, v, layer, at, rows, groups, (), slots_last=True))()
@@ -82,8 +82,8 @@ def test_it_gives_the_numbers_of_xla(compiled, entries, time, group, kv_heads, w
     assert np.all(np.asarray(found)[~real] == 0)
 
 
-def test_a_querys_bits_depend_on_its_row_alone(compiled):
-    """Not on those beside it, their order, or how many come at a time."""
+def test_a_querys_bits_depend_only_on_its_row(compiled):
+    """They do not depend on other entries, their order, or the number of queries per call."""
     q, k, v, at, rows = made(6, 12, 2, 2, 32)
 
     @jax.jit
@@ -103,7 +103,7 @@ def test_a_querys_bits_depend_on_its_row_alone(compiled):
     np.testing.assert_array_equal(seen, unseen)
 
 
-def test_rows_are_their_own_where_none_are_named(compiled):
+def test_without_rows_entry_p_reads_row_p(compiled):
     q, k, v, at, _ = made(ROWS, 3, 2, 2, 16)
     own = jnp.arange(ROWS, dtype=jnp.int32)
     attend = jax.jit(cpu_attention, static_argnums=6)
@@ -115,7 +115,7 @@ def test_rows_are_their_own_where_none_are_named(compiled):
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7FC000C0])
-def test_what_is_not_a_number_is_not_hidden(compiled, bits):
+def test_nan_in_a_key_reaches_the_output(compiled, bits):
     q, k, v, at, rows = made(2, 4, 2, 2, 16)
     k = k.at[:, :, rows[0], :, 0, 0].set(jnp.asarray(np.uint32(bits).view(np.float32)))
     found = np.asarray(cpu_attention(q, k, v, jnp.int32(0), at, rows, SLOTS))
@@ -137,7 +137,7 @@ def test_large_scores_do_not_overflow(compiled, score):
 
 
 def caches(config, rows, slots, threads=1):
-    """An empty one that the kernel reads, and one that XLA does."""
+    """Two empty caches: one for the CPU kernels and one for XLA."""
     how = {"slots_last": True, "threads": threads}
     return [KVCache.create(config, rows, slots, cpu_kernel=compiled, **how) for compiled in (True, False)]
 
@@ -152,8 +152,8 @@ def alike(one, other):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_layers_give_the_numbers_of_xla(compiled, shape):
-    """Pieces of one text and of others, some of it behind the last slot, then single tokens."""
+def test_layers_equal_those_of_xla(compiled, shape):
+    """Chunks of one text and of others, partly beyond the last slot, then single tokens."""
     config = SHAPES[shape]
     decoder, slots = make(config), 2 * BLOCK - 5
     tokens, rows = draw(config, 4, 70), jnp.array([3, 0, 3, 1])
@@ -170,11 +170,11 @@ def test_layers_give_the_numbers_of_xla(compiled, shape):
     alike(ours, theirs)
     last = jnp.array([[160], [70], [slots], [20], [0]])
     (found, _), (wanted, _) = (extend(decoder, draw(config, 5, 1), last, cache) for cache in (ours, theirs))
-    kept = np.array([0, 1, 3, 4])
-    np.testing.assert_allclose(found[kept], wanted[kept], rtol=2e-5, atol=2e-5)
+    stored = np.array([0, 1, 3, 4])
+    np.testing.assert_allclose(found[stored], wanted[stored], rtol=2e-5, atol=2e-5)
 
 
-def test_zeros_come_out_for_what_has_no_slot(compiled):
+def test_tokens_without_a_slot_give_zeros(compiled):
     decoder, (cache, _) = make(BASE), caches(BASE, 3, 20)
     x, at = jnp.ones((3, 2, BASE.hidden)), jnp.array([[0, 1], [-1, 20], [5, 6]])
     weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(decoder.layers))}
@@ -185,8 +185,8 @@ def test_zeros_come_out_for_what_has_no_slot(compiled):
     assert all(np.any(np.asarray(part)[:, :, 0]) and not np.any(np.asarray(part)[:, :, 1:]) for part in pair)
 
 
-def test_gates_far_below_zero_let_nothing_through(compiled):
-    """Where the exponential has no smaller number left, its product with what is below zero would."""
+def test_very_negative_gates_give_zeros(compiled):
+    """The exponential's smallest result is above 0, and times a very negative gate it would not be negligible."""
     decoder = nnx.merge(*nnx.split(make(SHAPES["one-layer"])))
     decoder.embedding[...] = jnp.abs(decoder.embedding[...])
     decoder.layers.mlp_norm[...] = jnp.abs(decoder.layers.mlp_norm[...])
@@ -197,7 +197,7 @@ def test_gates_far_below_zero_let_nothing_through(compiled):
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-def test_prefilled_and_decoded_tokens_are_those_of_one_pass(compiled):
+def test_prefill_then_decode_equals_one_pass(compiled):
     decoder, tokens = make(BASE), draw(BASE, 3, 150)
     expected, (cache, _) = run(decoder, tokens, places(3, 150)), caches(BASE, 3, 200)
     cache = prefill(decoder, tokens[:, :140], places(3, 140), cache)
@@ -208,8 +208,8 @@ def test_prefilled_and_decoded_tokens_are_those_of_one_pass(compiled):
 
 
 @pytest.mark.parametrize("shape", ["qwen3", "large"])
-def test_a_tokens_bits_depend_on_its_past_alone(compiled, shape):
-    """Not on its neighbours, on how many come at a time, or on how many threads compute."""
+def test_a_tokens_bits_depend_only_on_its_past(compiled, shape):
+    """They do not depend on other rows, the number of tokens per call, or the number of threads."""
     config = SHAPES[shape]
     decoder, tokens = make(config), draw(config, 9, 150)
     (whole, ours), (threaded, others) = (
@@ -228,7 +228,7 @@ def test_a_tokens_bits_depend_on_its_past_alone(compiled, shape):
 
 @pytest.mark.parametrize("which", ["kernel", "XLA"])
 def test_a_token_of_nan_reaches_only_tokens_that_see_it(compiled, which):
-    """Neither those before it, those of other rows, nor a later text of its row whose positions end before it."""
+    """It reaches neither earlier tokens, other rows, nor a later text in its row that ends before its position."""
     decoder, tokens = make(BASE), draw(BASE, 3, 40).at[0, 20].set(7).at[1:].add(1)
     tokens = jnp.where((tokens == 7) & (jnp.arange(120).reshape(3, 40) != 20), 8, tokens)
     cache = caches(BASE, 3, 60)[which == "XLA"]
@@ -245,15 +245,15 @@ def test_a_token_of_nan_reaches_only_tokens_that_see_it(compiled, which):
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
-def test_rows_are_copied_as_they_were(compiled, threads):
-    """Whole blocks and those only, also from a row that is written meanwhile; 0 threads: by XLA."""
+def test_copying_reads_all_sources_before_writing(compiled, threads):
+    """Copies whole blocks and only those, also from a row that is itself a target. 0 threads: XLA."""
     draw = np.random.default_rng(0)
     held = [draw.normal(size=(LAYERS, BLOCKS, ROWS, 2, *last)) for last in ((16, BLOCK), (BLOCK, 16))]
     k, v = (jnp.asarray(part, jnp.float32) for part in held)
     cache = KVCache(k, v, SLOTS, slots_last=True, cpu_kernel=threads > 0, threads=threads)
     source, target = jnp.array([0, 1, 2, 2, 0, 1]), jnp.array([1, 2, 0, 3, ROWS, 4])
-    slots, kept = jnp.array([200, 1, 2 * BLOCK, SLOTS, SLOTS, 0]), jnp.array([0, 0, BLOCK + 3, 5, 0, 0])
-    found = jax.jit(lambda cache: cache.copy_rows(source, target, slots, kept))(cache)
+    slots, shared = jnp.array([200, 1, 2 * BLOCK, SLOTS, SLOTS, 0]), jnp.array([0, 0, BLOCK + 3, 5, 0, 0])
+    found = jax.jit(lambda cache: cache.copy_rows(source, target, slots, shared))(cache)
     for name, before in (("k", k), ("v", v)):
         wanted, before = np.array(before), np.asarray(before)
         for row, blocks, of in (
@@ -266,8 +266,8 @@ def test_rows_are_copied_as_they_were(compiled, threads):
         np.testing.assert_array_equal(getattr(found, name), wanted)
 
 
-def asked(rows, width, vocabulary, seed=0):
-    """Hidden states and a table of a sharp distribution, numbers in [0, 1) and temperatures, 0 among them."""
+def sampling_inputs(rows, width, vocabulary, seed=0):
+    """Hidden states, a table with a peaked distribution, uniform numbers, and temperatures, some of them 0."""
     draw = np.random.default_rng(seed)
     hidden, table = (
         draw.normal(size=(rows, width)),
@@ -278,14 +278,14 @@ def asked(rows, width, vocabulary, seed=0):
 
 
 def log_softmax(logits):
-    """In float64."""
+    """log_softmax in float64."""
     logits = np.asarray(logits, np.float64)
     return logits - scipy.special.logsumexp(logits, axis=-1, keepdims=True)
 
 
 @pytest.mark.parametrize(("rows", "width", "vocabulary"), [(200, 32, 416), (40, 128, 1664), (3, 64, 16)])
-def test_tokens_are_drawn_by_inverting_the_cumulative_distribution(compiled, rows, width, vocabulary):
-    hidden, table, uniform, temperature = asked(rows, width, vocabulary)
+def test_sampling_inverts_the_cumulative_distribution(compiled, rows, width, vocabulary):
+    hidden, table, uniform, temperature = sampling_inputs(rows, width, vocabulary)
     edges = uniform.at[:8].set(0.0).at[8:16].set(np.nextafter(np.float32(1), np.float32(0)))
     ids, full, drawn = (np.asarray(part) for part in cpu_draw(hidden, table, edges, temperature))
     logits, places = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64), np.arange(rows)
@@ -299,20 +299,20 @@ def test_tokens_are_drawn_by_inverting_the_cumulative_distribution(compiled, row
     assert (begins[places, ids] <= at + 1e-6)[hot].all() and (ends[places, ids] >= at - 1e-6)[hot].all()
 
 
-@pytest.mark.parametrize("kept", [{}, {"top_p": 0.9, "top_k": 30}])
-def test_a_drawn_token_depends_on_its_row_alone(compiled, kept):
-    given = asked(50, 256, 1040)  # a table so large that its columns are laid side by side
-    whole = cpu_draw(*given, **kept)
-    for part, threaded in zip(whole, cpu_draw(*given, **kept, threads=4), strict=True):
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 30}])
+def test_a_sampled_token_depends_only_on_its_row(compiled, options):
+    given = sampling_inputs(50, 256, 1040)  # a table that is large enough to be packed
+    whole = cpu_draw(*given, **options)
+    for part, threaded in zip(whole, cpu_draw(*given, **options, threads=4), strict=True):
         np.testing.assert_array_equal(part, threaded)
     hidden, table, *rest = given
     for some in (slice(7, 8), slice(20, 23)):
-        alone = cpu_draw(hidden[some], table, *(part[some] for part in rest), **kept)
+        alone = cpu_draw(hidden[some], table, *(part[some] for part in rest), **options)
         for part, own in zip(whole, alone, strict=True):
             np.testing.assert_array_equal(part[some], own)
 
 
-def test_tokens_of_probability_0_are_not_drawn_and_what_is_not_a_number_is_told(compiled):
+def test_tokens_with_probability_0_are_never_sampled_and_nan_gives_nan(compiled):
     table = jnp.full((16, 400), -200.0).at[:, jnp.array([137, 139])].set(0.0).at[:, 300].set(-0.05)
     hidden = jnp.ones((4, 16)).at[3, 2].set(jnp.nan)
     low, high = 0.0, float(np.nextafter(np.float32(1), np.float32(0)))
@@ -323,18 +323,20 @@ def test_tokens_of_probability_0_are_not_drawn_and_what_is_not_a_number_is_told(
     assert np.isfinite(np.asarray(full)[:3]).all() and np.isnan([full[3], drawn[3]]).all()
 
 
-@pytest.mark.parametrize("kept", [{}, {"top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 3}])
 @pytest.mark.parametrize(
     ("logit", "finite"), [(np.nan, False), (-np.nan, False), (np.inf, False), (-np.inf, True), (0.0, True)]
 )
 @pytest.mark.parametrize("place", [0, 39, 47])
-def test_both_kernels_know_a_row_that_is_no_distribution(compiled, kept, logit, finite, place):
+def test_rows_that_are_no_distribution_give_non_finite_log_probabilities(
+    compiled, options, logit, finite, place
+):
     table = jnp.asarray(np.random.default_rng(0).normal(size=(16, 48)), jnp.float32).at[0, place].set(logit)
     hidden, heat = jnp.ones((4, 16)), jnp.array([1.0, 0.5, 1.5, 0.0])
     keys = jax.random.split(jax.random.key(0), 4)
     for drawn in (
-        cpu_draw(hidden, table, uniform(keys), heat, **kept),
-        sample(hidden @ table, keys, heat, **kept),
+        cpu_draw(hidden, table, uniform(keys), heat, **options),
+        sample(hidden @ table, keys, heat, **options),
     ):
         ids, full, as_drawn = (np.asarray(part) for part in drawn)
         assert ((ids >= 0) & (ids < 48)).all()
@@ -345,7 +347,7 @@ def test_both_kernels_know_a_row_that_is_no_distribution(compiled, kept, logit, 
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "options",
     [
         {"top_p": 0.95},
         {"top_p": 0.5, "top_k": 7},
@@ -358,53 +360,53 @@ def test_both_kernels_know_a_row_that_is_no_distribution(compiled, kept, logit, 
     ],
 )
 @pytest.mark.parametrize("vocabulary", [1664, 8320])
-def test_the_least_likely_tokens_are_left_out(compiled, kept, vocabulary):
-    draws_as_sample(asked(100, 64, vocabulary), kept)
+def test_top_p_and_top_k_equal_those_of_xla(compiled, options, vocabulary):
+    check_equals_sample(sampling_inputs(100, 64, vocabulary), options)
 
 
-def draws_as_sample(given, kept):
-    """The same tokens are left out, and the same drawn of the others."""
+def check_equals_sample(given, options):
+    """Checks that the CPU kernel samples the same tokens as `sample`, with the same top-p and top-k."""
     hidden, table, _, temperature = given
     keys, logits = jax.random.split(jax.random.key(1), len(hidden)), hidden @ table
-    ids, full, drawn = cpu_draw(hidden, table, uniform(keys), temperature, **kept)
-    known = kept | {"top_k": min(kept.get("top_k", 0), table.shape[1])}
+    ids, full, drawn = cpu_draw(hidden, table, uniform(keys), temperature, **options)
+    known = options | {"top_k": min(options.get("top_k", 0), table.shape[1])}
     their_ids, their_full, their_drawn = sample(logits, keys, temperature, **known)
     same = np.asarray(ids == their_ids)
-    assert same.mean() > 0.98  # where a number falls between two tokens, rounding chooses
+    assert same.mean() > 0.98  # rounding decides if the uniform number is at the border of two tokens
     np.testing.assert_allclose(full[same], their_full[same], rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(drawn[same], their_drawn[same], rtol=1e-5, atol=3e-5)
     heat = jnp.where(temperature > 0, temperature, 1.0)[:, None]
     assert (truncate(logits / heat, **known)[np.arange(len(ids)), ids] > -jnp.inf).all()
 
 
-def test_alike_tokens_are_kept_together_and_what_is_not_a_number_has_no_share(compiled):
+def test_ties_are_kept_together_and_nan_rows_stay_nan(compiled):
     table = jnp.full((16, 48), -3.0).at[:, 5].set(0.0).at[:, jnp.array([9, 20, 33])].set(-0.125)
     hidden = jnp.ones((64, 16)).at[63, 2].set(jnp.nan)
     given = hidden, table, jnp.arange(64) / 64, jnp.ones(64)
-    for kept, wanted in (
+    for options, wanted in (
         ({"top_k": 2}, {5, 9, 20, 33}),
         ({"top_p": 0.8}, {5, 9, 20, 33}),
         ({"top_p": 0.7}, {5}),
     ):
-        ids, _, drawn = cpu_draw(*given, **kept)
+        ids, _, drawn = cpu_draw(*given, **options)
         assert set(np.asarray(ids[:63]).tolist()) == wanted and np.isnan(drawn[63])
         share = np.bincount(np.asarray(ids[:63]), minlength=48) / 63
         np.testing.assert_allclose(np.exp(np.asarray(drawn[:63])), share[np.asarray(ids[:63])], atol=0.02)
 
 
-def test_models_and_caches_draw_where_their_layers_are(compiled):
+def test_the_cpu_kernel_samples_only_if_it_computes_the_layers(compiled):
     untied = dataclasses.replace(BASE, vocab_size=96, tie_embeddings=False)
     ours, theirs = caches(untied, 2, 20)
     decoder = make(untied)
     assert decoder.sampling_table(ours) is not None and decoder.sampling_table(theirs) is None
-    assert make(BASE).sampling_table(ours) is None  # 97 tokens
+    assert make(BASE).sampling_table(ours) is None  # 97 tokens are not a multiple of LANES
     tied = make(dataclasses.replace(BASE, vocab_size=96))
-    assert tied.sampling_table(ours) is None  # until its table is turned
+    assert tied.sampling_table(ours) is None  # its transposed table is not set
     add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
     assert decoder.sampling_table(ours) is None
 
 
-def test_adapters_are_left_to_xla_or_added_before(compiled):
+def test_models_with_adapters_use_xla_until_they_are_merged(compiled):
     decoder = filled(BASE)
     add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
     for name in ("q_lora_b", "down_lora_b"):
@@ -418,15 +420,15 @@ def test_adapters_are_left_to_xla_or_added_before(compiled):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_turned_table_gives_the_same_logits():
+def test_a_transposed_embedding_gives_the_same_logits():
     decoder, hidden = make(BASE), jax.random.normal(jax.random.key(0), (2, 3, BASE.hidden))
-    turned = nnx.merge(*nnx.split(decoder))
-    turned.transposed_embedding = decoder.embedding[...].T
-    np.testing.assert_allclose(turned.unembed(hidden), decoder.unembed(hidden), rtol=1e-5, atol=1e-5)
+    transposed = nnx.merge(*nnx.split(decoder))
+    transposed.transposed_embedding = decoder.embedding[...].T
+    np.testing.assert_allclose(transposed.unembed(hidden), decoder.unembed(hidden), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("changed", [{"hidden": 40}, {"mlp": 56}, {"head_dim": 24}])
-def test_other_shapes_are_left_to_xla(changed):
+def test_unsupported_shapes_use_xla(changed):
     config = dataclasses.replace(BASE, **changed)
     assert not can_compute(config, jnp.float32) and not can_compute(BASE, jnp.bfloat16)
     decoder, tokens, (cache, _) = filled(config), draw(config, 2, 9), caches(config, 2, 20)
@@ -436,26 +438,26 @@ def test_other_shapes_are_left_to_xla(changed):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(jnp.bfloat16, 32), (jnp.float32, 8), (jnp.float32, 24)])
-def test_other_numbers_and_heads_are_left_to_xla(dtype, width):
+def test_unsupported_dtypes_and_head_dimensions_use_xla(dtype, width):
     assert not can_attend(dtype, width)
 
 
-def test_it_is_compiled_once(compiled, tmp_path, monkeypatch):
+def test_the_kernels_are_compiled_once(compiled, tmp_path, monkeypatch):
     first, run = kernel._library(tmp_path), subprocess.run
 
-    def only_asked(command, **how):
+    def only_version(command, **how):
         assert command[1:] == ["--version"]
         return run(command, **how)
 
-    monkeypatch.setattr(subprocess, "run", only_asked)
+    monkeypatch.setattr(subprocess, "run", only_version)
     assert kernel._library(tmp_path) == first and {*tmp_path.iterdir()} == {
         first,
         kernel._checksum_file(first),
     }
 
 
-def test_it_runs_where_vectors_are_short(compiled, tmp_path, monkeypatch):
-    """Compiled for the oldest processors that the compiler knows."""
+def test_the_kernels_run_without_avx512(compiled, tmp_path, monkeypatch):
+    """Compiles for the compiler's default instruction set."""
     monkeypatch.setattr(kernel, "NATIVE", "-w")
     library = ctypes.CDLL(str(kernel._library(tmp_path)))
     for name in ("ATTENTION", "LAYERS", "COPY", "DRAW"):
@@ -476,15 +478,15 @@ def test_it_runs_where_vectors_are_short(compiled, tmp_path, monkeypatch):
     )
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
     alike(ours, theirs)
-    for kept in ({}, {"top_p": 0.8, "top_k": 30}):
-        draws_as_sample(asked(100, 64, 1664), kept)
+    for options in ({}, {"top_p": 0.8, "top_k": 30}):
+        check_equals_sample(sampling_inputs(100, 64, 1664), options)
     several = [jnp.array(numbers) for numbers in ((0, 1), (1, 2), (0, 0), (1, 1))]
     for part, whole in zip(cpu_copy(ours.k, ours.v, *several), (ours.k, ours.v), strict=True):
         np.testing.assert_array_equal(part[:, 0, 1:], whole[:, 0, :2])
         np.testing.assert_array_equal(part[:, 0, 0], whole[:, 0, 0])
 
 
-def test_a_kernel_that_is_there_needs_no_compiler(compiled, tmp_path, monkeypatch, caplog):
+def test_a_compiled_library_needs_no_compiler(compiled, tmp_path, monkeypatch, caplog):
     first = kernel._library(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -494,7 +496,7 @@ def test_a_kernel_that_is_there_needs_no_compiler(compiled, tmp_path, monkeypatc
         kernel._library(tmp_path)
 
 
-def test_without_a_compiler_a_warning_says_so(monkeypatch, tmp_path, caplog):
+def test_a_missing_compiler_is_warned_about(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -503,14 +505,14 @@ def test_without_a_compiler_a_warning_says_so(monkeypatch, tmp_path, caplog):
     assert "There is no C++ compiler." in caplog.text and "CXX" in caplog.text
 
 
-def test_a_compiler_that_cannot_be_read_is_told(monkeypatch, caplog):
+def test_an_unparsable_cxx_is_warned_about(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "'g++")
     with caplog.at_level(logging.WARNING):
         assert not kernel._register.__wrapped__()
     assert "No closing quotation" in caplog.text
 
 
-def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, caplog):
+def test_the_error_of_a_failing_compiler_is_in_the_warning(monkeypatch, tmp_path, caplog):
     broken = tmp_path / "c++"
     broken.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && echo broken && exit 0\necho out of order >&2\nexit 1\n'
@@ -525,7 +527,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, caplog):
 
 @pytest.fixture
 def harmless(compiled, tmp_path, monkeypatch):
-    """The kernel's source is a function that does nothing; a cache with a library that others may have put there in its place."""
+    """Replaces the kernels' source by a trivial function, and the compiled library in the cache by a different one."""
     source, planted = tmp_path / "source.cc", tmp_path / "planted.cc"
     source.write_text('extern "C" int ours() { return 1; }')
     planted.write_text('extern "C" int theirs() { return 1; }')
@@ -541,12 +543,12 @@ def harmless(compiled, tmp_path, monkeypatch):
     return library
 
 
-def test_a_kernel_that_this_user_alone_may_write_is_loaded(harmless, caplog):
+def test_a_library_that_only_this_user_can_write_is_loaded(harmless, caplog):
     assert hasattr(kernel._load_library(), "theirs") and not caplog.messages
 
 
 @pytest.mark.parametrize("size", [0, 2000])
-def test_a_kernel_that_is_there_in_part_is_compiled_anew(harmless, caplog, size):
+def test_a_truncated_library_is_compiled_again(harmless, caplog, size):
     os.truncate(harmless, size)
     assert (
         hasattr(kernel._load_library(), "ours")
@@ -556,7 +558,7 @@ def test_a_kernel_that_is_there_in_part_is_compiled_anew(harmless, caplog, size)
     assert hasattr(kernel._load_library(), "ours") and not caplog.messages
 
 
-def test_a_kernel_in_a_folder_that_others_may_write_to_is_compiled_apart(harmless, caplog):
+def test_with_a_cache_that_others_may_write_the_library_is_compiled_elsewhere(harmless, caplog):
     harmless.parent.chmod(0o777)
     before, made = harmless.read_bytes(), kernel._load_library()
     assert hasattr(made, "ours") and not hasattr(made, "theirs")
@@ -564,7 +566,7 @@ def test_a_kernel_in_a_folder_that_others_may_write_to_is_compiled_apart(harmles
     assert harmless.read_bytes() == before and not Path(made._name).exists()
 
 
-def test_a_kernel_that_others_may_write_is_compiled_anew_in_its_place(harmless, caplog):
+def test_a_library_that_others_may_write_is_compiled_again(harmless, caplog):
     harmless.chmod(0o757)
     assert (
         hasattr(kernel._load_library(), "ours")
@@ -575,7 +577,7 @@ def test_a_kernel_that_others_may_write_is_compiled_anew_in_its_place(harmless, 
     assert hasattr(kernel._load_library(), "ours") and not caplog.messages
 
 
-def test_without_a_compiler_a_kernel_that_others_may_write_is_left_alone(harmless, monkeypatch):
+def test_without_a_compiler_a_library_that_others_may_write_is_not_loaded(harmless, monkeypatch):
     monkeypatch.setenv("PATH", str(harmless.parent))
     monkeypatch.delenv("CXX", raising=False)
     assert kernel._library(harmless.parent) == harmless

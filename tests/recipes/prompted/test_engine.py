@@ -28,13 +28,13 @@ def test_methods_share_one_batch_and_do_not_depend_on_it() -> None:
     question = requests[0].question
 
     def run(names: list[str]) -> list:
-        flows = [METHODS[name].workflow(question, settings) for name in names]
-        return engine.run_workflows(params, flows, environment, jax.random.key(0))
+        workflows = [METHODS[name].workflow(question, settings) for name in names]
+        return engine.run_workflows(params, workflows, environment, jax.random.key(0))
 
     together = run(list(METHODS))
     assert all(isinstance(outcome.answer, str) and outcome.generations for outcome in together)
     for (name, method), outcome in zip(METHODS.items(), together, strict=True):
         assert method.searches or not outcome.searches
-        assert all(said.trajectory.policy_tokens <= 12 for said in outcome.generations), name
+        assert all(output.trajectory.policy_tokens <= 12 for output in outcome.generations), name
         assert outcome.sampled_tokens > 0 and outcome.prompt_tokens > 0
     assert run(list(METHODS)[:3])[2].generations[0].text == together[2].generations[0].text

@@ -37,8 +37,8 @@ def test_react_uses_the_text_after_action() -> None:
     assert outcome.answer == "Oslo" and not outcome.searches
     outcome, _ = play("react", [("", "action: search[Ada Berg]"), ("action: search", "finish[Oslo]")])
     assert outcome.answer == "Oslo" and outcome.titles == [PERSON.title]
-    said = [("", "Thought: who?\nAction: Search[Silver Harbour]"), ("Thought: who?", "Action: Finish[x]")]
-    assert play("react", said)[0].answer == "x"
+    script = [("", "Thought: who?\nAction: Search[Silver Harbour]"), ("Thought: who?", "Action: Finish[x]")]
+    assert play("react", script)[0].answer == "x"
 
 
 def test_react_without_finish_answers_from_its_passages() -> None:

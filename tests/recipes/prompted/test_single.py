@@ -16,11 +16,11 @@ from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, generated, p
 
 def test_options_are_those_of_the_docs_table() -> None:
     text = (Path(__file__).parents[3] / "docs/evaluation.md").read_text(encoding="utf-8")
-    told = {}
+    documented = {}
     for row in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|[^|]+\|([^|]*)\|[^|]+\|$", text, re.MULTILINE):
         options = dict(part.split() for part in row[1].strip().split(", ") if part)
-        told |= dict.fromkeys(re.findall(r"`(\w+)`", row[0]), options)
-    assert {name: told.get(name) for name in METHODS} == {
+        documented |= dict.fromkeys(re.findall(r"`(\w+)`", row[0]), options)
+    assert {name: documented.get(name) for name in METHODS} == {
         name: {option: str(value) for option, value in method.defaults.items()}
         for name, method in METHODS.items()
     }

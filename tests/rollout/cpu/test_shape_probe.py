@@ -44,13 +44,13 @@ def test_steps_of_fewer_rows_change_no_bits(world, oversubscribed_slots, compile
         lambda programs, params: None if programs is wide.programs else configure_shapes(programs, params),
     )
     params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
-    found, whole = (engine.run(params, requests, environment, KEY) for engine in (narrowed, wide))
+    results, whole = (engine.run(params, requests, environment, KEY) for engine in (narrowed, wide))
     assert (wide.programs.widths, wide.programs.readers, wide.programs.chunk_counts) == ((32,), (), (4,))
-    found_sizes = narrowed.programs.widths, narrowed.programs.readers, narrowed.programs.chunk_counts
-    if found_sizes == ((32,), (), (4,)):
+    shapes = narrowed.programs.widths, narrowed.programs.readers, narrowed.programs.chunk_counts
+    if shapes == ((32,), (), (4,)):
         pytest.skip("on this processor all smaller shapes change bits")
     assert narrowed.stats.row_steps == wide.stats.row_steps
-    for one, other in zip(found, whole, strict=True):
+    for one, other in zip(results, whole, strict=True):
         for name in ("tokens", "logps", "sampled_logps"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
@@ -79,10 +79,10 @@ def test_shapes_that_change_bits_are_not_used(world, monkeypatch, function, size
     monkeypatch.setattr(owner, function, wrong_attention if function == "cache_attention" else wrong_at_size)
     engine = Engine(decoder, tokenizer, CONFIG)
     configure_shapes(engine.programs, nnx.state(decoder))
-    found = engine.programs.widths, engine.programs.readers, engine.programs.chunk_counts
-    for used, most in zip(found, allowed, strict=True):  # other shapes may change bits on this processor
+    configured = engine.programs.widths, engine.programs.readers, engine.programs.chunk_counts
+    for used, most in zip(configured, allowed, strict=True):  # other shapes may change bits on this processor
         assert set(used) <= set(most)
-    assert found[0][0] == 32 and found[2][0] == 4
+    assert configured[0][0] == 32 and configured[2][0] == 4
 
 
 @pytest.mark.slow
@@ -129,8 +129,8 @@ def test_if_the_weights_dominate_only_drafts_are_probed(world, monkeypatch):
         programs = Engine(decoder, tokenizer, config).programs
         configure_shapes(programs, nnx.state(decoder))
         assert programs.workers == 1 and shapes == probed
-        found = programs.widths, programs.readers, programs.chunk_counts, programs.step_tokens
-        assert found == ((32,), (), (4,), 64 * draft_tokens)
+        configured = programs.widths, programs.readers, programs.chunk_counts, programs.step_tokens
+        assert configured == ((32,), (), (4,), 64 * draft_tokens)
 
 
 def test_the_probe_runs_the_first_layers_only(world, monkeypatch):

@@ -40,8 +40,8 @@ def test_a_model_whose_weights_dominate_has_one_worker(monkeypatch, cores):
 def test_the_shipped_models_have_one_worker_per_core(monkeypatch, name):
     monkeypatch.setattr(workers, "available_cores", lambda: 4)
     shape = DecoderConfig.from_hf(read_config(ASSETS / name))
-    found = [workers.worker_count(EngineConfig(rows=rows), shape) for rows in (8, 16, 24, 32, 64)]
-    assert found == [1, 2, 3, 4, 4] and not workers.weights_dominate(shape)
+    counts = [workers.worker_count(EngineConfig(rows=rows), shape) for rows in (8, 16, 24, 32, 64)]
+    assert counts == [1, 2, 3, 4, 4] and not workers.weights_dominate(shape)
 
 
 def test_weight_bytes_include_the_output_embedding():

@@ -1,5 +1,8 @@
-"""The passages that come with a question: HotpotQA's and 2WikiMultiHopQA's `context`, MuSiQue's `paragraphs`, DPR's `ctxs`,
-SQuAD's paragraph, the long `context` of LongBench; in FlashRAG's form they are inside `metadata`."""
+"""Extract the passages that come with a question. Read `passages_in` first.
+
+They are in HotpotQA's and 2WikiMultiHopQA's `context`, MuSiQue's `paragraphs`, DPR's `ctxs`, SQuAD's paragraph or LongBench's
+long `context`. FlashRAG's format has them inside `metadata`.
+"""
 
 import re
 from collections.abc import Iterator
@@ -9,32 +12,36 @@ from rrl.data.records import fields_of, list_field
 from rrl.data.tables import TEXTS
 
 PASSAGE_WORDS = 100
-"""Words of the passages that a long text is cut into (DPR's and FlashRAG's Wikipedia)."""
+"""Words per passage when a long text is split, as in DPR's and FlashRAG's Wikipedia."""
 
-LISTED = ("paragraphs", "ctxs", "contexts", "positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
-"""Fields with lists of {title, text}: MuSiQue's, what DPR's readers take, HippoRAG's, what DPR trains on."""
+PASSAGE_LISTS = ("paragraphs", "ctxs", "contexts", "positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
+"""Fields with lists of {title, text}, in order: MuSiQue's, DPR's for readers, HippoRAG's, and DPR's training passages."""
 
 _NUMBERED = re.compile(r"^Passage \d+:\n", re.M)
-"""What stands before each passage in LongBench's multi-document contexts."""
+"""The heading of each passage in LongBench's multi-document contexts."""
 
 
-def is_pool(record: dict[str, Any]) -> bool:
-    """Whether the record is a question that brings its passages."""
-    record = _inside(record)
-    return bool({"question", "input"} & record.keys() and {"context", *LISTED} & record.keys())
+def has_passages(record: dict[str, Any]) -> bool:
+    """Return whether the record is a question with its own passages."""
+    record = _with_metadata(record)
+    return bool({"question", "input"} & record.keys() and {"context", *PASSAGE_LISTS} & record.keys())
 
 
-def _inside(record: dict[str, Any]) -> dict[str, Any]:
+def _with_metadata(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with the passage fields of its `metadata` as fields of its own."""
     metadata = record.get("metadata")
     if not isinstance(metadata, dict):
         return record
-    return {name: metadata[name] for name in ("context", *LISTED) if name in metadata} | record
+    return {name: metadata[name] for name in ("context", *PASSAGE_LISTS) if name in metadata} | record
 
 
-def pool_of(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) of each passage; passages with neither are left out. ValueError for another form."""
-    record = _inside(record)
-    for name in LISTED:
+def passages_in(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (title, text) of each passage of a question. Passages with neither are skipped.
+
+    Raises ValueError if the passages are in an unknown format.
+    """
+    record = _with_metadata(record)
+    for name in PASSAGE_LISTS:
         for paragraph in list_field(record, name):
             fields = fields_of(paragraph)
             if not fields.keys() & set(TEXTS):
@@ -44,16 +51,16 @@ def pool_of(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
             text = next((fields[key] for key in TEXTS if fields.get(key)), "")
             if not isinstance(text, str):
                 raise ValueError(f"{name}: got {text!r:.60}, not a text")
-            yield from _some(_title(fields.get("title")), text)
+            yield from _non_empty(_title(fields.get("title")), text)
     context = record.get("context")
     if isinstance(context, str):
         text = context.strip()
         if not (text.startswith("[") and text.endswith("]")) or {"choice_A", "input"} & record.keys():
-            yield from _long(record, context)
+            yield from _split_context(record, context)
             return
         context = list_field(record, "context")
     if isinstance(context, dict):
-        # The form of the datasets library: two lists side by side; FlashRAG's 2Wiki calls the second one content.
+        # The datasets library stores two parallel lists; FlashRAG's 2Wiki calls the second one content.
         texts = "content" if "content" in context else "sentences"
         titles, sentences = list_field(context, "title"), list_field(context, texts)
         if len(titles) != len(sentences):
@@ -62,19 +69,22 @@ def pool_of(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for entry in list_field({"context": context}, "context"):
         if not isinstance(entry, list | tuple) or len(entry) != 2:
             raise ValueError("context: not a list of [title, [sentences]]")
-        yield from _some(_title(entry[0]), join_sentences(*entry))
+        yield from _non_empty(_title(entry[0]), join_sentences(*entry))
 
 
-def _long(record: dict[str, Any], context: str) -> Iterator[tuple[str, str]]:
-    """The passages of a context that is one text: LongBench's numbered ones, SQuAD's paragraph with its title beside it, or
-    windows of `PASSAGE_WORDS` of LongBench's long documents."""
+def _split_context(record: dict[str, Any], context: str) -> Iterator[tuple[str, str]]:
+    """Yield (title, text) of each passage of a context that is one string.
+
+    The context is LongBench's numbered passages, SQuAD's paragraph (its title is another field), or one of LongBench's long
+    documents, which is split every `PASSAGE_WORDS` words.
+    """
     title = record.get("title")
     if _NUMBERED.match(context.lstrip()):
         for part in _NUMBERED.split(context)[1:]:
             first, _, rest = part.strip().partition("\n")
-            yield from _some(first, rest) if rest.strip() else _some("", first)
+            yield from _non_empty(first, rest) if rest.strip() else _non_empty("", first)
     elif isinstance(title, str):
-        yield from _some(title.strip(), context)
+        yield from _non_empty(title.strip(), context)
     elif "choice_A" in record or "input" in record:
         words, title = context.split(), str(record.get("_id", record.get("id", "")))
         for start in range(0, len(words), PASSAGE_WORDS):
@@ -83,13 +93,14 @@ def _long(record: dict[str, Any], context: str) -> Iterator[tuple[str, str]]:
         raise ValueError(f"context: got {context!r:.60}, not a list")
 
 
-def _some(title: str, text: str) -> Iterator[tuple[str, str]]:
+def _non_empty(title: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield the passage unless title and text are empty."""
     if title or text.strip():
         yield title, text.strip()
 
 
 def join_sentences(title: Any, sentences: Any) -> str:
-    """One text; HotpotQA's sentences bring their own leading space, 2Wiki's do not."""
+    """Join sentences with single spaces. HotpotQA's sentences begin with a space, 2Wiki's do not."""
     if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
         raise ValueError(f"sentences of {title!r}: not all of them are strings")
     return " ".join(sentence.strip() for sentence in sentences).strip()

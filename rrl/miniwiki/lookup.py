@@ -1,4 +1,4 @@
-"""Sets of passages that belong together, as a search might return them: linked, confusable and unrelated ones."""
+"""Look up entities, passages and facts of a built-in world, and sample related entities. Read `WikiLookup` first."""
 
 import collections
 import dataclasses
@@ -8,42 +8,46 @@ import numpy as np
 from rrl.miniwiki import MiniWiki
 from rrl.miniwiki.names import COUNTRY
 from rrl.miniwiki.passages import RELATION, RELATIONS, TYPES
-from rrl.miniwiki.questions import Hop, Key, hop
+from rrl.miniwiki.questions import Hop, RelationKey, hop
 from rrl.miniwiki.world import World
 
-_KEYS: dict[str, list[Key]] = {
+_KEYS: dict[str, list[RelationKey]] = {
     kind: [(r.subject, r.name) for r in RELATIONS if r.subject == kind] for kind in TYPES
 }
+"""Keys of the relations of each entity type."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entity:
-    """An entity by type and number."""
+    """An entity of a world."""
 
     kind: str
+    """Its type, one of `rrl.miniwiki.passages.TYPES`."""
     index: int
+    """Its number within the type, counted over all sub-worlds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Context:
-    """Entities whose passages have been read."""
+class SeenEntities:
+    """Entities whose passages occur earlier in an example."""
 
     entities: list[Entity]
+    """All of them, in order."""
     recent: list[Entity]
-    """Those of the last block; half of the facts asked for are theirs."""
+    """Those of the last block of passages. A sampled fact is about one of them in half of the draws, otherwise about any."""
 
     def of(self, kind: str) -> list[Entity]:
-        """Entities of one type."""
+        """Return the entities of one type."""
         return [entity for entity in self.entities if entity.kind == kind]
 
 
-def facts_of(world: World, entity: Entity) -> list[Key]:
-    """The facts an entity has."""
+def facts_of(world: World, entity: Entity) -> list[RelationKey]:
+    """Return the keys of the facts that an entity has."""
     return [key for key in _KEYS[entity.kind] if world.facts[key][entity.index] >= 0]
 
 
-class Shelf:
-    """The passages of a wiki by entity, and which share a word of their title."""
+class WikiLookup:
+    """An index of a wiki: passages by entity, entities by name, and entities that share a word of their names."""
 
     def __init__(self, wiki: MiniWiki) -> None:
         self.world = wiki.world
@@ -56,9 +60,10 @@ class Shelf:
         for entity in self._text:
             for word in self.title(entity).split():
                 if word[0].isupper() and word != "The":
-                    self._by_word[self.where(entity), word].append(entity)
+                    self._by_word[self.world_of(entity), word].append(entity)
 
     def _in_order(self) -> list[Entity]:
+        """Return all entities in the order of the wiki's passages."""
         starts = self.world.layout.starts
         return [
             Entity(kind, i)
@@ -68,48 +73,52 @@ class Shelf:
         ]
 
     def title(self, entity: Entity) -> str:
-        """Title of an entity's passage: its name."""
+        """Return the name of an entity, which is the title of its passage."""
         return self.world.names[entity.kind][entity.index]
 
-    def knows(self, title: str) -> bool:
-        """Whether there is an entity of this name."""
+    def has_entity(self, title: str) -> bool:
+        """Return whether there is an entity of this name."""
         return title in self._by_title
 
-    def named(self, title: str) -> Entity:
-        """The entity of a name, which must be there."""
+    def entity_named(self, title: str) -> Entity:
+        """Return the entity of a name. Raises KeyError if there is none."""
         return self._by_title[title]
 
     def text(self, entity: Entity) -> str:
-        """Text of an entity's passage."""
+        """Return the text of an entity's passage."""
         return self._text[entity]
 
-    def where(self, entity: Entity) -> int:
-        """Sub-world of an entity."""
+    def world_of(self, entity: Entity) -> int:
+        """Return the sub-world of an entity."""
         return int(self.world.layout.world[entity.kind][entity.index])
 
-    def follow(self, entity: Entity, key: Key) -> Entity | None:
-        """The entity a fact leads to; None for years, countries and facts that are not there."""
+    def follow(self, entity: Entity, key: RelationKey) -> Entity | None:
+        """Return the entity that is the value of a fact; None for years, countries and missing facts."""
         kind, number = RELATION[key].value, int(self.world.facts[key][entity.index])
         return Entity(kind, number) if kind in TYPES and number >= 0 else None
 
-    def fact(self, rng: np.random.Generator, seen: Context) -> Hop:
-        """A random fact of a passage that was read."""
-        among = seen.recent if rng.random() < 0.5 else seen.entities
-        entity = among[int(rng.integers(len(among)))]
+    def sample_fact(self, rng: np.random.Generator, seen: SeenEntities) -> Hop:
+        """Sample a fact of an entity in `seen`."""
+        candidates = seen.recent if rng.random() < 0.5 else seen.entities
+        entity = candidates[int(rng.integers(len(candidates)))]
         keys = facts_of(self.world, entity)
         return hop(self.world, keys[int(rng.integers(len(keys)))], entity.index)
 
-    def some(self, rng: np.random.Generator, world: int, kind: str, n: int) -> list[str]:
-        """`n` different names of one type (or countries) of a sub-world."""
+    def sample_names(self, rng: np.random.Generator, world: int, kind: str, n: int) -> list[str]:
+        """Sample `n` different names of one type (or countries) in a sub-world."""
         if kind == "country":
             return [COUNTRY[i] for i in rng.choice(len(COUNTRY), n, replace=False)]
         low, high = self.world.layout.starts[kind][world : world + 2].tolist()
         return [self.world.names[kind][low + i] for i in rng.choice(high - low, n, replace=False).tolist()]
 
-    def gather(self, rng: np.random.Generator, n: int) -> Context:
-        """`n` different entities of one sub-world in random order: linked to each other, namesakes, or any."""
+    def sample_entities(self, rng: np.random.Generator, n: int) -> SeenEntities:
+        """Sample `n` different entities of one sub-world, in random order.
+
+        After the first, each is the value of a fact of an earlier one, shares a word of its name, has the same type, or is
+        unrelated.
+        """
         world = int(rng.integers(len(self.spans)))
-        chosen: dict[Entity, None] = {self.any(rng, world): None}
+        chosen: dict[Entity, None] = {self.sample_entity(rng, world): None}
         while len(chosen) < n:
             known = list(chosen)
             last = known[int(rng.integers(len(known)))]
@@ -125,14 +134,14 @@ class Shelf:
             elif draw < 0.8:
                 low, high = self.world.layout.starts[last.kind][world : world + 2].tolist()
                 other = Entity(last.kind, int(rng.integers(low, high)))
-            chosen[other or self.any(rng, world)] = None
+            chosen[other or self.sample_entity(rng, world)] = None
         entities = list(chosen)
         order = rng.permutation(n)
         shuffled = [entities[i] for i in order]
-        return Context(shuffled, shuffled)
+        return SeenEntities(shuffled, shuffled)
 
-    def any(self, rng: np.random.Generator, world: int) -> Entity:
-        """Any entity of a sub-world."""
+    def sample_entity(self, rng: np.random.Generator, world: int) -> Entity:
+        """Sample any entity of a sub-world."""
         kind = TYPES[int(rng.integers(len(TYPES)))]
         low, high = self.world.layout.starts[kind][world : world + 2].tolist()
         return Entity(kind, int(rng.integers(low, high)))

@@ -1,0 +1,85 @@
+"""Prefill requests: the tokens that a slot must prefill, sent to the device in chunks."""
+
+import numpy as np
+from jaxtyping import Int
+
+from rrl.rollout.episodes import Request
+from rrl.rollout.exchange import HEADER, NO_TOKEN, RECENT, PrefillChunk
+
+
+class PrefillRequest:
+    """The tokens that a slot must prefill before its turn begins."""
+
+    def __init__(
+        self,
+        slot: int,
+        tokens: Int[np.ndarray, "T"],
+        start: int,
+        request: Request,
+        *,
+        offset: int,
+        turn_limit: int,
+        stop_state: int,
+    ) -> None:
+        """Set up a request of which no chunk was sent.
+
+        Args:
+          slot: the slot.
+          tokens: go to the cache positions from `start` on, except the last one, which stays pending.
+          start: cache position of the first token.
+          request: gives seed and temperature.
+          offset: tokens of the trajectory before this context.
+          turn_limit: maximum tokens of the turn.
+          stop_state: start state of the stop automaton.
+        """
+        recent = [NO_TOKEN] * (RECENT - len(tokens)) + tokens[-RECENT:].tolist()
+        self.tokens, self.position = tokens[:-1], start
+        """Tokens that were not sent yet, and the cache position of the first of them."""
+        self.begun = False
+        """Whether its first chunk was sent."""
+        self._header = PrefillChunk(
+            slot=slot,
+            start=0,
+            length=0,
+            begins_turn=0,
+            seed=request.seed,
+            offset=offset,
+            turn_limit=turn_limit,
+            stop_state=stop_state,
+            temperature=np.float32(request.temperature).view(np.int32),
+            source=slot,
+            copied=0,
+            own=0,
+            last_4=recent[0],
+            last_3=recent[1],
+            last_2=recent[2],
+            pending=recent[3],
+        )
+
+    def take_chunks(
+        self, max_chunks: int, chunk_tokens: int, *, source: int, copied: int, own: int
+    ) -> Int[np.ndarray, "chunks message"]:
+        """Return the next chunks and remove their tokens from the request.
+
+        Args:
+          max_chunks: maximum number of chunks. At least one is returned, even if no tokens are left.
+          chunk_tokens: maximum tokens of a chunk.
+          source: as in `PrefillChunk`, as are the next two.
+          copied: for the first chunk.
+          own: for all chunks.
+        """
+        self.begun = True
+        count = min(max_chunks, max(1, -(-len(self.tokens) // chunk_tokens)))
+        tokens, self.tokens = self.tokens[: count * chunk_tokens], self.tokens[count * chunk_tokens :]
+        message = np.zeros((count, HEADER + chunk_tokens), np.int32)
+        message[:, :HEADER] = self._header._replace(
+            start=self.position, length=chunk_tokens, source=source, own=own
+        )
+        chunks = PrefillChunk(*message[:, :HEADER].T)
+        chunks.start[:] += chunk_tokens * np.arange(count)
+        chunks.length[-1] = len(tokens) - chunk_tokens * (count - 1)
+        chunks.begins_turn[-1] = not len(self.tokens)
+        chunks.copied[0] = copied
+        message[:, HEADER:].flat[: len(tokens)] = tokens
+        self.position += len(tokens)
+        return message

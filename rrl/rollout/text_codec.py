@@ -1,0 +1,46 @@
+"""Text to token ids and back, as the rollout engine needs it: cached, and exact in bytes."""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rrl.models.tokenizer import token_bytes
+from rrl.text.encoding import plain_ids, special_name, text_ids
+
+CACHED_TEXTS, MAX_CACHED_CHARACTERS = 4096, 4096
+"""Size of the cache of encoded texts, and the maximum length of a text in it. Samples of a question read the same passages, and
+tags repeat."""
+
+
+class TextCodec:
+    """Encodes and decodes text with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        """`vocab_size` is the model's, at least the tokenizer's. Its additional token ids have no bytes."""
+        self.tokenizer = tokenizer
+        self.bytes = token_bytes(tokenizer)
+        """The bytes of each token id; empty for special tokens."""
+        self.special_tokens = [
+            token for token, number in tokenizer.get_vocab().items() if not self.bytes[number]
+        ]
+        self.bytes += [b""] * (vocab_size - len(self.bytes))
+        self._cached = functools.lru_cache(CACHED_TEXTS)(self._encode)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the token ids of `text`, without added special tokens. The array is read-only, since it may be cached."""
+        return self._cached(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode(text)
+
+    def encode_plain(self, text: str) -> np.ndarray:
+        """Return the token ids of foreign text: names of special tokens in it are encoded as ordinary text."""
+        return plain_ids(self.tokenizer, text) if special_name(self.tokenizer, text) else self.encode(text)
+
+    def _encode(self, text: str) -> np.ndarray:
+        ids = text_ids(self.tokenizer, text)
+        ids.setflags(write=False)
+        return ids
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of token ids, from their bytes. Special tokens are omitted."""
+        return b"".join(map(self.bytes.__getitem__, np.asarray(ids).tolist())).decode(errors="replace")

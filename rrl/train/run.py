@@ -1,0 +1,296 @@
+"""A run from its first step to its end: where it continues, what it writes after a step, when it stops.
+
+`rrl.train.loop.train` is the algorithm. This module handles signals, checkpoints and evaluations. Read `TrainingRun.steps`
+and `TrainingRun.end_step` first.
+"""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Bool
+
+from rrl.data.questions import Question
+from rrl.data.trajectory import Trajectory
+from rrl.models.decoder import Decoder
+from rrl.models.hardware import peak_memory
+from rrl.models.heads import ValueModel
+from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext, curriculum_of
+from rrl.retrieval.retriever import Retriever
+from rrl.rollout.engine import Engine
+from rrl.stopping import ServiceUnavailable, StopSignal, stop_requested
+from rrl.train.evaluation import evaluate
+from rrl.train.learner import Learner, LearningBatch, UpdateResult
+from rrl.train.recorder import RunRecorder
+from rrl.train.rl_config import RLConfig
+from rrl.train.sample import SampledStep
+from rrl.train.step_metrics import step_metrics
+
+PROGRESS_METRICS = ("em", "full_recall", "searches")
+"""Metrics on the progress line, if the recipe has them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The questions of a run, for training and for evaluation."""
+
+    train: Sequence[Question]
+    held_out: Sequence[Question]
+    held_out_retriever: Retriever | None = None
+    """Retriever over the corpus of the held-out questions; None: the engine's retriever."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    """Completed updates."""
+    stopped: str
+    """Reason of the end: done, signal or collapse."""
+    start_metrics: dict[str, float]
+    """Held-out metrics of the initial policy."""
+    final_metrics: dict[str, float]
+    """Held-out metrics of the final policy."""
+    seconds: float
+    """Training time of all processes of the run, without evaluations."""
+    last_trajectories: list[Trajectory]
+    """The N trajectories of the last training step. If an earlier process finished the run, only those that
+    `SavedTrajectories` saved for the report."""
+    left_out: Bool[np.ndarray, "N"]
+    """True for the trajectories of the last step that its update did not use."""
+    eval_trajectories: list[Trajectory]
+    """Trajectories of the last evaluation. If an earlier process did it, they are loaded from `SavedTrajectories`."""
+    guard_message: str = ""
+    """The guard's last message; "" if there was none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunModels:
+    """The models of a run."""
+
+    engine: Engine
+    """Samples episodes."""
+    decoder: Decoder
+    """Initial policy, and the frozen reference."""
+    value_model: ValueModel | None = None
+    """Initial critic, with `RLConfig.critic`."""
+    scoring: ScoringContext = NO_MODELS
+    """Models that the rewards use."""
+
+
+@contextlib.contextmanager
+def open_run(
+    config: RLConfig,
+    recipe: Recipe,
+    task: Task,
+    models: RunModels,
+    workdir: str | os.PathLike[str],
+    identity: Mapping[str, Any],
+    before_writing: Callable[[], None],
+) -> Iterator["TrainingRun"]:
+    """Open a run in its workdir, continuing from its latest checkpoint. The arguments are those of `rrl.train.loop.train`.
+
+    The end of the `with` block evaluates the final policy and writes its parameters to the decoder. If a judge or reader does
+    not answer during the steps, the completed steps are saved and ServiceUnavailable is raised; the next process repeats the
+    unfinished step.
+    """
+    learner = Learner(config, models.decoder, models.engine.mesh, models.value_model)
+    curriculum = curriculum_of(recipe, task.train, config.questions, config.seed)
+    before_writing()
+    with stop_requested() as stop, RunRecorder(config, identity, learner, curriculum, workdir) as recorder:
+        run = TrainingRun(config, recipe, task, models, recorder, stop)
+        run.start()
+        try:
+            yield run
+        except ServiceUnavailable:
+            if not run.in_steps:
+                raise
+            run.save_completed_steps()
+            if not stop:
+                raise
+        run.finish()
+    nnx.update(models.decoder, learner.learned_params)
+
+
+class TrainingRun:
+    """The state of a run outside the algorithm.
+
+    Attributes:
+      learner: the policy with its optimiser, the reference and the critic.
+      curriculum: selects the questions.
+      step: completed updates.
+      stopped: reason of the end (done, signal or collapse); "" while steps remain.
+      in_steps: True from the first step of this process until the last.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        recipe: Recipe,
+        task: Task,
+        models: RunModels,
+        recorder: RunRecorder,
+        stop: StopSignal,
+    ) -> None:
+        self.config, self.recipe, self.task, self.models = config, recipe, task, models
+        self.learner, self.curriculum = recorder.learner, recorder.curriculum
+        self._recorder, self._stop = recorder, stop
+        self.step, self.stopped, self.in_steps = recorder.step, "", False
+        self._guard_message = recorder.guard_message
+        self._evaluation: tuple[dict[str, float], list[Trajectory]] | None = None
+        self._sampled: list[Trajectory] = []
+        self._left_out: Bool[np.ndarray, "N"] = np.zeros(0, bool)
+
+    def start(self) -> None:
+        """Catch up on evaluations that an earlier process was stopped before, and note where the run continues."""
+        recorder, step = self._recorder, self.step
+        if step and self.task.held_out and not recorder.start_metrics:
+            recorder.start_metrics, _ = self._evaluate(0)
+        if self._evaluation_is_due():
+            self._evaluation = self._evaluate(step)
+        if step:
+            words = "finished already," if step == self.config.steps else "continues"
+            recorder.progress.note(f"{words} after step {step} of {self.config.steps}")
+        recorder.progress.begin()
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of each remaining step, from 0, until all are done, a signal arrives or the guard sees a collapse.
+
+        Each step must end with `end_step`.
+        """
+        self._curriculum_state = self.curriculum.state
+        self.in_steps = True
+        while self.step < self.config.steps and not self.stopped:
+            if self._stop:  # the signal came during an evaluation
+                self.stopped = "signal"
+                self._recorder.save(self.step)
+                break
+            self._step_began = time.perf_counter()
+            yield self.step
+        self.in_steps = False
+
+    def end_step(self, sampled: SampledStep, batch: LearningBatch, result: UpdateResult) -> None:
+        """Log a completed step, then check for collapse, evaluate and save if due."""
+        recorder, config = self._recorder, self.config
+        seconds = time.perf_counter() - self._step_began
+        recorder.seconds += seconds
+        self.step, self._curriculum_state = self.step + 1, self.curriculum.state
+        self._sampled, self._left_out = sampled.trajectories, batch.left_out
+        metrics = step_metrics(sampled, batch, result) | peak_memory()
+        metrics |= {
+            "time/update": seconds - sampled.seconds,
+            "time/step": seconds,
+            "minutes": recorder.seconds / 60,
+        }
+        self._note_missing_update(batch, result)
+        self._update_progress(metrics)
+        if self.step == config.steps:
+            recorder.saved.save_sampled(self.step, self._sampled, self._left_out)
+        recorder.check()
+        recorder.writer.write(self.step, metrics)
+        # The initial policy is evaluated after the first update, since users wait for the first update.
+        if self.task.held_out and not recorder.start_metrics and not self._stop:
+            with recorder.progress.paused():
+                recorder.start_metrics, _ = self._evaluate(0)
+        self._evaluation = None
+        if message := recorder.guard.check(self.step, metrics):
+            self._guard_message = message
+            recorder.progress.note(f"step {self.step}: collapsed? {message}")
+            if config.guard.action == "stop":
+                self.stopped = "collapse"
+                return
+        if self._stop:
+            self.stopped = "signal" if self.step < config.steps else "done"
+            recorder.save(self.step)
+            return
+        if self._evaluation_is_due():
+            with recorder.progress.paused():
+                self._evaluation = self._evaluate(self.step)
+        if self.step % config.checkpoint_every == 0 or self.step == config.steps:
+            recorder.save(self.step)
+
+    def save_completed_steps(self) -> None:
+        """Save a checkpoint without the unfinished step."""
+        self.curriculum.restore(self._curriculum_state)
+        self._recorder.save(self.step)
+        self.stopped, self.in_steps = "signal", False
+
+    def finish(self) -> None:
+        """Return to the latest checkpoint after a collapse, and evaluate the final policy unless a signal stopped the run."""
+        recorder = self._recorder
+        self.stopped = self.stopped or "done"
+        if self.stopped == "collapse":
+            self.step, _ = recorder.restore()
+            recorder.progress.note(f"ended at the last good checkpoint, of step {self.step}")
+        if self.stopped != "signal" and self.task.held_out:
+            if self.step and not recorder.start_metrics:
+                recorder.start_metrics, _ = self._evaluate(0)
+            self._evaluation = self._evaluate(self.step)
+            recorder.start_metrics = recorder.start_metrics or self._evaluation[0]
+        if not self._sampled and self.step == self.config.steps:
+            self._sampled, self._left_out = recorder.saved.load_sampled(self.step)
+
+    def outcome(self) -> Outcome:
+        """Return how the run ended."""
+        final_metrics, evaluated = self._evaluation or ({}, [])
+        return Outcome(
+            step=self.step,
+            stopped=self.stopped,
+            start_metrics=self._recorder.start_metrics,
+            final_metrics=final_metrics,
+            seconds=self._recorder.seconds,
+            last_trajectories=self._sampled,
+            left_out=self._left_out,
+            eval_trajectories=evaluated,
+            guard_message=self._guard_message,
+        )
+
+    def _evaluate(self, step: int) -> tuple[dict[str, float], list[Trajectory]]:
+        """Evaluate the reference (step 0) or the policy after `step` updates, unless that is already done."""
+        recorder, config = self._recorder, self.config
+        if known := recorder.past_evaluation(step):
+            return known, recorder.saved.load_evaluated(step)
+        began = time.perf_counter()
+        recorder.progress.note(f"step {step}: evaluating on {len(self.task.held_out)} held-out questions ...")
+        metrics, trajectories = evaluate(
+            self.models.engine,
+            self.learner.learned_params if step else self.learner.reference_params,
+            self.recipe,
+            self.task.held_out,
+            temperature=config.eval_temperature,
+            retriever=self.task.held_out_retriever,
+            scoring=self.models.scoring.at_step(step, config.steps),
+        )
+        recorder.saved.save_evaluated(step, trajectories)
+        return recorder.write_evaluation(step, metrics, time.perf_counter() - began), trajectories
+
+    def _evaluation_is_due(self) -> bool:
+        """Return whether the policy is evaluated after the completed steps, during training."""
+        every, step = self.config.eval_every, self.step
+        return bool(self.task.held_out and every and step % every == 0 and 0 < step < self.config.steps)
+
+    def _note_missing_update(self, batch: LearningBatch, result: UpdateResult) -> None:
+        """Log why a step changed nothing, or a part of it did not."""
+        note, step = self._recorder.progress.note, self.step
+        if not result.finite:
+            self._recorder.save_non_finite_batch(step, batch)
+        elif not batch.trajectories and not batch.left_out.all():
+            note(f"step {step}: no update: logits were not finite, so that no token was sampled")
+        elif not batch.trajectories:
+            note(
+                f"step {step}: no update: in every group the rewards differ by at most "
+                f"objective.drop_spread={self.config.drop_spread}, or the recipe excludes the group"
+            )
+
+    def _update_progress(self, metrics: Mapping[str, float]) -> None:
+        """Show a completed step on the progress line."""
+        values = {"reward": metrics["reward/total"]}
+        values |= {name: metrics[f"train/{name}"] for name in PROGRESS_METRICS if f"train/{name}" in metrics}
+        tokens = int(sum(t.policy_tokens for t in self._sampled))
+        self._recorder.progress.update(self.step, values, tokens)
