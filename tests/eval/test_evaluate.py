@@ -184,7 +184,7 @@ def test_judging_by_a_service_or_a_model_is_recorded_in_the_card(
         ("retriever=exact", ["retriever.encoder="], "retriever.kind=exact needs retriever.encoder"),
         ("temperature=-1", [], "eval.temperature=-1.0 must be at least 0"),
         ("questions=1,top_k=0", [], "rollout.top_k=0 must be at least 1"),
-        ("questions=20", ["rollout.context=5000"], "context of 5000 tokens exceeds the model's"),
+        ("questions=20", ["rollout.context=5000"], "context of 5000 tokens is more than the model's"),
     ],
 )
 def test_wrong_input_raises_before_anything_is_written(
