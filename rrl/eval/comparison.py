@@ -19,7 +19,7 @@ from rrl.data.trajectory import Trajectory
 from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
 from rrl.eval.intervals import PairedComparison, bootstrap, compare
-from rrl.eval.result_card import UNKNOWN_CORPUS, ResultCard, card_of, differences
+from rrl.eval.result_card import UNKNOWN_CORPUS, ResultCard, card_from_json, differences
 from rrl.eval.scoring import REPORT_WARNINGS, report_warnings
 from rrl.retrieval.gold import TITLES
 from rrl.text.spans import Tag
@@ -146,7 +146,7 @@ def load_run(folder: str | Path, name: str = "") -> EvaluationRun:
             f"run {folder}: its metrics.json has no result card; launch/eval.py writes one, and launch/score.py does with --card"
         )
     try:
-        card = card_of(found["card"])
+        card = card_from_json(found["card"])
     except UserError as error:
         raise UserError(f"run {folder}: metrics.json, card: {error}") from error
     if len(lines) != card.questions:
@@ -187,18 +187,18 @@ def paired_test(
         gold = {card.gold_sha256 for card in (first.card, run.card)} - {""}
         by = {of.report.get("retrieval_by", TITLES) for of in (first, run) if of.coverage}
         same = same and len(gold) < 2 and len(by) < 2
-    ours, theirs = ({**of.metrics, **of.coverage}.get(metric) for of in (first, run))
-    if run is first or not same or ours is None or theirs is None:
+    first_values, second_values = ({**of.metrics, **of.coverage}.get(metric) for of in (first, run))
+    if run is first or not same or first_values is None or second_values is None:
         return None
     if list(first.ids) != list(run.ids):
         raise UserError(
             f"the scores.jsonl of the runs {first.name} and {run.name} are in different orders; run their commands again, which "
             "write them"
         )
-    known = ~(np.isnan(ours) | np.isnan(theirs))  # recall is undefined without gold passages
+    known = ~(np.isnan(first_values) | np.isnan(second_values))  # recall is undefined without gold passages
     if not known.any():
         return None
-    return compare(ours[known], theirs[known], level=level, seed=seed)
+    return compare(first_values[known], second_values[known], level=level, seed=seed)
 
 
 def comparability_notes(runs: Sequence[EvaluationRun]) -> list[str]:

@@ -51,7 +51,7 @@ class DatasetConfig:
     worlds: int = 8
     """Number of built-in worlds; this and the two fields below have the values of training's held-out questions."""
     world_size: int = 200
-    """Entities in one built-in world."""
+    """Passages in one built-in world."""
     per_kind: int = 144
     """Questions of each kind in the built-in world if `questions` is 0."""
     on_error: OnFault = "refuse"

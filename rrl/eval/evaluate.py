@@ -259,7 +259,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
                 file = verdicts_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
                 short = score_short_answers(file, judge, rule_named(name), data.questions, answers)
             append_timing(workdir, len(verdicts) - before, judged, judge=time.perf_counter() - began)
-        card = card_of(settings, data, command, workdir)
+        card = make_result_card(settings, data, command, workdir)
         summary = finish(workdir, card, data.questions, settings, verdicts, short, judged)
     print(as_text(summary))
     if cut := summary["ended"].get("context_limit", 0.0):
@@ -375,7 +375,7 @@ def _correctness(prediction: str, answers: Sequence[str], choices: Sequence[str]
     return choice_correct(prediction, answers, choices) if choices else exact_match(prediction, answers)
 
 
-def card_of(
+def make_result_card(
     settings: EvaluationSettings, data: Dataset, command: Sequence[str] = (), workdir: Path | None = None
 ) -> ResultCard:
     """Return the result card. The commits of the code that answered are read from timing.jsonl in `workdir`, if given."""

@@ -80,15 +80,15 @@ def compare(
 
     Raises UserError for runs of unequal length, and as `bootstrap` does.
     """
-    ours, theirs = _checked(first, level, resamples), _checked(second, level, resamples)
-    if len(ours) != len(theirs):
+    first_values, second_values = _checked(first, level, resamples), _checked(second, level, resamples)
+    if len(first_values) != len(second_values):
         raise UserError(
-            f"a paired test needs the same questions in both runs; there are {len(ours)} and {len(theirs)}"
+            f"a paired test needs the same questions in both runs; there are {len(first_values)} and {len(second_values)}"
         )
-    change = theirs - ours
+    change = second_values - first_values
     low, high = _percentiles(_resampled_means(change, resamples, seed), level)
     better, worse = int((change > 0).sum()), int((change < 0).sum())
-    binary = bool(np.isin(ours, (0, 1)).all() and np.isin(theirs, (0, 1)).all())
+    binary = bool(np.isin(first_values, (0, 1)).all() and np.isin(second_values, (0, 1)).all())
     return PairedComparison(
         difference=float(change.mean()),
         low=low,

@@ -239,12 +239,12 @@ def save_card(file: str | Path, card: ResultCard) -> None:
 def load_card(file: str | Path) -> ResultCard:
     """Read a card. Raises UserError, with the field, if the file is not a result card."""
     try:
-        return card_of(json.loads(Path(file).read_text(encoding="utf-8")))
+        return card_from_json(json.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(f"result card {file}: {error}") from error
 
 
-def card_of(fields: Any) -> ResultCard:
+def card_from_json(fields: Any) -> ResultCard:
     """Return the card of a decoded JSON object. Raises UserError for a missing or unknown field, or a wrong type."""
     if not isinstance(fields, dict):
         raise UserError(f"got {fields!r:.60}, not an object with the fields of a result card")

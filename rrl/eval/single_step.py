@@ -48,11 +48,11 @@ def compare_single_step(trajectories: Sequence[Trajectory], retriever: Retriever
     gold = [t.question.gold for t in known]
     steps = gold_hits([[title for search in t.searches for title in search.titles] for t in known], gold)
     k = max(1, math.ceil(steps.retrieved.mean()))
-    most = max(k, int(steps.retrieved.max()))
+    max_retrieved = max(k, int(steps.retrieved.max()))
     # Search twice as many, because only the first of several passages with the same title counts.
     ranked = [
         list(dict.fromkeys(hit.passage.title for hit in hits))
-        for hits in retriever.search([t.question.text for t in known], 2 * most)
+        for hits in retriever.search([t.question.text for t in known], 2 * max_retrieved)
     ]
     same_k = [titles[:count] for titles, count in zip(ranked, steps.retrieved.tolist(), strict=True)]
     return SingleStepComparison(

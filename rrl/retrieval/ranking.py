@@ -50,8 +50,8 @@ def rescore(
     much faster.
     """
     ids, scores = empty_ranking(len(queries), k)
-    most = max(map(len, candidates), default=0)
-    step = max(1, RESCORED_TOGETHER // max(1, most * embeddings.shape[1]))
+    width = max(map(len, candidates), default=0)
+    step = max(1, RESCORED_TOGETHER // max(1, width * embeddings.shape[1]))
     for start in range(0, len(queries), step):
         some = slice(start, start + step)
         vectors, positions = queries[some], _padded(candidates[some], len(embeddings))

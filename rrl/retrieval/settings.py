@@ -134,7 +134,7 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
     text = dataclasses.replace(text, query_prefix=prefix)
     logging.getLogger(__name__).log(
         logging.INFO if certain else logging.WARNING,
-        "encoder %s: prefixes %r and %r (%s); %s pooling, %s; at most %d tokens a query, %d a passage",
+        "encoder %s: prefixes %r and %r (%s); %s pooling, %s; at most %d tokens per query, %d per passage",
         folder,
         text.query_prefix,
         text.passage_prefix,

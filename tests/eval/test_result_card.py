@@ -12,7 +12,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.eval.result_card import (
     ResultCard,
-    card_of,
+    card_from_json,
     commit_here,
     differences,
     gold_fingerprint,
@@ -52,7 +52,7 @@ def test_a_card_survives_the_round_trip_through_json(tmp_path: Path) -> None:
     required = dataclasses.asdict(CARD)
     for name in ("gold_sha256", "compute", "commit", "versions", "reader", "judge", "seed"):
         del required[name]
-    assert card_of(required).compute == {}  # older cards lack the field
+    assert card_from_json(required).compute == {}  # older cards lack the field
     assert {"python", "rrl", "jax"} <= set(json.loads((tmp_path / "card.json").read_text())["versions"])
 
 
@@ -129,9 +129,9 @@ def test_errors_name_the_wrong_field_of_a_card(tmp_path: Path, change: dict, wor
 
 def test_objects_that_are_not_cards_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="missing: method, dataset"):
-        card_of({})
+        card_from_json({})
     with pytest.raises(UserError, match="not an object"):
-        card_of([])
+        card_from_json([])
     with pytest.raises(UserError, match=r"result card .*none.json"):
         load_card(tmp_path / "none.json")
 
