@@ -45,7 +45,7 @@ def get_config(arg: str = "") -> ConfigDict:
     )
     refuse_unused_encoder(args)
     # These modules import jax, so they are imported only after the arguments have been checked.
-    from rrl.eval.evaluate import with_defaults
+    from rrl.eval.settings import with_defaults
     from rrl.recipes.card import read_card
     from rrl.recipes.catalogue import is_recipe
     from rrl.recipes.prompted.base import PromptedSettings

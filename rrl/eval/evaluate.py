@@ -24,17 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
-from rrl.config.renamed import rename_config
-from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
 from rrl.data.questions import Question, save_questions
 from rrl.data.trajectory import Trajectory
 from rrl.data.trajectory_files import load_trajectories
-from rrl.errors import UserError, at_least, at_most, one_of
-from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset, with_retriever
-from rrl.eval.judging import PROMPTS, judge_correctness, score_short_answers, verdicts_file
-from rrl.eval.methods import AnsweringMethod, AnswerModel, TrainedAgent, make_answering_method
+from rrl.errors import UserError
+from rrl.eval.dataset import Dataset, load_dataset, with_retriever
+from rrl.eval.judging import judge_correctness, score_short_answers, verdicts_file
+from rrl.eval.methods import AnsweringMethod, AnswerModel, TrainedAgent
 from rrl.eval.predictions import load_predictions
 from rrl.eval.result_card import (
     BM25_FIELDS,
@@ -47,26 +44,20 @@ from rrl.eval.result_card import (
 )
 from rrl.eval.results import ResultLines, read_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, match_predictions, report, score, write_report
+from rrl.eval.settings import EvaluationSettings
 from rrl.eval.timing import append_timing, latency, read_timing
 from rrl.files import saving, write_atomically
-from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.hf import folder_hash, load_language_model
-from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.card import read_card, require_policy
-from rrl.recipes.catalogue import is_recipe, make_recipe
-from rrl.recipes.prompted.base import PromptedSettings
-from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
+from rrl.recipes.card import read_card
 from rrl.report.trajectories_html import write_html
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.gold import hits_from_ranks
 from rrl.rewards.judge import Judge
-from rrl.rewards.judge_settings import SECTIONS as JUDGE
-from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
-from rrl.rollout.config import RESULT_INVARIANT_FIELDS, EngineConfig
+from rrl.rollout.config import RESULT_INVARIANT_FIELDS
 from rrl.rollout.engine import Engine
-from rrl.runs.datasets import RetrieverConfig, encoder_folder
+from rrl.runs.datasets import encoder_folder
 from rrl.runs.progress import Progress
 from rrl.runs.timed_log import TimedLog
 from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
@@ -83,117 +74,6 @@ FILES = (
 """Files that a run creates, in addition to config.json and the files of verdicts."""
 MAX_SHOWN = 100
 """Largest number of trajectories on a run's page."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """How answers are sampled and scored."""
-
-    temperature: float = 0.0
-    """0 is greedy."""
-    seed: int = 0
-    """Seed of sampling and of the bootstrap."""
-    normalization: str = "squad"
-    """A name of `rrl.text.normalize.RULES`."""
-    judge_prompt: str = "tiresrag"
-    """Prompt of the judge: tiresrag (Figure 13) or r2ag (Figure A.4)."""
-    level: float = 0.95
-    """Confidence level of the intervals."""
-
-    def __post_init__(self) -> None:
-        at_least(0, self, "temperature", "seed", "level")
-        at_most(2**32 - 1, self, "seed")
-        one_of(PROMPTS, self, "judge_prompt")
-        rule_named(self.normalization)
-        if not 0 < self.level < 1:
-            raise UserError(f"level={self.level} must lie between 0 and 1, such as 0.95")
-
-
-SECTIONS: Mapping[str, type] = {
-    "eval": EvalConfig,
-    "data": DatasetConfig,
-    "retriever": RetrieverConfig,
-    "rollout": EngineConfig,
-    "reader_rollout": EngineConfig,
-    "mesh": MeshConfig,
-    "compute": ComputeConfig,
-}
-"""The dataclass of each config section that every method has."""
-
-
-def with_defaults(config: ConfigDict) -> ConfigDict:
-    """Add every missing field with its default to a config (see configs/eval.py), so that each can be overridden."""
-    rename_config(config)
-    for name, kind in SECTIONS.items():
-        fill_defaults(config[name], kind)
-    if "judge" in config:
-        for name, kind in JUDGE.items():
-            if name not in config:
-                config[name] = ConfigDict()
-            fill_defaults(config[name], kind)
-    name = config.method.name
-    if name in METHODS:
-        for option, value in make_prompted_method(name).defaults.items():
-            if option not in config.method:
-                config.method[option] = value
-        fill_defaults(config.prompted, PromptedSettings)
-        for field in ("temperature", "token_bytes"):  # set by the evaluation and the tokenizer
-            del config.prompted[field]
-    elif is_recipe(name):
-        recipe = make_recipe(name)
-        fill_defaults(config.recipe, type(recipe))
-        if "environment" not in config.recipe:
-            config.recipe.environment = ConfigDict()
-        fill_defaults(config.recipe.environment, type(recipe.environment))
-    return config
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationSettings:
-    """An evaluation's config, checked and typed."""
-
-    name: str
-    policy: str
-    method: AnsweringMethod
-    eval: EvalConfig
-    data: DatasetConfig
-    retriever: RetrieverConfig
-    rollout: EngineConfig
-    reader_rollout: EngineConfig
-    mesh: MeshConfig
-    compute: ComputeConfig
-    reader: str = ""
-    """Folder of the model that answers from the passages that a recipe retrieved (R2AG's generator)."""
-    judge: JudgeSettings | None = None
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "EvaluationSettings":
-        """Check a config (see configs/eval.py) and that its folders exist. Nothing is loaded yet. Raises UserError."""
-        values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        names = ("name", "policy", "reader", "method", "recipe", "prompted")
-        refuse_unknown_fields([*SECTIONS, *JUDGE, *names], values, "config")
-        reader = values.get("reader", "")
-        method = make_answering_method(values["method"], values.get("recipe"), values.get("prompted"), reader)
-        if not values["name"]:
-            raise UserError("name='' is empty; give a name, which becomes the name of the run's folder")
-        require_policy(values["policy"])
-        if reader:
-            require_folder("reader", reader)
-        sections: dict[str, Any] = {name: build(kind, values[name], name) for name, kind in SECTIONS.items()}
-        judge = JudgeSettings.parse(values) if "judge" in values else None
-        folders = {"policy": values["policy"], "reader": reader}
-        settings = cls(name=values["name"], method=method, judge=judge, **folders, **sections)
-        if settings.judge is not None:
-            settings.judge.check()
-        if settings.searches:
-            encoder_folder(settings.retriever)
-            settings.retriever.identity()  # checks its index, if it has one
-        return dataclasses.replace(settings, compute=settings.compute.for_platform(jax.default_backend()))
-
-    @property
-    def searches(self) -> bool:
-        """Whether the evaluation searches at all."""
-        return self.method.searches and self.retriever.kind != "off"
 
 
 def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] = ()) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from rrl.eval import evaluate
 from rrl.eval.comparison import comparison_rows, cost_table, load_run
 from rrl.eval.dataset import Dataset
 from rrl.eval.results import ResultLines, read_lines
+from rrl.eval.settings import EvaluationSettings
 from rrl.files import SaveError, exclusive_lock
-from rrl.recipes.catalogue import RECIPES
+from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.catalogue import METHODS
 from rrl.runs.launcher import load_config
 from tests.eval.runs import QUESTIONS
@@ -246,7 +247,7 @@ def test_the_error_names_an_unknown_field_or_argument() -> None:
 
 @pytest.mark.parametrize("name", [*RECIPES, *METHODS])
 def test_every_recipe_and_method_has_valid_settings(name: str) -> None:
-    settings = evaluate.EvaluationSettings.of(config(f"method={name}"))
+    settings = EvaluationSettings.of(config(f"method={name}"))
     assert json.loads(json.dumps(settings.method.identity)) and settings.method.limits
     assert settings.method.name == name and settings.searches == (name not in ("direct", "cot"))
 
@@ -255,7 +256,7 @@ def test_r3rag_has_the_papers_limits_on_real_questions() -> None:
     """R3-RAG: top-k 5 and at most 5 steps; documents are cut to 512 characters only "in RL training"."""
     made = config("method=r3rag,dataset=dev.jsonl,corpus=wiki.jsonl,policy=FOLDER")
     assert made.rollout.top_k == 5
-    environment = evaluate.make_recipe("r3rag", {}, dict(made.recipe.environment)).environment
+    environment = make_recipe("r3rag", {}, dict(made.recipe.environment)).environment
     assert (environment.document_characters, environment.max_steps) == (0, 5)
     assert (
         config("method=r3rag").recipe.environment.document_characters == 512
@@ -264,7 +265,7 @@ def test_r3rag_has_the_papers_limits_on_real_questions() -> None:
 
 def test_gold_passages_are_part_of_the_identity_of_an_evaluation() -> None:
     """R2AG's trees and the diagnosis use the gold passages, so they matter even for the same questions."""
-    settings = evaluate.EvaluationSettings.of(config("method=rsearch"))
+    settings = EvaluationSettings.of(config("method=rsearch"))
     data = Dataset("four", QUESTIONS, corpus_sha256="c" * 64)
     moved = [dataclasses.replace(question, gold=("Rome",)) for question in QUESTIONS]
     other = dataclasses.replace(data, questions=moved)

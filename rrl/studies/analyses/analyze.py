@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
-from rrl.eval.evaluate import EvaluationSettings
+from rrl.eval.settings import EvaluationSettings
 from rrl.files import atomic_stream, saving
 from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import load_config

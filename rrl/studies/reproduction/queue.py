@@ -22,8 +22,8 @@ from ml_collections import ConfigDict
 
 from rrl.config.renamed import new_name, rename_stored
 from rrl.errors import UserError
-from rrl.eval import evaluate
 from rrl.eval.result_card import commit_here
+from rrl.eval.settings import with_defaults as eval_defaults
 from rrl.files import atomic_stream, exclusive_lock, shipped
 from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import EXIT_TRY_AGAIN, load_config
@@ -110,7 +110,7 @@ def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
         new_name(name): value
         for name, _, value in (flag.removeprefix(".").partition("=") for flag in flags[1:])
     }
-    filled = {"train": experiment.with_defaults, "sft": stages.with_defaults, "eval": evaluate.with_defaults}
+    filled = {"train": experiment.with_defaults, "sft": stages.with_defaults, "eval": eval_defaults}
     try:
         today = resolved_settings(dataclasses.replace(run, config=flags[0][1:], fields=fields))
         was = filled[run.launcher](
