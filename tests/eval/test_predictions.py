@@ -65,9 +65,9 @@ def test_the_fields_of_prediction_and_verdict_can_be_chosen(tmp_path: Path) -> N
     file = written(tmp_path, {"id": 1, "prediction": "x", "mine": {"short": "y"}, "gpt": "True."})
     assert load_predictions(file, "mine.short", "gpt")[0].answers == ("y",)
     assert load_predictions(file, "mine.short", "gpt")[0].verdict is True
-    for said, verdict in (("False", False), (True, True), (0, False), ("perhaps", None), ("Correct", True)):
+    for reply, verdict in (("False", False), (True, True), (0, False), ("perhaps", None), ("Correct", True)):
         assert (
-            load_predictions(written(tmp_path, {"id": 1, "pred": "", "gpt": said}), "", "gpt")[0].verdict
+            load_predictions(written(tmp_path, {"id": 1, "pred": "", "gpt": reply}), "", "gpt")[0].verdict
             is verdict
         )
 
@@ -131,8 +131,8 @@ def test_the_error_names_a_missing_verdict_or_field(tmp_path: Path) -> None:
 
 
 def test_numbers_and_booleans_are_answers(tmp_path: Path) -> None:
-    said = (1913, 9.5, True, False, [1, "x"], None)
-    file = written(tmp_path, *({"id": at, "prediction": value} for at, value in enumerate(said)))
+    values = (1913, 9.5, True, False, [1, "x"], None)
+    file = written(tmp_path, *({"id": at, "prediction": value} for at, value in enumerate(values)))
     assert [p.answers for p in load_predictions(file)] == [
         ("1913",),
         ("9.5",),

@@ -78,7 +78,7 @@ def test_equal_settings_have_no_differences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         (
             {"corpus_sha256": "d" * 64},
@@ -95,9 +95,9 @@ def test_equal_settings_have_no_differences() -> None:
         ({"compute": {"dtype": "bfloat16"}}, r"numerics differs: a, c: dtype float32; b: dtype bfloat16$"),
     ],
 )
-def test_differences_name_the_setting_and_the_runs(change: dict, said: str) -> None:
+def test_differences_name_the_setting_and_the_runs(change: dict, expected: str) -> None:
     (line,) = differences({"a": CARD, "b": dataclasses.replace(CARD, **change), "c": CARD})
-    assert re.match(said, line)
+    assert re.match(expected, line)
 
 
 def test_a_closed_book_run_differs_in_corpus_and_retriever() -> None:

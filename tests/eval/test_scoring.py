@@ -278,8 +278,8 @@ def test_results_and_trajectories_contain_their_gold_answers(tmp_path: Path, fie
         "choices": [],
     }
     records = [
-        {"id": name, field: said, "answer": said, "question": question | {"id": name}, "ended": "answer"}
-        for name, said in (("a", "B"), ("b", "A"))
+        {"id": name, field: answer, "answer": answer, "question": question | {"id": name}, "ended": "answer"}
+        for name, answer in (("a", "B"), ("b", "A"))
     ]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     predictions = load_predictions(file)

@@ -122,12 +122,12 @@ def test_boxes_and_headings_can_be_mixed():
 
 def test_only_the_new_text_of_a_further_prompt_is_shown():
     opening = "user\nThe question: Who?{}\nassistant\n"
-    said = "Step 1:\nThe retrieval query: x"
-    past = f"\n{said}\nDocuments: (Title: T) t"
+    policy_text = "Step 1:\nThe retrieval query: x"
+    past = f"\n{policy_text}\nDocuments: (Title: T) t"
     more = "\nStep 2:\nThe retrieval query: y\nDocuments: (Title: U) u"
     segments = [
         (PROMPT, opening.format("")),
-        (POLICY, said),
+        (POLICY, policy_text),
         (PROMPT, opening.format(past)),
         (POLICY, " Step 2:\nThe retrieval query: y\n"),
         (PROMPT, opening.format(past + more)),

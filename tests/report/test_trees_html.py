@@ -61,7 +61,7 @@ def svg(trajectory):
 def test_the_svg_is_well_formed_and_has_every_query_and_document():
     text, root = svg(FULL)
     words = " ".join(node.text for node in root.iter("text"))
-    for said in (
+    for expected in (
         "query 0.0",
         "query 1.1",
         "★ Film",
@@ -71,7 +71,7 @@ def test_the_svg_is_well_formed_and_has_every_query_and_document():
         "nothing found",
         "predicted",
     ):
-        assert said in words
+        assert expected in words
     assert len(re.findall(r'class="box ', text)) == 1 + 5
     assert text.count('class="edge dashed"') == 1
     assert root.get("role") == "img" and "Silver Harbour" in root.get("aria-label")
