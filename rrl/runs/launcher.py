@@ -115,13 +115,15 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
     try:
         return values(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(cause := _cause(error), UserError):  # of the config file, whatever overrides there are
+            raise UserError(str(cause)) from error
         known = {
             AttributeError: _unknown_field,
             KeyError: _unknown_field,
             flags.IllegalFlagValueError: _wrong_value,
         }
         said = next((say(argv, values) for kind, say in known.items() if isinstance(error, kind)), "")
-        raise UserError(said or str(_cause(error))) from error
+        raise UserError(said or str(cause)) from error
 
 
 def _with_shipped_config(argv: Sequence[str]) -> list[str]:
