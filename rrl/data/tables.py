@@ -271,6 +271,10 @@ def _names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple[list[s
     if not good:
         return list(columns), rows
     head = good[0]
+    if any("\r" in cell for cell in head.cells):
+        raise UserError(
+            f"{path}: its lines end in carriage returns alone. Save it with line feeds, or with both, at their ends."
+        )
     given = [cell.strip() for cell in head.cells]
     names = list(columns)
     header = _is_header(given) or (bool(columns) and _differs(good, columns))
@@ -282,7 +286,7 @@ def _names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple[list[s
                 f"{path}, line {head.line}: the column {twice[0]!r} is there twice in the header {', '.join(given)}. Rename one."
             )
     elif not names:
-        names = _inferred(path, good)
+        names = _inferred(path, good, rows[0].broken)
     logging.getLogger(__name__).info(
         "%s: %s; %s",
         path,
@@ -331,16 +335,18 @@ def _differs(rows: Sequence[_Row], columns: Sequence[str]) -> bool:
     return len(ids) > 1 and not ids[0].isdigit() and all(identity.isdigit() for identity in ids[1:])
 
 
-def _inferred(path: Path, rows: Sequence[_Row]) -> list[str]:
+def _inferred(path: Path, rows: Sequence[_Row], broken: str) -> list[str]:
     """The meaning of the columns where the first records leave no doubt: DPR's questions with lists of answers, or an id beside
-    a text, or beside a text and a title of at most half its length. UserError otherwise.
+    a text, or beside a text and a title of at most half its length. UserError otherwise, and where the first record may be a
+    header of other names. `broken` is what is wrong with the first line, if anything is.
     """
     cells = [row.cells for row in rows]
     size = len(cells[0])
     if all(len(row) == size for row in cells):
         if size == 2 and all(re.fullmatch(r"\[.*\]", row[1].strip(), re.S) for row in cells):
             return ["question", "answers"]
-        if size in (2, 3) and all(re.fullmatch(r"\S{1,64}", row[0]) for row in cells):
+        ids = all(re.fullmatch(r"\S{1,64}", row[0]) for row in cells) and not _may_be_header(cells)
+        if size in (2, 3) and ids:
             if size == 2 and all(_is_text(row[1]) for row in cells):
                 return ["id", "text"]
             for title, text in ((1, 2), (2, 1)) if size == 3 else ():
@@ -349,9 +355,16 @@ def _inferred(path: Path, rows: Sequence[_Row]) -> list[str]:
     shown = ", ".join(repr(cell if len(cell) <= 30 else cell[:27] + "...") for cell in cells[0][:8])
     raise UserError(
         f"{path}, line {rows[0].line}: {shown} is no header with names such as id, title and text, or question and answer, and "
-        "it is not clear what each column holds. Put a line of such names above it; of a corpus, "
+        f"it is not clear what each column holds{f' (the first line, which may say it, is {broken})' if broken else ''}. "
+        "Put a line of such names above it, or in its place if it has other names; of a corpus, "
         "launch/build_index.py --columns=id,text,title (in the order of the file) says it too."
     )
+
+
+def _may_be_header(cells: Sequence[Sequence[str]]) -> bool:
+    """Whether the first record has no digit in its id, where all others have one."""
+    has_digit = [any(letter.isdigit() for letter in row[0]) for row in cells]
+    return len(cells) > 1 and not has_digit[0] and all(has_digit[1:])
 
 
 def _is_text(cell: str) -> bool:
