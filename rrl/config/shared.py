@@ -141,7 +141,7 @@ def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recip
 
 
 def is_smoke(args: types.SimpleNamespace) -> bool:
-    """Whether so few updates are asked for in the built-in world that a run shall only be looked at."""
+    """Whether a run of size tiny is asked for so few updates that it shall only be looked at."""
     return args.size == "tiny" and args.steps is not None and 0 < args.steps <= 5
 
 
@@ -152,10 +152,11 @@ def shrink_to_smoke(config: ConfigDict) -> None:
     config.objective.row_lengths = config.objective.row_lengths[-1:]
     config.train.eval_every = config.train.steps
     # References: the note has the numbers of the run, which may be changed after this.
-    config.note = (
+    note = (
         f"smoke run (steps={config.train.steps}; 1 to 5 are for a look): "
         + config.train.get_ref("questions").to_str()
         + " questions an update, "
-        + config.data.get_ref("held_out_per_kind").to_str()
-        + " held-out questions of each kind, rows of one length. Its numbers are not those of a longer run's first steps"
     )
+    if config.data.path == "miniwiki":  # a folder holds out what it has
+        note += config.data.get_ref("held_out_per_kind").to_str() + " held-out questions of each kind, "
+    config.note = note + "rows of one length. Its numbers are not those of a longer run's first steps"
