@@ -398,10 +398,18 @@ _OPENING = re.compile(rf"\A[\s*\"'(]*(?!1\.\s){_TENTHS}(?=[\s*\"')]*(?:$|[,;:(\n
 _CLOSING = re.compile(rf"(?:^|[:=]|\bis\b)[\s*\"'(]*{_TENTHS}[\s*\"').]*\Z", re.MULTILINE)
 
 
+_JUDGING = (
+    "(?:assist|help|answer|comply|determine|judge|evaluate|verify|assess|decide|say|tell|rate|score|give)"
+)
+_UNABLE = r"(?:(?:['’]m| am) (?:not able|unable) to| can(?:not|['’]t| not)| won['’]t| will not)"
 _REFUSAL = re.compile(
-    r"\W*(?:(?:i['’]m|i am) (?:very |so )?sorry\b|sorry,? (?:but )?i\b|as an? (?:\w+ )?(?:ai|language model)\b"
-    r"|(?:unfortunately,? )?i(?:(?:['’]m| am) (?:not able|unable) to| can(?:not|['’]t| not)| won['’]t| will not)"
-    r" (?:\w+ly )?(?:assist|help|answer|comply|determine|judge|evaluate|verify|assess|decide|say|tell|rate|score|give)\b)",
+    r"\W*(?:unfortunately,? )?(?:(?:i['’]m|i am) (?:very |so )?sorry\b|sorry,? (?:but )?i\b|(?:i|we) apologi[sz]e\b"
+    r"|(?:my )?apologies\b|as an? (?:\w+ )?(?:ai|language model)\b"
+    r"|i (?:must |have to |will )?(?:respectfully )?(?:decline|refuse)\b"
+    r"|(?:i['’]m|i am) not comfortable\b|i (?:do not|don['’]t) (?:feel comfortable|have (?:enough|sufficient) \w+ to)\b"
+    rf"|i{_UNABLE} (?:\w+ly |in good conscience )?{_JUDGING}\b"
+    # Without "whether" it may be said of the documents that are judged.
+    rf"|(?:we can(?:not|['’]t| not)|it(?: is|['’]s) (?:not possible|impossible) to) {_JUDGING} (?:whether|if)\b)",
     re.IGNORECASE,
 )
 """Matches the start of a reply that refuses to judge. Numbers and verdicts after it are not a score."""

@@ -89,7 +89,7 @@ class RetrieverConfig:
         if self.encoder and kind in ("http", "bm25"):
             raise UserError(
                 f"retriever.encoder={self.encoder!r} has no meaning with retriever.index={self.index!r}, which takes words "
-                f"({kind}); leave it out"
+                f"({kind}); leave it out, with --config.retriever.encoder= where it is the config's own"
             )
         return settings
 

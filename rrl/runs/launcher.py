@@ -132,6 +132,8 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
     try:
         return values(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(cause := _cause(error), UserError):  # of the config file, whatever overrides there are
+            raise UserError(str(cause)) from error
         known = {
             AttributeError: _unknown_field,
             KeyError: _unknown_field,
@@ -140,7 +142,7 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
         reason = next(
             (describe(argv, values) for kind, describe in known.items() if isinstance(error, kind)), ""
         )
-        raise UserError(reason or str(_cause(error))) from error
+        raise UserError(reason or str(cause)) from error
 
 
 def _with_shipped_config(argv: Sequence[str]) -> list[str]:

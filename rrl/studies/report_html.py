@@ -134,7 +134,10 @@ def _filters(sides: Sequence[Sequence[Trajectory]]) -> str:
 
 def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
     marks = "".join(f'<b class="{verdict(t)}">{MARKS[verdict(t)]}</b>' for t in side)
-    return f'<a href="#t{at}" data-at="{at}"><span>{_text(question.text)}<small>{marks} {words(question.kind)}</small></span></a>'
+    return (
+        f'<a href="#t{at}" data-at="{at}"><span><span class="asked">{_text(question.text)}</span>'
+        f"<small>{marks} {words(question.kind)}</small></span></a>"
+    )
 
 
 def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[EvaluationRun]) -> str:

@@ -246,6 +246,11 @@ def test_a_field_or_argument_that_is_not_there_is_named() -> None:
             call()
 
 
+def test_a_service_of_the_built_in_world_needs_no_encoder_to_be_left_out() -> None:
+    assert config("method=rsearch,index=http://127.0.0.1:9").retriever.encoder == ""
+    assert config("method=rsearch").retriever.encoder == "assets/miniwiki-encoder"
+
+
 @pytest.mark.parametrize("name", [*RECIPES, *METHODS])
 def test_every_recipe_and_method_is_a_config_away(name: str) -> None:
     settings = evaluate.EvaluationSettings.of(config(f"method={name}"))
