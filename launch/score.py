@@ -50,14 +50,14 @@ def main(_: Sequence[str]) -> None:
     from rrl.eval.result_card import differences, load_card, questions_fingerprint
     from rrl.eval.scoring import (
         Scores,
-        against,
         as_text,
-        matched,
-        own_questions,
+        compare_scores,
+        drop_unscorable,
+        match_predictions,
+        questions_in_file,
         report,
         scorable,
         score,
-        without,
         write_report,
     )
     from rrl.text.normalize import rule_named
@@ -76,7 +76,7 @@ def main(_: Sequence[str]) -> None:
     if _DATA.value:
         everything = load_questions(_DATA.value, truth=_TRUTH.value, unanswerable="empty")
     else:
-        everything = own_questions(predictions, name)
+        everything = questions_in_file(predictions, name)
     counts = scorable(everything, rule)
     questions = [question for question, count in zip(everything, counts, strict=True) if count]
     if not questions:
@@ -101,7 +101,9 @@ def main(_: Sequence[str]) -> None:
         if from_predictions:
             pairs: list[Prediction | None] = [p for p, count in zip(mine, counts, strict=True) if count]
         else:
-            pairs = matched(without(mine, everything, counts), questions, file, data, missing, by)
+            pairs = match_predictions(
+                drop_unscorable(mine, everything, counts), questions, file, data, missing, by
+            )
         return score(pairs, questions, rule, judged=bool(_JUDGE.value))
 
     scores = scored(name)
@@ -111,7 +113,7 @@ def main(_: Sequence[str]) -> None:
         other = scored(_AGAINST.value)
         result |= {
             "against_file": _AGAINST.value,
-            "against": against(scores, other, seed=_SEED.value, level=_LEVEL.value),
+            "against": compare_scores(scores, other, seed=_SEED.value, level=_LEVEL.value),
         }
         # The result card of an evaluation lies beside its scores.
         beside = {file: pathlib.Path(file).parent / "card.json" for file in (name, _AGAINST.value)}

@@ -1,4 +1,7 @@
-"""What an evaluation asks and searches: a question file or folder of a publisher's, or the built-in world."""
+"""The questions and corpus of an evaluation, from a question file, a data folder or the built-in world.
+
+Read `DatasetConfig` and `load_dataset` first.
+"""
 
 import dataclasses
 import typing
@@ -25,33 +28,34 @@ from rrl.text.normalize import title_key
 
 MINIWIKI = "miniwiki"
 HELD_OUT = ("test", "dev", "questions", "train")
-"""Which split of a folder is asked where none is named: the first of these that it has."""
+"""Splits of a data folder; the default is the first of these that the folder has."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DatasetConfig:
-    """Which questions are asked, and over which passages."""
+    """The questions of an evaluation, and the corpus that is searched."""
 
     path: str = MINIWIKI
     """miniwiki, a question file, or a folder with question files and a corpus."""
     corpus: str = ""
-    """Of a question file: its passages; the same file, where its questions bring theirs."""
+    """File with the passages, for a question file; the question file itself if its questions contain their passages."""
     truth: str = ""
-    """Of a question file without answers: the file that has them (MultiHop-RAG)."""
+    """File with the gold answers, for a question file without them (MultiHop-RAG)."""
     split: str = ""
-    """Of a folder: train, dev, test or questions, "" for the first of test, dev, questions, train that is there. Of the built-in
-    world: test or dev, "" for test."""
+    """Split of a folder: train, dev, test or questions; "": the first that exists of test, dev, questions, train. Split of the
+    built-in world: test or dev; "": test."""
     questions: int = 0
-    """So many of them, drawn without replacement; 0: all, of the built-in world 720."""
+    """Number of questions, drawn without replacement. 0: all; the built-in world then has 720."""
     seed: int = 1
-    """Of that draw, and of the built-in world."""
+    """Seed of that draw, and of the built-in world."""
     worlds: int = 8
-    """Of the built-in world, as in training's held-out questions; so are the two below."""
+    """Number of built-in worlds; this and the two fields below have the values of training's held-out questions."""
     world_size: int = 200
+    """Passages in one built-in world."""
     per_kind: int = 144
-    """Questions of each kind, where `questions` is 0."""
+    """Questions of each kind in the built-in world if `questions` is 0."""
     on_error: OnFault = "refuse"
-    """As in training (`rrl.runs.datasets.DataConfig`)."""
+    """How to handle broken records, as in training (`rrl.runs.datasets.DataConfig`)."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "questions", "seed")
@@ -59,14 +63,14 @@ class DatasetConfig:
         one_of(typing.get_args(OnFault), self, "on_error")
         if self.path == MINIWIKI and self.split not in ("", *HELD_OUT_SPLITS):
             raise UserError(
-                f"split={self.split!r} is none of the built-in world's: {', '.join(HELD_OUT_SPLITS)}"
+                f"split={self.split!r} is not a split of the built-in world; choose one of {', '.join(HELD_OUT_SPLITS)}"
             )
         if self.split and self.split not in HELD_OUT:
-            raise UserError(f"split={self.split!r} is unknown; there are {', '.join(HELD_OUT)}")
+            raise UserError(f"split={self.split!r} is unknown; choose one of {', '.join(HELD_OUT)}")
         file = self.path != MINIWIKI and not Path(self.path).is_dir()
         if file and not Path(self.path).is_file():
             raise UserError(
-                f"path={self.path!r} is neither miniwiki, nor a question file, nor a folder of them; give one"
+                f"path={self.path!r} is not miniwiki, a question file, or a folder of question files; give one of these"
             )
         for field in ("corpus", "truth"):
             if getattr(self, field) and not file:
@@ -79,47 +83,49 @@ class DatasetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Questions with unique ids, and what is searched for them."""
+    """Questions with unique ids, and the corpus that is searched for them."""
 
     name: str
     questions: list[Question]
     retriever: Retriever | None = None
-    """None where nothing is searched, and before `with_retriever`."""
+    """None if nothing is searched, and before `with_retriever`."""
     corpus: str = ""
-    """Name of what is searched; "" where nothing is."""
+    """Name of the corpus; "" if nothing is searched."""
     corpus_sha256: str = ""
-    """Its fingerprint; "" where it is not known (a search service)."""
+    """Fingerprint of the corpus; "" if it is not known (a search service)."""
     passages: Sequence[Passage] = ()
-    """Of the corpus; of an index folder or a search service only its retriever has them."""
+    """Passages of the corpus; empty for an index folder or a search service, whose passages only the retriever has."""
 
 
 def load_dataset(
     config: DatasetConfig,
     retriever: RetrieverConfig,
     searches: bool = True,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Dataset:
-    """The questions, and the corpus where the method `searches` and the retriever is not off; no index is built yet.
+    """Read the questions, and the corpus if the method `searches` and the retriever is not off. No index is built yet.
 
-    Raises UserError for a file of the wrong form, a question without a gold answer (both with the line), an id that comes twice,
-    more questions than there are, and a corpus that is needed and not given.
+    `log` receives progress lines and warnings.
+
+    Raises UserError for a file of the wrong format or a question without a gold answer (both with the line), a repeated id, more
+    questions than the file has, or a missing corpus.
     """
     searches = searches and retriever.kind != "off"
     if searches:
         encoder_folder(retriever)
     name, questions, corpus, passages = _read(config, searches and not retriever.index)
-    choosing = sum(bool(question.choices) for question in questions)
-    if 0 < choosing < len(questions):
+    multiple_choice = sum(bool(question.choices) for question in questions)
+    if 0 < multiple_choice < len(questions):
         raise UserError(
-            f"{config.path}: {choosing} of {len(questions)} questions are a multiple choice; put them into a file of their own"
+            f"{config.path}: {multiple_choice} of {len(questions)} questions are multiple choice; put them into a separate file"
         )
-    say(f"{name}: {len(questions)} questions")
+    log(f"{name}: {len(questions)} questions")
     if not searches:
         return Dataset(name, questions)
-    if passages and (lacking := _not_there(questions, passages)):
-        say(
-            f"warning: {lacking} questions have gold passages none of which the corpus has, by their titles or ids: is {corpus} "
-            "theirs?"
+    if passages and (missing := _without_gold(questions, passages)):
+        log(
+            f"warning: the corpus has none of the gold passages of {missing} questions, by titles or ids: "
+            f"is {corpus} their corpus?"
         )
     if retriever.index:
         identity = retriever.identity()["index"]
@@ -133,14 +139,14 @@ def with_retriever(
     retriever: RetrieverConfig,
     seconds: float = 60.0,
     workdir: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Dataset:
-    """The dataset with the retriever over its corpus, where it has one; arguments as of `rrl.runs.datasets.load_retriever`."""
+    """Return the dataset with a retriever over its corpus, if it has one; arguments as in `rrl.runs.datasets.load_retriever`."""
     if not dataset.corpus:
         return dataset
-    doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
-    some = f", {len(dataset.passages)} passages" if dataset.passages else ""
-    say(f"{dataset.corpus}: {doing}{some}")
+    action = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
+    size = f", {len(dataset.passages)} passages" if dataset.passages else ""
+    log(f"{dataset.corpus}: {action}{size}")
     search = load_retriever(dataset.passages, retriever, load_retriever_encoder(retriever), seconds, workdir)
     local = retriever.index and not retriever.index.startswith("http")
     passages = search.passages if search is not None and local else dataset.passages
@@ -148,7 +154,7 @@ def with_retriever(
 
 
 def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str, Sequence[Passage]]:
-    """Name, questions, name of the corpus, and its passages where they are wanted."""
+    """Return the name, the questions, the name of the corpus, and its passages if `corpus` is set."""
     if config.path == MINIWIKI:
         split = config.split or "test"
         wiki = generate(split, config.seed, config.worlds * config.world_size, config.worlds)
@@ -163,25 +169,25 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
             raise UserError(
                 f"data folder {path}: no file of the split {config.split!r}; it has {', '.join(folder.files)}"
             )
-        found = (
+        chosen = (
             folder.first_answered(HELD_OUT)
             if not config.split
             else (config.split, folder.questions(config.split))
         )
-        if found is None:
+        if chosen is None:
             raise UserError(f"data folder {path}: none of its question files has gold answers; give one")
-        split, questions = found
-        questions = _drawn(questions, config, folder.file(split))
+        split, questions = chosen
+        questions = _draw(questions, config, folder.file(split))
         return f"{path.name} {split}", questions, path.name, folder.passages
-    questions = _drawn(
+    questions = _draw(
         load_questions(path, on_broken(config.on_error), truth=config.truth or None), config, path
     )
     if not corpus:
         return path.name, questions, "", []
     if not config.corpus:
         raise UserError(
-            f"data.corpus='': {path} is a file of questions and the method searches. Give corpus=FILE (the same file, where its "
-            "questions bring their passages), retriever.index, or retriever=off"
+            f"data.corpus='': {path} is a file of questions and the method searches. Give corpus=FILE (the same file if its "
+            "questions contain their passages), retriever.index, or retriever=off"
         )
     return (
         path.name,
@@ -191,8 +197,8 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
     )
 
 
-def _not_there(questions: Sequence[Question], passages: Sequence[Passage]) -> int:
-    """How many questions have gold passages, but none of them in the corpus."""
+def _without_gold(questions: Sequence[Question], passages: Sequence[Passage]) -> int:
+    """Return the number of questions that have gold passages, none of which is in the corpus."""
     titles, ids = {title_key(passage.title) for passage in passages}, {passage.id for passage in passages}
     return sum(
         bool(q.gold or q.gold_ids)
@@ -202,11 +208,11 @@ def _not_there(questions: Sequence[Question], passages: Sequence[Passage]) -> in
     )
 
 
-def _drawn(questions: list[Question], config: DatasetConfig, file: Path) -> list[Question]:
-    _refuse_repeated(file, questions)
+def _draw(questions: list[Question], config: DatasetConfig, file: Path) -> list[Question]:
+    _reject_repeated(file, questions)
     if config.questions > len(questions):
         raise UserError(
-            f"data.questions={config.questions} must be at most {len(questions)}, which {config.path} has"
+            f"data.questions={config.questions} must be at most {len(questions)}, the number of questions in {config.path}"
         )
     if not config.questions:
         return questions
@@ -214,13 +220,13 @@ def _drawn(questions: list[Question], config: DatasetConfig, file: Path) -> list
     return [questions[at] for at in np.sort(order)]
 
 
-def _refuse_repeated(file: Path, questions: Sequence[Question]) -> None:
+def _reject_repeated(file: Path, questions: Sequence[Question]) -> None:
     seen: set[str] = set()
     for question in questions:
         if question.id in seen:
             first, second, *_ = record_places(file, question.id)
             raise UserError(
-                f"{file}, {second}: the id {question.id!r} is there twice, first at {first}; ids must be unique, since results "
-                "are kept by them"
+                f"{file}, {second}: the id {question.id!r} occurs twice, first at {first}; ids must be unique, because results "
+                "are stored by id"
             )
         seen.add(question.id)

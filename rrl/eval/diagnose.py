@@ -1,4 +1,7 @@
-"""Where search agents fail: TIRESRAG-R1's preliminary study (section 3, appendix B, Tables 1 and 2) for any trajectories."""
+"""Diagnose where search agents fail: TIRESRAG-R1's preliminary study (section 3, appendix B, Tables 1 and 2).
+
+It applies to any trajectories. Read `diagnose` first.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,61 +22,65 @@ ERRORS = (
     ("sufficient", "thinking correct but incorrect answer"),
     ("sufficient", "thinking process match evidence but incorrect"),
 )
-"""Table 2: context, kind of error."""
+"""Table 2: (context, kind of error)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What is said of one trajectory."""
+    """The diagnosis of one trajectory."""
 
     thinking: str
     """One of THINKING."""
     right: bool
     error: int | None = None
-    """Index into ERRORS; None where the answer is right."""
-    unread: int = 0
-    """Answers of the judge that could not be read, which count as no."""
+    """Index into ERRORS; None if the answer is right."""
+    unparsed: int = 0
+    """Replies of the judge that could not be parsed; each counts as no."""
 
 
 def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "answer") -> list[Diagnosis]:
-    """Diagnoses each trajectory, in their order.
+    """Diagnose each trajectory.
 
-    Appendix B: with n searches, overthinking can infer the gold answer after fewer than n of them, good thinking after the
-    n-th only, underthinking never. The kinds of error are told apart by three further questions
-    (`rrl.rewards.judge_prompts.ERROR_ASPECTS`) about the wrong answers. An answer is right by cover exact match.
+    Appendix B, for a trajectory with n searches: overthinking means that the gold answer can be inferred after fewer than n of
+    them, good thinking only after the n-th, and underthinking never. For wrong answers, three further judge prompts
+    (`rrl.rewards.judge_prompts.ERROR_ASPECTS`) distinguish the kinds of error. An answer is right by cover exact match.
 
     Args:
-      trajectories: what was done; `answer`, `segments`, `searches` and the question are read.
-      judge: asked for sufficiency after each search, all trajectories in one call.
-      answer: the tag of answers, which are no part of what was thought.
+      trajectories: `answer`, `segments`, `searches` and the question are read.
+      judge: judges sufficiency after each search, for all trajectories in one call.
+      answer: the tag of answers; their text is left out of the judged transcript.
+
+    Returns the diagnoses, in the order of the trajectories.
     """
-    asked = [
+    sufficiency = [
         (place, searches, Sufficiency(t.question, transcript_of(t, answer, searches=searches)))
         for place, t in enumerate(trajectories)
         for searches in range(len(t.searches) + 1)
     ]
     enough: list[list[float | None]] = [[] for _ in trajectories]
-    for (place, *_), score in zip(asked, judge.grade([case for *_, case in asked]), strict=True):
+    for (place, *_), score in zip(
+        sufficiency, judge.grade([prompt for *_, prompt in sufficiency]), strict=True
+    ):
         enough[place].append(score)
     right = [cover_exact_match(t.answer, t.question.answers) > 0 for t in trajectories]
     names = [("faithful", "reached") if scores[-1] else ("mistaken",) for scores in enough]
-    further = [
+    aspects = [
         (place, name, ErrorAnalysis(t.question, transcript_of(t, answer), t.answer, name, _last(t)))
         for place, t in enumerate(trajectories)
         if not right[place]
         for name in names[place]
     ]
-    found: list[dict[str, float | None]] = [{} for _ in trajectories]
-    for (place, name, _), score in zip(further, judge.grade([case for *_, case in further]), strict=True):
-        found[place][name] = score
+    by_aspect: list[dict[str, float | None]] = [{} for _ in trajectories]
+    for (place, name, _), score in zip(aspects, judge.grade([prompt for *_, prompt in aspects]), strict=True):
+        by_aspect[place][name] = score
     return [
         Diagnosis(
             _thinking(scores),
-            fine,
-            None if fine else _error(bool(scores[-1]), said),
-            sum(score is None for score in (*scores, *said.values())),
+            correct,
+            None if correct else _error(bool(scores[-1]), verdicts),
+            sum(score is None for score in (*scores, *verdicts.values())),
         )
-        for scores, fine, said in zip(enough, right, found, strict=True)
+        for scores, correct, verdicts in zip(enough, right, by_aspect, strict=True)
     ]
 
 
@@ -88,32 +95,32 @@ def _thinking(enough: Sequence[float | None]) -> str:
     return OVER if any(enough[:-1]) else GOOD
 
 
-def _error(sufficient: bool, said: dict[str, float | None]) -> int:
+def _error(sufficient: bool, verdicts: dict[str, float | None]) -> int:
     if not sufficient:
-        return 0 if said["mistaken"] else 1
-    if said["reached"]:
+        return 0 if verdicts["mistaken"] else 1
+    if verdicts["reached"]:
         return 3
-    return 4 if said["faithful"] else 2
+    return 4 if verdicts["faithful"] else 2
 
 
-def report(found: Sequence[Diagnosis]) -> str:
-    """Tables 1 and 2 of the paper: how many of each thinking were answered right and wrong, and the errors' shares."""
+def report(diagnoses: Sequence[Diagnosis]) -> str:
+    """Return Tables 1 and 2 of the paper: right and wrong answers by kind of thinking, and the shares of the errors."""
     counts = [
-        [sum(d.thinking == kind and d.right == right for d in found) for right in (True, False)]
+        [sum(d.thinking == kind and d.right == right for d in diagnoses) for right in (True, False)]
         for kind in THINKING
     ]
     rows = [("", "right", "wrong"), *((kind, *map(str, row)) for kind, row in zip(THINKING, counts))]
-    wrong = [d.error for d in found if d.error is not None]
+    wrong = [d.error for d in diagnoses if d.error is not None]
     errors = [("context    error", "number", "share")]
     for place, (context, kind) in enumerate(ERRORS):
         number = wrong.count(place)
         share = f"{100 * number / len(wrong):.1f} %" if wrong else "–"
         errors.append((f"{context:<12}  {kind}", str(number), share))
-    unread = sum(d.unread for d in found)
-    closing = [f"{unread} answers of the judge could not be read"] if unread else []
+    unparsed = sum(d.unparsed for d in diagnoses)
+    closing = [f"{unparsed} replies of the judge could not be parsed"] if unparsed else []
     return "\n".join(
         [
-            f"{len(found)} trajectories",
+            f"{len(diagnoses)} trajectories",
             *table(rows),
             "",
             f"{len(wrong)} wrong answers",

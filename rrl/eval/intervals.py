@@ -1,7 +1,7 @@
-"""Is it more than luck? Bootstrap intervals of a metric over questions, and paired tests between two runs on the same ones.
+"""Bootstrap intervals of a metric over questions, and paired tests between two runs on the same questions.
 
-All is seeded: the same values give the same figures. Questions are the unit that is drawn; the spread over training seeds is
-another matter, which `student` tells.
+Everything is seeded, so the same values give the same results. Questions are the unit that is resampled. For the spread over
+training seeds use `student`.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from rrl.errors import UserError
 
 RESAMPLES = 10_000
 _BLOCK = 2_000_000
-"""Numbers drawn at a time: memory stays at some tens of MB however many questions there are."""
+"""Numbers drawn at a time, which bounds memory to some tens of MB for any number of questions."""
 
 Values = Sequence[float] | Float[np.ndarray, "Q"]
-"""One value a question, in the same order for both runs of a pair."""
+"""One value per question, in the same order for both runs of a pair."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,30 +29,30 @@ class Interval:
     low: float
     high: float
     count: int
-    """Questions, or seeds."""
+    """Number of questions, or of seeds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PairedComparison:
-    """What a second run does better than a first on the same questions."""
+    """A paired comparison of a second run with a first on the same questions."""
 
     difference: float
-    """Mean of the second less that of the first."""
+    """Mean of the second run less the mean of the first."""
     low: float
     high: float
-    """Bootstrap interval of the difference."""
+    """Bounds `low` and `high` of the difference's bootstrap interval."""
     p: float
-    """Two-sided: how likely a difference this large is if the runs are equally good."""
+    """Two-sided p-value of the difference, under the hypothesis that the runs are equally good."""
     test: str
-    """McNemar's exact test where all values are 0 or 1, else a permutation of signs."""
+    """"McNemar" (exact test) if all values are 0 or 1, else "permutation" (of signs)."""
     better: int
     worse: int
     same: int
-    """Questions on which the second run scores more, less, the same."""
+    """Numbers of questions on which the second run scores higher (`better`), lower (`worse`) or the same."""
 
 
 def bootstrap(values: Values, *, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """The mean of `values` and its percentile bootstrap interval (Efron & Tibshirani, 1993, chapter 13).
+    """Return the mean of `values` and its percentile bootstrap interval (Efron & Tibshirani, 1993, chapter 13).
 
     Raises UserError for no values, values that are not finite, or settings out of range.
     """
@@ -62,9 +62,9 @@ def bootstrap(values: Values, *, level: float = 0.95, resamples: int = RESAMPLES
 
 
 def student(values: Values, *, level: float = 0.95) -> Interval:
-    """The mean of a few values, such as one a training seed, and its interval by Student's t (1908).
+    """Return the mean of a few values, such as one per training seed, and its interval by Student's t (1908).
 
-    Raises UserError for fewer than two, which tell nothing of their spread, and as `bootstrap`.
+    Raises UserError for fewer than two values, and as `bootstrap` does.
     """
     array = _checked(values, level, 1)
     if len(array) < 2:
@@ -76,19 +76,19 @@ def student(values: Values, *, level: float = 0.95) -> Interval:
 def compare(
     first: Values, second: Values, *, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
 ) -> PairedComparison:
-    """A paired comparison of two runs: interval by bootstrap over questions, p by McNemar's exact test or a permutation test.
+    """Compare two runs by question: interval by bootstrap over questions, p by McNemar's exact test or a permutation test.
 
-    Raises UserError for runs of unequal length, and as `bootstrap`.
+    Raises UserError for runs of unequal length, and as `bootstrap` does.
     """
-    ours, theirs = _checked(first, level, resamples), _checked(second, level, resamples)
-    if len(ours) != len(theirs):
+    first_values, second_values = _checked(first, level, resamples), _checked(second, level, resamples)
+    if len(first_values) != len(second_values):
         raise UserError(
-            f"a paired test needs the same questions in both runs; there are {len(ours)} and {len(theirs)}"
+            f"a paired test needs the same questions in both runs; there are {len(first_values)} and {len(second_values)}"
         )
-    change = theirs - ours
+    change = second_values - first_values
     low, high = _percentiles(_resampled_means(change, resamples, seed), level)
     better, worse = int((change > 0).sum()), int((change < 0).sum())
-    binary = bool(np.isin(ours, (0, 1)).all() and np.isin(theirs, (0, 1)).all())
+    binary = bool(np.isin(first_values, (0, 1)).all() and np.isin(second_values, (0, 1)).all())
     return PairedComparison(
         difference=float(change.mean()),
         low=low,
@@ -102,7 +102,7 @@ def compare(
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """Two-sided exact p of McNemar's test (1947): a fair coin for each question on which the runs differ."""
+    """Return the two-sided exact p of McNemar's test (1947): a fair coin for each question on which the runs differ."""
     count, fewer = better + worse, min(better, worse)
     term = total = 1
     for k in range(fewer):
@@ -112,12 +112,12 @@ def mcnemar(better: int, worse: int) -> float:
 
 
 def permutation(change: Values, *, resamples: int = RESAMPLES, seed: int = 0) -> float:
-    """Two-sided p of the mean change when each question's two values may be swapped at random (Fisher's sign-flip test).
+    """Return the two-sided p of the mean change if each question's two values are swapped at random (Fisher's sign-flip test).
 
-    The observed order counts as one of the draws, so that p is never 0 (Phipson & Smyth, 2010). Raises as `bootstrap`.
+    The observed signs count as one of the draws, so that p is never 0 (Phipson & Smyth, 2010). Raises as `bootstrap` does.
     """
     array = _checked(change, 0.95, resamples)
-    # Only how often each size occurs matters: so many of them, each positive or negative with even chance.
+    # Only the count of each absolute value matters: the number of positive signs among n equal ones is binomial.
     sizes, counts = np.unique(np.abs(array[array != 0]), return_counts=True)
     flipped = _drawn(
         lambda rng, rows: (2.0 * rng.binomial(counts, 0.5, (rows, len(counts))) - counts) @ sizes,
@@ -135,7 +135,7 @@ def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarra
     count = len(values)
     levels, often = np.unique(values, return_counts=True)
     if len(levels) * 4 <= count:
-        # Drawing n values is drawing how often each of the few that there are occurs.
+        # For few distinct values, draw how often each occurs: the counts are multinomial.
         shares = often / count
         return _drawn(
             lambda rng, rows: rng.multinomial(count, shares, rows) @ levels / count,

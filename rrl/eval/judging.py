@@ -1,4 +1,4 @@
-"""What a judge says of answers: whether each is right, and the short forms of long ones; kept as it comes."""
+"""Judge answers: whether each is correct, and scores of short forms of long answers. Verdicts are saved as they arrive."""
 
 import hashlib
 import json
@@ -16,77 +16,86 @@ from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import Rule
 
 PROMPTS: Mapping[str, Callable[[Question, str], JudgePrompt]] = {"tiresrag": Correctness, "r2ag": Validation}
-"""TIRESRAG-R1, Figure 13, and R2AG, Figure A.4."""
+"""Judge prompts by name: tiresrag (TIRESRAG-R1, Figure 13) and r2ag (R2AG, Figure A.4)."""
 JUDGE_BATCH = 256
-"""Answers that are judged at once: a kill loses no more."""
+"""Answers that are judged in one batch. A kill loses at most one batch."""
 
 
-def judgement_file(folder: Path, identity: Mapping[str, Any], answers: Mapping[str, str]) -> Path:
-    """Where the verdicts of one judge on these answers stand, so that another's, or those on answers that were edited since, are
-    never taken for them."""
+def verdicts_file(folder: Path, identity: Mapping[str, Any], answers: Mapping[str, str]) -> Path:
+    """Return the file for the verdicts of one judge on these answers.
+
+    Its name has a hash of judge and answers, so verdicts of another judge, or on edited answers, are never reused.
+    """
     digest = hashlib.sha256(json.dumps([identity, answers], sort_keys=True).encode()).hexdigest()
     return folder / f"verdicts-{digest[:12]}.jsonl"
 
 
-def verdicts(
+def judge_correctness(
     file: Path, judge: Judge, prompt: str, questions: Sequence[Question], answers: Mapping[str, str]
 ) -> dict[str, bool | None]:
-    """What the judge says of the answer to each question, by id; None where that could not be understood.
+    """Return by question id whether the judge finds the answer correct; None if its reply could not be parsed.
 
-    No answer is wrong, and costs the judge nothing. `prompt` is one of `PROMPTS`; those that `file` holds already are not asked
-    again.
+    An empty answer is wrong and is not sent to the judge. Verdicts that `file` already has are reused.
+
+    Args:
+      file: see `verdicts_file`; new verdicts are appended.
+      judge: the judge.
+      prompt: one of `PROMPTS`.
+      questions: the questions.
+      answers: the answer to each question, by id.
+
+    Raises UserError for an unknown prompt.
     """
     if prompt not in PROMPTS:
-        raise UserError(f"judge_prompt={prompt!r} is unknown; there are {', '.join(PROMPTS)}")
-    case = PROMPTS[prompt]
+        raise UserError(f"judge_prompt={prompt!r} is unknown; choose one of {', '.join(PROMPTS)}")
+    make_prompt = PROMPTS[prompt]
 
-    def graded(some: Sequence[Question]) -> list[dict[str, Any]]:
-        told = [question for question in some if answers[question.id]]
-        scores = judge.grade([case(question, answers[question.id]) for question in told])
-        said = dict(zip((question.id for question in told), scores, strict=True))
-        found = [(question.id, said.get(question.id, 0.0)) for question in some]
-        return [{"id": name, "verdict": None if score is None else score >= 0.5} for name, score in found]
+    def grade(batch: Sequence[Question]) -> list[dict[str, Any]]:
+        answered = [question for question in batch if answers[question.id]]
+        scores = judge.grade([make_prompt(question, answers[question.id]) for question in answered])
+        by_id = dict(zip((question.id for question in answered), scores, strict=True))
+        pairs = [(question.id, by_id.get(question.id, 0.0)) for question in batch]
+        return [{"id": name, "verdict": None if score is None else score >= 0.5} for name, score in pairs]
 
-    found = _kept(file, questions, graded, "judge", ("verdict",))
-    return {name: line["verdict"] for name, line in found.items()}
+    lines = _grade_missing(file, questions, grade, "judge", ("verdict",))
+    return {name: line["verdict"] for name, line in lines.items()}
 
 
-def short_scores(
+def score_short_answers(
     file: Path, judge: Judge, rule: Rule, questions: Sequence[Question], answers: Mapping[str, str]
 ) -> dict[str, AnswerScores | None]:
-    """EM, F1 and cover-EM of the short forms that the judge extracts from each long answer (R3-RAG, 4.1), by id; None where they
-    could not be understood.
+    """Return EM, F1 and cover-EM of the short form that the judge extracts from each long answer (R3-RAG, 4.1), by id.
 
-    No answer, and one that is exact as it stands, costs the judge nothing; those that `file` holds already are not asked again.
+    The value is None if the judge's reply could not be parsed. An answer that is empty, or already an exact match, is not sent
+    to the judge. Scores that `file` already has are reused.
     """
 
-    def graded(some: Sequence[Question]) -> list[dict[str, Any]]:
-        plain = {q.id: score_answer(answers[q.id], q.answers, rule) for q in some}
-        told = [q for q in some if answers[q.id] and not plain[q.id].em]
+    def grade(batch: Sequence[Question]) -> list[dict[str, Any]]:
+        plain = {q.id: score_answer(answers[q.id], q.answers, rule) for q in batch}
+        to_judge = [q for q in batch if answers[q.id] and not plain[q.id].em]
         names = AnswerScores._fields
-        scores = judge.grade([ShortAnswer(q, answers[q.id], name, rule) for q in told for name in names])
-        said = {q.id: scores[at * len(names) : (at + 1) * len(names)] for at, q in enumerate(told)}
-        return [{"id": q.id, **dict(zip(names, said.get(q.id, plain[q.id]), strict=True))} for q in some]
+        scores = judge.grade([ShortAnswer(q, answers[q.id], name, rule) for q in to_judge for name in names])
+        by_id = {q.id: scores[at * len(names) : (at + 1) * len(names)] for at, q in enumerate(to_judge)}
+        return [{"id": q.id, **dict(zip(names, by_id.get(q.id, plain[q.id]), strict=True))} for q in batch]
 
-    found = _kept(file, questions, graded, "short answers", AnswerScores._fields)
-    values = {name: [line[metric] for metric in AnswerScores._fields] for name, line in found.items()}
-    return {name: None if None in some else AnswerScores(*some) for name, some in values.items()}
+    lines = _grade_missing(file, questions, grade, "short answers", AnswerScores._fields)
+    values = {name: [line[metric] for metric in AnswerScores._fields] for name, line in lines.items()}
+    return {name: None if None in scores else AnswerScores(*scores) for name, scores in values.items()}
 
 
-def _kept(
+def _grade_missing(
     file: Path,
     questions: Sequence[Question],
-    graded: Callable[[Sequence[Question]], list[dict[str, Any]]],
+    grade: Callable[[Sequence[Question]], list[dict[str, Any]]],
     label: str,
     fields: Sequence[str],
 ) -> dict[str, dict[str, Any]]:
-    """A record of each question, with `fields`, by id: those that `file` holds, and of the others what `graded` says, written as
-    it comes."""
+    """Return a record with `fields` for each question, by id; grade those that `file` lacks and append their records to it."""
     lines = ResultLines(file, [question.id for question in questions])
     with Progress(len(questions), start=len(lines.done), label=label) as progress:
         todo = [question for question in questions if question.id not in lines.done]
         for at in range(0, len(todo), JUDGE_BATCH):
-            for record in graded(todo[at : at + JUDGE_BATCH]):
+            for record in grade(todo[at : at + JUDGE_BATCH]):
                 lines.append(record)
             progress.update(len(lines.done), {})
     return {line["id"]: line for line in read_lines(file, *fields)}

@@ -1,4 +1,7 @@
-"""How an evaluation has questions answered: by a trained recipe or by a prompted method, with the same record of each."""
+"""Answering methods of an evaluation: a trained recipe or a prompted method, with the same record for each question.
+
+Read `AnsweringMethod` first; `make_answering_method` builds one from a config.
+"""
 
 import dataclasses
 import hashlib
@@ -31,31 +34,31 @@ from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 
 NumberedQuestions = Sequence[tuple[int, Question]]
-"""Questions with their places in the dataset, which are their sampling seeds."""
+"""Questions with their positions in the dataset, which are their sampling seeds."""
 OnRecord = Callable[[dict[str, Any]], None]
-"""Is given the record of each question as soon as it is answered, from inside the engine's loop: it must not touch JAX."""
+"""Callback with the record of each answered question. It runs inside the engine's loop, so it must not call JAX."""
 
 
 ENGINE_BATCH = 4096
-"""Questions that are handed to the engine at once: many times its rows, so that they stay busy to the end."""
+"""Questions in one engine run: many times the engine's rows, so that the rows stay busy until the end."""
 READER_BATCH = 256
-"""The same where another model answers when all of them have ended: a kill loses no more."""
+"""The same if a reader model answers after the whole batch. A kill loses at most one batch."""
 
 
 class AnsweringMethod(Protocol):
-    """One way to answer questions."""
+    """A method of answering questions."""
 
     @property
     def name(self) -> str:
-        """What a result card says of it: its name, and what was set in it."""
+        """Its name in a result card, with the options that differ from their defaults."""
 
     @property
-    def together(self) -> int:
-        """Questions that are to be handed to `ask` at once."""
+    def batch_size(self) -> int:
+        """Number of questions in one call of `answer`."""
 
     @property
     def searches(self) -> bool:
-        """False where nothing is ever searched."""
+        """Whether the method ever searches."""
 
     @property
     def chat(self) -> bool:
@@ -63,35 +66,35 @@ class AnsweringMethod(Protocol):
 
     @property
     def tags(self) -> dict[Tag, str]:
-        """As `Recipe.tags`."""
+        """Tags of its text, as in `Recipe.tags`."""
 
     @property
     def long_answers(self) -> bool:
-        """Whether it answers in sentences, whose short forms a judge extracts for EM and F1 (R3-RAG, 4.1)."""
+        """Whether it answers in sentences, from which a judge extracts short forms for EM and F1 (R3-RAG, 4.1)."""
 
     @property
     def limits(self) -> dict[str, int]:
-        """Most searches, turns, tokens, ...: what a result card says."""
+        """Limits of searches, turns, tokens, ..., for the result card."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that decides its answers, for JSON."""
+        """Everything that determines its answers, as JSON values."""
 
     def check(
-        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, say: Callable[[str], None]
+        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, log: Callable[[str], None]
     ) -> None:
-        """Says how many questions are too long for the context; UserError for one where `on_error` is "stop"."""
+        """Log how many questions are too long for the context. Raises UserError for one if `on_error` is "stop"."""
 
-    def ask(
+    def answer(
         self,
         engine: Engine,
         params: PyTree,
         questions: NumberedQuestions,
         key: jax.Array,
         temperature: float,
-        keep: OnRecord,
+        on_record: OnRecord,
     ) -> None:
-        """Has the questions answered."""
+        """Answer the questions, and call `on_record` with the record of each."""
 
 
 def make_answering_method(
@@ -100,23 +103,23 @@ def make_answering_method(
     prompted: Mapping[str, Any] | None,
     reader: str = "",
 ) -> AnsweringMethod:
-    """The way that the sections of a config tell of.
+    """Return the method that a config describes.
 
     Args:
-      method: name, and of a prompted method its options.
-      recipe: of a recipe, what is changed in it, its environment's under "environment".
-      prompted: of a prompted method, fields of `rrl.recipes.prompted.base.PromptedSettings`.
-      reader: of a recipe, the folder of the model that answers from what was found.
+      method: its name, and the options of a prompted method.
+      recipe: for a recipe: the fields to change; those of its environment under "environment".
+      prompted: for a prompted method: fields of `rrl.recipes.prompted.base.PromptedSettings`.
+      reader: for a recipe: the folder of the model that answers from the retrieved passages.
 
-    Raises UserError for an unknown name, with what there is, for a reader that is no use, and as `make_recipe` and
-    `make_prompted_method`.
+    Raises UserError for an unknown name, for a reader that the method does not use, and as `make_recipe` and
+    `make_prompted_method` do.
     """
     options = dict(method)
     name = options.pop("name")
-    alone = f"reader={reader!r} goes with a recipe that leaves the answer to another model (r2ag); {name} answers by itself"
+    unused = f"reader={reader!r} needs a recipe whose answers come from another model (r2ag); {name} answers itself"
     if name in METHODS:
         if reader:
-            raise UserError(alone)
+            raise UserError(unused)
         return PromptedAgent(
             name, make_prompted_method(name, options), build(PromptedSettings, prompted or {}, "prompted")
         )
@@ -127,40 +130,42 @@ def make_answering_method(
         )
     fields = dict(recipe or {})
     environment = fields.pop("environment", {})
-    found = make_recipe(name, fields, environment)
-    if reader and not getattr(found, "answers_with_reader", False):
-        raise UserError(alone)
-    return TrainedAgent(found, reader)
+    made = make_recipe(name, fields, environment)
+    if reader and not getattr(made, "answers_with_reader", False):
+        raise UserError(unused)
+    return TrainedAgent(made, reader)
 
 
 @dataclasses.dataclass
 class AnswerModel:
-    """The model that answers from what a recipe found: how long it has read, and what it said last."""
+    """The model that answers from the passages that a recipe retrieved. It measures its time and keeps its last replies."""
 
-    ask: Callable[[Sequence[str | Prompt]], list[ReaderReply]]
+    reply: Callable[[Sequence[str | Prompt]], list[ReaderReply]]
     seconds: float = 0.0
+    """Time of all calls so far."""
     last: Sequence[ReaderReply] = ()
+    """Replies of the last call."""
 
     def __call__(self, prompts: Sequence[str | Prompt]) -> list[str]:
-        """Its answers to the prompts."""
+        """Return the answers to the prompts."""
         began = time.perf_counter()
-        self.last = self.ask(prompts)
+        self.last = self.reply(prompts)
         self.seconds += time.perf_counter() - began
-        return [said.text for said in self.last]
+        return [reply.text for reply in self.last]
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedAgent:
-    """A recipe's protocol, whose policy was trained for it (or is tried without)."""
+    """A policy that follows a recipe's protocol, usually after training with it."""
 
     recipe: Recipe
     reader_name: str = ""
-    """Folder of the model that answers from what was found, for recipes that leave that to another (R2AG)."""
+    """Folder of the reader model, for recipes whose answers come from another model (R2AG)."""
     reader: AnswerModel | None = None
-    """That model."""
+    """The loaded reader model."""
 
     @property
-    def together(self) -> int:
+    def batch_size(self) -> int:
         return ENGINE_BATCH if self.reader is None else READER_BATCH
 
     @property
@@ -169,15 +174,17 @@ class TrainedAgent:
 
     @property
     def recipe_name(self) -> str:
-        """In the catalogue."""
+        """Name of the recipe in the catalogue."""
         return self._card["recipe"]
 
     @property
     def name(self) -> str:
-        # Numbers of the environment are among the limits. No text stands for none: small policies were shown no instruction.
-        around = {k: v for k, v in self._card["environment"].items() if k not in self.limits}
-        changed = {k: _short(v) for k, v in {**self._card["fields"], **around}.items() if v != ""}
-        return _named(self.recipe_name, changed | ({"reader": self.reader_name} if self.reader_name else {}))
+        # Numbers of the environment are already in `limits`. An empty instruction is left out: small policies have none.
+        environment = {k: v for k, v in self._card["environment"].items() if k not in self.limits}
+        changed = {k: _short(v) for k, v in {**self._card["fields"], **environment}.items() if v != ""}
+        return _name_with_options(
+            self.recipe_name, changed | ({"reader": self.reader_name} if self.reader_name else {})
+        )
 
     @property
     def searches(self) -> bool:
@@ -208,56 +215,58 @@ class TrainedAgent:
         return {"recipe": self.recipe_name, "reader": reader} | dataclasses.asdict(recipe)
 
     def check(
-        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, say: Callable[[str], None]
+        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, log: Callable[[str], None]
     ) -> None:
         check_tags(self.recipe, engine.tokenizer)
-        find_long_prompts(engine, self.recipe, questions, on_error, say)
+        find_long_prompts(engine, self.recipe, questions, on_error, log)
 
-    def ask(
+    def answer(
         self,
         engine: Engine,
         params: PyTree,
         questions: NumberedQuestions,
         key: jax.Array,
         temperature: float,
-        keep: OnRecord,
+        on_record: OnRecord,
     ) -> None:
         numbers = [number for number, _ in questions]
         requests = question_requests(
             engine, self.recipe, [question for _, question in questions], (temperature,), numbers
         )
 
-        def ended(place: int, trajectory: Trajectory) -> None:
+        def on_finish(place: int, trajectory: Trajectory) -> None:
             self.recipe.score([trajectory], NO_MODELS)
-            keep(of_trajectory(trajectory))
+            on_record(record_of_trajectory(trajectory))
 
         if self.reader is None:
-            run_requests(engine, params, requests, self.recipe, key, on_finish=ended)
+            run_requests(engine, params, requests, self.recipe, key, on_finish=on_finish)
             return
-        # A model that is asked cannot be asked from inside the loop.
+        # The reader runs JAX, so it cannot be called inside the engine's loop.
         trajectories = run_requests(engine, params, requests, self.recipe, key)
         self.recipe.score(trajectories, ScoringContext(self.reader))
-        for trajectory, said in zip(trajectories, self.reader.last, strict=True):
-            read = {"reader_prompt_tokens": said.prompt_tokens, "reader_tokens": said.answer_tokens}
-            keep(of_trajectory(trajectory) | read)
+        for trajectory, reply in zip(trajectories, self.reader.last, strict=True):
+            counts = {"reader_prompt_tokens": reply.prompt_tokens, "reader_tokens": reply.answer_tokens}
+            on_record(record_of_trajectory(trajectory) | counts)
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptedAgent:
-    """A prompted method."""
+    """A prompted method: an untrained policy with a workflow of prompts."""
 
     method_name: str
     method: PromptedMethod
     settings: PromptedSettings
-    together = ENGINE_BATCH
+    batch_size = ENGINE_BATCH
     long_answers = False
 
     @property
     def name(self) -> str:
-        return _named(self.method_name, {k: v for k, v in self.method.options.items() if v != self._usual[k]})
+        return _name_with_options(
+            self.method_name, {k: v for k, v in self.method.options.items() if v != self._defaults[k]}
+        )
 
     @property
-    def _usual(self) -> dict[str, int | float]:
+    def _defaults(self) -> dict[str, int | float]:
         return METHODS[self.method_name].defaults
 
     @property
@@ -289,21 +298,24 @@ class PromptedAgent:
         return {"method": self.method_name} | self.method.defaults | settings
 
     def check(
-        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, say: Callable[[str], None]
+        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, log: Callable[[str], None]
     ) -> None:
-        """A prompt that outgrows the context costs its question the answer only; how many did is said at the end."""
+        """If `on_error` is "stop", raise UserError for a question that is too long.
+
+        Otherwise a prompt that outgrows the context leaves its question without an answer; the report counts these questions.
+        """
         if on_error == "stop":
             for question in questions:
                 engine.check_prompt(question, chat_ids(engine.tokenizer, with_choices(question)))
 
-    def ask(
+    def answer(
         self,
         engine: Engine,
         params: PyTree,
         questions: NumberedQuestions,
         key: jax.Array,
         temperature: float,
-        keep: OnRecord,
+        on_record: OnRecord,
     ) -> None:
         settings = dataclasses.replace(self.settings, temperature=temperature, token_bytes=engine.bytes)
         by_number = dict(questions)
@@ -313,12 +325,12 @@ class PromptedAgent:
             self.method.completion(settings),
             key,
             numbers=list(by_number),
-            on_finish=lambda number, outcome: keep(of_outcome(by_number[number], outcome)),
+            on_finish=lambda number, outcome: on_record(record_of_result(by_number[number], outcome)),
         )
 
 
-def of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    """The record of a finished episode, scored."""
+def record_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the record of a finished and scored episode."""
     roles = trajectory.roles
     counts = {role: int((roles == role).sum()) for role in (PROMPT, POLICY, ENVIRONMENT)}
     turns = len(np.unique(trajectory.turns[roles == POLICY]))
@@ -333,11 +345,11 @@ def of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     )
 
 
-def of_outcome(question: Question, outcome: PromptedResult) -> dict[str, Any]:
-    """The record of what came of a prompted method: what it asked its model later stands where an environment would speak."""
+def record_of_result(question: Question, outcome: PromptedResult) -> dict[str, Any]:
+    """Return the record of a prompted method's result. Every prompt after the first gets the role of the environment."""
     segments: list[tuple[int, str]] = []
-    for said in outcome.generations:
-        for role, text in said.trajectory.segments:
+    for generation in outcome.generations:
+        for role, text in generation.trajectory.segments:
             segments.append((ENVIRONMENT if role == PROMPT and segments else role, text))
     searches = [Search.of(turn, query, passages) for turn, (query, passages) in enumerate(outcome.searches)]
     counts = {PROMPT: outcome.prompt_tokens, POLICY: outcome.sampled_tokens, ENVIRONMENT: 0}
@@ -354,7 +366,7 @@ def _record(
     turns: int,
     tokens: Mapping[int, int],
 ) -> dict[str, Any]:
-    """A line of results.jsonl: a prediction (`rrl.eval.predictions`) and a trajectory (`rrl.data.trajectory_files`) in one."""
+    """Return a line of results.jsonl, which is a prediction (`rrl.eval.predictions`) and a trajectory (`rrl.data`) in one."""
     return {
         "id": question.id,
         "prediction": answer,
@@ -374,9 +386,10 @@ def _record(
 
 
 def _answer_rank(question: Question, searches: Sequence[Search]) -> int | None:
-    """Rank, counted from 1 among texts that differ, of the first passage that holds a gold answer; 0 where none does.
+    """Return the rank, from 1 among distinct texts, of the first passage with a gold answer; 0 if no passage has one.
 
-    None where gold passages are known, which tell more, and for a multiple choice, whose answers are letters.
+    Returns None if the question has gold passages, which measure retrieval better, or is multiple choice, where answers are
+    letters.
     """
     if question.gold or question.gold_ids or question.choices:
         return None
@@ -385,10 +398,10 @@ def _answer_rank(question: Question, searches: Sequence[Search]) -> int | None:
 
 
 def _short(value: Any) -> Any:
-    """A value that a name has room for; a page, such as an instruction, is known by its hash."""
-    told = json.dumps(value, ensure_ascii=False, default=str)
-    return value if len(told) <= 24 else f"#{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+    """Return a value that fits into a name: long values, such as instructions, are replaced by a hash."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return value if len(text) <= 24 else f"#{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def _named(name: str, changed: Mapping[str, Any]) -> str:
+def _name_with_options(name: str, changed: Mapping[str, Any]) -> str:
     return name + (f" ({', '.join(f'{key}={value}' for key, value in changed.items())})" if changed else "")

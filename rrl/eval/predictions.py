@@ -1,4 +1,7 @@
-"""Prediction files: what a model answered to each question, in our form and those of FlashRAG, HotpotQA and R1-Searcher."""
+"""Read prediction files: a model's answer to each question, in the format of rrl, FlashRAG, HotpotQA, R1-Searcher or others.
+
+Read `load_predictions` first.
+"""
 
 import dataclasses
 import json
@@ -28,75 +31,78 @@ COUNT_FIELDS = (
     "reader_tokens",
     "seconds",
 )
-"""Numbers of a record that are averaged beside the metrics, where they are there; "searches" too, as a number or a list."""
+"""Optional numbers of a record that are averaged like metrics. "searches" is another one, given as a number or a list."""
 
 ALLOWED = (
-    "records {id or question, prediction} with titles, retrieval_result, retrieved_docids or searches, turns, tokens where known "
+    "records {id or question, prediction}, optionally with titles, retrieval_result, retrieved_docids or searches, turns, tokens "
     f"(the prediction under one of {', '.join(PREDICTION_FIELDS)}), or one object {{id: prediction}}"
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was answered to one question."""
+    """The answer to one question, with what the record has on searches and costs."""
 
     place: str
-    """ "line 7" of its file."""
+    """Place in the file, such as "line 7"."""
     id: str | None
-    """None where the record has none."""
+    """Id of the question; None if the record has none."""
     question: str
-    """Its text, or ""."""
+    """Text of the question, or ""."""
     answers: tuple[str, ...]
-    """One answer; several where they are the short forms of a long one (the best counts); none where nothing was answered."""
+    """Usually one answer. Several are short forms of a long answer, of which the best counts. Empty if there is no answer."""
     titles: tuple[str, ...] | None = None
-    """Titles of the passages that were found, best first; None where the record does not say."""
+    """Titles of the retrieved passages, best first; None if the record does not have them."""
     ids: tuple[str, ...] | None = None
-    """Ids of these passages; None where the record does not say all of them."""
+    """Ids of these passages; None if the record lacks any of them."""
     verdict: bool | None = None
-    """What a judge said; None where it can't be understood, or no judge was asked for."""
+    """Verdict of a judge; None if it cannot be parsed, or there is no judge."""
     counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Values of `COUNT_FIELDS` and "searches" that the record has."""
     record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """All of it, for gold answers that stand beside the prediction."""
+    """The whole record, which may contain the gold answers too."""
     failed: int = 0
-    """Searches that failed, where the record says so."""
+    """Number of searches that the record marks as failed."""
     empty: int = 0
-    """Passages that were found and have neither title nor text; they are not among `titles` and `ids`."""
+    """Number of retrieved passages with neither title nor text; they are left out of `titles` and `ids`."""
 
 
 def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -> list[Prediction]:
-    """Reads a prediction file (see `ALLOWED`), JSON lines or one document, gzipped or not.
+    """Read a prediction file (see `ALLOWED`): JSON lines or one document, optionally gzipped.
 
     Args:
       path: the file.
-      field: name of the prediction in a record, "output.pred" for one inside another; "": the first of `PREDICTION_FIELDS`.
+      field: name of the prediction in a record, such as "output.pred" for a nested one; "": the first of `PREDICTION_FIELDS`.
       judge_field: name of a judge's verdict in a record, true or false; "": none.
 
-    Raises UserError with the line for a record that cannot be read, has no prediction, has neither id nor question, or has no id
-    where others have one; and, with both lines, for an id that comes twice, or without ids a whole record.
+    Raises UserError, with the line, for a record that cannot be read, has no prediction, has neither id nor question, or has no
+    id while others have one. Raises UserError, with both lines, for a repeated id, or a repeated record if there are no ids.
     """
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     first: dict[str, str] = {}
     for place, record in _records(path):
         try:
             prediction = _prediction(place, record, field, judge_field)
-            if found and (prediction.id is None) != (found[0].id is None):
-                has, lacks = (found[0], prediction) if prediction.id is None else (prediction, found[0])
+            if predictions and (prediction.id is None) != (predictions[0].id is None):
+                has, lacks = (
+                    (predictions[0], prediction) if prediction.id is None else (prediction, predictions[0])
+                )
                 raise ValueError(f"id: missing at {lacks.place}, while {has.place} has {has.id!r}")
             key = json.dumps(record, sort_keys=True) if prediction.id is None else prediction.id
             if key in first:
                 what = "the same record" if prediction.id is None else f"id: {prediction.id!r}"
-                raise ValueError(f"{what} is there twice, first at {first[key]}")
+                raise ValueError(f"{what} occurs twice, first at {first[key]}")
             first[key] = place
         except ValueError as error:
             raise UserError(f"{path}, {place}: {error}. Allowed: {ALLOWED}.") from error
-        found.append(prediction)
-    if not found:
+        predictions.append(prediction)
+    if not predictions:
         raise UserError(f"{path}: the file is empty. Allowed: {ALLOWED}.")
-    if empty := sum(prediction.empty for prediction in found):
+    if empty := sum(prediction.empty for prediction in predictions):
         logging.getLogger(__name__).warning(
             "%s: left out %d passages with neither title nor text", path, empty
         )
-    return found
+    return predictions
 
 
 def _records(path: str | Path) -> Iterator[tuple[str, Any]]:
@@ -104,14 +110,16 @@ def _records(path: str | Path) -> Iterator[tuple[str, Any]]:
     if len(records) == 1 and isinstance(records[0][1], dict):
         answers = _by_id(records[0][1])
         if answers is not None:
-            yield from ((f"id {name!r}", {"id": name, "prediction": said}) for name, said in answers.items())
+            yield from (
+                (f"id {name!r}", {"id": name, "prediction": answer}) for name, answer in answers.items()
+            )
             return
     yield from records
 
 
 def _by_id(document: dict[str, Any]) -> dict[str, Any] | None:
-    """The answers of a document of SQuAD's form, {id: answer}, or HotpotQA's and 2Wiki's,
-    {"answer": {id: answer}} beside supporting facts and evidence; None for a record."""
+    """Return the answers of a document in SQuAD's format, {id: answer}, or in that of HotpotQA and 2Wiki,
+    {"answer": {id: answer}} with supporting facts and evidence; None for a single record."""
     if isinstance(document.get("answer"), dict) and set(document) <= {"answer", "sp", "evidence"}:
         return document["answer"]
     known = {*QUESTION_IDS, *QUESTION_FIELDS, *(name.partition(".")[0] for name in PREDICTION_FIELDS)}
@@ -128,7 +136,7 @@ def _prediction(place: str, record: Any, field: str, judge_field: str) -> Predic
         raise ValueError("id: missing, and there is no question either")
     if judge_field and judge_field not in fields:
         raise ValueError(f"{judge_field}: missing")
-    titles, ids, empty = _found(fields)
+    titles, ids, empty = _retrieved(fields)
     return Prediction(
         place=place,
         id=identity,
@@ -152,39 +160,39 @@ def _answers(fields: dict[str, Any], field: str) -> tuple[str, ...]:
             value = value.get(part, missing) if isinstance(value, dict) else missing
         if value is missing:
             continue
-        return tuple(answer.strip() for answer in _said(name, value))
+        return tuple(answer.strip() for answer in _answer_texts(name, value))
     raise ValueError(f"{field or 'prediction'}: missing; found the fields {', '.join(list(fields)[:8])}")
 
 
 _EXACT_ANSWER = re.compile(r"Exact Answer\**:[ \t*]*(.*)")
-"""The line that BrowseComp's prompt asks for beside an explanation."""
+"""The answer line that BrowseComp's prompt requests after an explanation."""
 
 
-def _said(name: str, value: Any) -> list[str]:
-    """The answers of a prediction's value: texts, numbers, true and false; KILT's [{answer}]; the texts of an agent's last
-    message, {type: output_text, output} (BrowseComp-Plus).
+def _answer_texts(name: str, value: Any) -> list[str]:
+    """Return the answers in a prediction's value.
 
-    true is "yes" or "true", whichever the gold answer is.
+    The value may be a text, a number, true or false; KILT's [{answer}]; or the messages of an agent, of which the last
+    {type: output_text, output} counts (BrowseComp-Plus). true becomes both "yes" and "true", so either gold answer matches.
     """
-    found: list[str] = []
+    texts: list[str] = []
     for answer in value if isinstance(value, list) else [] if value is None else [value]:
         if isinstance(answer, dict) and answer.get("type") == "output_text":
             text = answer_text(name, answer.get("output", answer.get("text")))
             exact = _EXACT_ANSWER.findall(text)
-            found = [exact[-1].rstrip("* ") if exact else text]
+            texts = [exact[-1].rstrip("* ") if exact else text]
         elif isinstance(answer, dict) and "type" in answer:
             continue  # a tool call, or reasoning
         elif isinstance(answer, dict) and "answer" in answer:
-            found = found or [answer_text(name, answer["answer"])]  # KILT scores the first
+            texts = texts or [answer_text(name, answer["answer"])]  # KILT scores the first
         else:
-            found.append(answer_text(name, answer))
+            texts.append(answer_text(name, answer))
             if isinstance(answer, bool):
-                found.append(str(answer).lower())
-    return found
+                texts.append(str(answer).lower())
+    return texts
 
 
-def _found(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None, int]:
-    """Titles and ids of what was found, and how many passages are left out since they have neither title nor text."""
+def _retrieved(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None, int]:
+    """Return titles and ids of the retrieved passages, and how many were left out because they have neither title nor text."""
     output = fields.get("output")
     for name, inside in (
         ("titles", fields),
@@ -196,7 +204,7 @@ def _found(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, tuple[str, .
             entries = list(_entries(list_field(inside, name)))
             passages = [entry for entry in entries if entry is not None]
             titles = tuple(title for title, _ in passages)
-            return titles, _whole([identity for _, identity in passages]), len(entries) - len(passages)
+            return titles, _complete([identity for _, identity in passages]), len(entries) - len(passages)
     searches = fields.get("searches")
     if isinstance(searches, list):
         each = [fields_of(search) for search in searches]
@@ -208,13 +216,15 @@ def _found(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, tuple[str, .
     return None, None, 0
 
 
-def _whole(ids: list[str]) -> tuple[str, ...] | None:
+def _complete(ids: list[str]) -> tuple[str, ...] | None:
     return tuple(ids) if all(ids) else None
 
 
 def _entries(entries: list[Any]) -> Iterator[tuple[str, str] | None]:
-    """Title and id ("" without one) of each entry: of a title, a passage, or a list of either for each search; None for a passage
-    without title and text."""
+    """Yield title and id ("" if it has none) of each entry, or None for a passage with neither title nor text.
+
+    An entry is a title, a passage, or the list of either that one search returned.
+    """
     for at, entry in enumerate(entries):
         if isinstance(entry, str):
             yield entry, ""
@@ -223,8 +233,8 @@ def _entries(entries: list[Any]) -> Iterator[tuple[str, str] | None]:
         else:
             try:
                 passage = passage_of(at, entry)
-                own = any(entry.get(name) is not None for name in PASSAGE_IDS)
-                yield passage.title, passage.id if own else ""
+                has_id = any(entry.get(name) is not None for name in PASSAGE_IDS)
+                yield passage.title, passage.id if has_id else ""
             except ExcludedRecord:
                 yield None
 

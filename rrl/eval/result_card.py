@@ -1,7 +1,7 @@
-"""What a result must say of itself to be compared: corpus, retriever, limits, model, judge, seed, versions, command.
+"""Result cards: the setting of an evaluation (corpus, retriever, limits, model, judge, seed, versions, command).
 
-Two results over other passages, or with another retriever, are not two rows of one table, unless the table says so:
-`launch/report.py` always does (`differences`).
+Two results over different corpora or retrievers belong in one table only with a note. `launch/report.py` adds these notes
+(`differences`). Read `ResultCard` first.
 """
 
 import dataclasses
@@ -21,74 +21,74 @@ from rrl.files import CHECKOUT, atomic_stream
 
 PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
 
-BM25 = ("k1", "b", "title_weight")
-"""Settings of a retriever that only a search by words has."""
+BM25_FIELDS = ("k1", "b", "title_weight")
+"""Settings of a retriever that only BM25 has."""
 
 SETTING: Mapping[str, tuple[str, ...]] = {
     "corpus": ("corpus_sha256", "passages"),
-    "retriever": ("searched_by",),
+    "retriever": ("retriever_settings",),
     "passages of a search": ("top_k",),
     "questions": ("questions_sha256", "questions"),
     "normalisation": ("normalization",),
 }
-"""What must be the same in two rows that are compared, in words, and the fields that tell. Model, method, limits and seed are
-what rows are compared in."""
+"""Settings that must be equal in two rows that are compared: name -> the card's fields. Model, method, limits and seed are what
+a comparison varies."""
 
-KNOWN: Mapping[str, tuple[str, ...]] = {
+OPTIONAL_SETTING: Mapping[str, tuple[str, ...]] = {
     "judge": ("judge",),
     "gold passages": ("gold_sha256",),
     "numerics": ("compute",),
 }
-"""As `SETTING`, of what must be the same among those rows that have it at all."""
+"""Settings that must be equal only among the rows that have them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ResultCard:
-    """How one result came about."""
+    """The setting in which one result was measured."""
 
     method: str
-    """The recipe or prompted method, with what was set in it."""
+    """The recipe or prompted method, with the options that differ from their defaults."""
     dataset: str
     questions: int
     questions_sha256: str
     """`questions_fingerprint`."""
     corpus: str
-    """Name or file of the corpus; "" where nothing is searched."""
+    """Name or file of the corpus; "" if nothing is searched."""
     corpus_sha256: str
-    """`rrl.data.passages.fingerprint`, as an index's manifest has it; "" where nothing is searched."""
+    """`rrl.data.passages.fingerprint`, as in an index's manifest; "" if nothing is searched."""
     passages: int
-    """In the corpus."""
+    """Number of passages in the corpus."""
     retriever: Mapping[str, Any]
-    """What decides what is found: kind, encoder with its hash, settings. Empty where nothing is searched."""
+    """Settings that determine the hits: kind, encoder with its hash, settings. Empty if nothing is searched."""
     top_k: int
-    """Passages that a search returns."""
+    """Number of passages that a search returns."""
     limits: Mapping[str, int]
-    """Most searches, turns, tokens of a turn, of an observation, of the context, ..."""
+    """Limits of searches, turns, and of tokens of a turn, an observation and the context."""
     model: str
     """Folder or name of the policy."""
     model_sha256: str
-    """`rrl.models.weights.folder_hash`; "" for a model that is only known by an endpoint's name."""
+    """`rrl.models.weights.folder_hash`; "" for a model behind an endpoint."""
     normalization: str
     """A name of `rrl.text.normalize.RULES`."""
     reader: str = ""
-    """Folder of the model that answered from what was found (R2AG's generator); "" where the policy answers itself."""
+    """Folder of the model that answered from the retrieved passages (R2AG's generator); "" if the policy answers itself."""
     reader_sha256: str = ""
-    """As `model_sha256`."""
+    """Hash of the reader, as `model_sha256`."""
     judge: str = ""
-    """The model that judged correctness, with its hash, and whether EM and F1 are of short forms that it extracted; "" where none
-    did."""
+    """JSON of the model that judged correctness, with its hash, and of whether EM and F1 are computed on short forms that it
+    extracted; "" if there was no judge."""
     temperature: float = 0.0
     seed: int = 0
     gold_sha256: str = ""
-    """`gold_fingerprint`, by which recall is measured; "" where no question has gold passages, and on older cards."""
+    """`gold_fingerprint` of the gold passages, for recall; "" if no question has any, and on older cards."""
     compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Precision and attention backend, on which a greedy choice between near tokens depends; empty on older cards."""
+    """Precision and attention backend, which can change a greedy choice between close tokens; empty on older cards."""
     commit: str = ""
-    """`commit_here` of the code that answered; several, where a run was continued by another."""
+    """`commit_here` of the code that answered; several if another commit continued the run."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """`versions_here`, of when the last question was answered."""
+    """`versions_here` when the last question was answered."""
     command: str = ""
-    """The command that makes the result again."""
+    """The command that reproduces the result."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -101,67 +101,71 @@ class ResultCard:
             raise UserError(f"method={self.method!r} and dataset={self.dataset!r} must not be empty")
         if bool(self.corpus) != bool(self.retriever):
             raise UserError(
-                f"corpus={self.corpus!r} and retriever={dict(self.retriever)} belong together: both, or neither where nothing "
-                "is searched"
+                f"corpus={self.corpus!r} and retriever={dict(self.retriever)} must both be set, or both be empty if nothing is "
+                "searched"
             )
 
     @property
     def models(self) -> dict[str, str]:
-        """The policy and, where there is one, the reader, in words, each with its hash."""
-        found = {"model": f"{self.model} ({self.model_sha256[:12]})"}
-        return found | ({"reader": f"{self.reader} ({self.reader_sha256[:12]})"} if self.reader else {})
+        """The policy and, if there is one, the reader, in words, each with its hash."""
+        models = {"model": f"{self.model} ({self.model_sha256[:12]})"}
+        return models | ({"reader": f"{self.reader} ({self.reader_sha256[:12]})"} if self.reader else {})
 
     @property
-    def judged(self) -> str:
-        """The judge in words; "none" where none did."""
+    def judge_in_words(self) -> str:
+        """The judge in words; "none" if there was none."""
         try:
-            told = json.loads(self.judge)
+            judge = json.loads(self.judge)
         except ValueError:
             return self.judge or "none"
-        return _told(told) if isinstance(told, dict) else self.judge
+        return _in_words(judge) if isinstance(judge, dict) else self.judge
 
     @property
     def _known(self) -> dict[str, str]:
-        """The values of `KNOWN` in words."""
+        """Values of `OPTIONAL_SETTING`, in words."""
         return {
-            "judge": self.judged,
+            "judge": self.judge_in_words,
             "gold passages": self.gold_sha256[:12],
-            "numerics": _told(self.compute),
+            "numerics": _in_words(self.compute),
         }
 
     @property
-    def searched_by(self) -> dict[str, Any]:
-        """The settings of the retriever that have a meaning: of a search by embeddings those of BM25 have none, but that a title
-        weight of 0 says that texts are embedded without their titles."""
+    def retriever_settings(self) -> dict[str, Any]:
+        """The settings that the retriever uses.
+
+        A search by embeddings ignores `BM25_FIELDS`, but `title_weight` 0 means that passages are embedded without titles.
+        """
         if self.retriever.get("kind") not in ("exact", "scann"):
             return dict(self.retriever)
         return {
             name: value
             for name, value in self.retriever.items()
-            if name not in BM25 or (name == "title_weight" and value == 0)
+            if name not in BM25_FIELDS or (name == "title_weight" and value == 0)
         }
 
     @property
     def setting(self) -> dict[str, str]:
-        """The values of `SETTING` in words: two cards may stand in one table without a remark where these are equal."""
-        inside = f"{self.passages:,} passages, {self.corpus_sha256[:12]}" if self.corpus_sha256 else UNKNOWN
+        """Values of `SETTING`, in words. Two cards are comparable if these are equal."""
+        inside = (
+            f"{self.passages:,} passages, {self.corpus_sha256[:12]}" if self.corpus_sha256 else UNKNOWN_CORPUS
+        )
         searched = f"{self.corpus} ({inside})" if self.corpus else "none"
         return {
             "corpus": searched,
-            "retriever": _told(self.searched_by) or "none",
+            "retriever": _in_words(self.retriever_settings) or "none",
             "passages of a search": str(self.top_k) if self.corpus else "none",
             "questions": f"{self.dataset} ({self.questions:,}, {self.questions_sha256[:12]})",
             "normalisation": self.normalization,
         }
 
 
-UNKNOWN = "its service does not say what it holds"
+UNKNOWN_CORPUS = "the search service does not identify its corpus"
 
 
-def _told(values: Mapping[str, Any]) -> str:
-    """What is set, in words."""
+def _in_words(values: Mapping[str, Any]) -> str:
+    """Return the settings that are not empty, in words."""
     parts = (
-        f"{name.replace('_', ' ')} " + (f"({_told(value)})" if isinstance(value, Mapping) else str(value))
+        f"{name.replace('_', ' ')} " + (f"({_in_words(value)})" if isinstance(value, Mapping) else str(value))
         for name, value in sorted(values.items())
         if value not in ("", None)
     )
@@ -172,41 +176,41 @@ _WORDS: Mapping[Any, str] = {str: "text", int: "a whole number", float: "a numbe
 
 
 def questions_fingerprint(questions: Sequence[Question]) -> str:
-    """SHA-256 over ids, texts, gold answers and choices in order."""
+    """Return a SHA-256 over ids, texts, gold answers and choices, in order."""
     digest = hashlib.sha256()
     for question in questions:
-        told = [
+        content = [
             question.id,
             question.text,
             question.answers,
             *([question.choices] if question.choices else []),
         ]
-        digest.update(json.dumps(told).encode())
+        digest.update(json.dumps(content).encode())
     return digest.hexdigest()
 
 
 def gold_fingerprint(questions: Sequence[Question]) -> str:
-    """SHA-256 over gold passages in order; "" where no question has any."""
+    """Return a SHA-256 over gold passages, in order; "" if no question has any."""
     titles, ids = ([getattr(question, name) for question in questions] for name in ("gold", "gold_ids"))
     gold = [titles, ids] if any(ids) else titles
     return hashlib.sha256(json.dumps(gold).encode()).hexdigest() if any(titles) or any(ids) else ""
 
 
 def versions_here() -> dict[str, str]:
-    """Versions of Python, rrl and what results depend on, as installed."""
-    found = {"python": platform.python_version()}
+    """Return the installed versions of Python, rrl and the packages on which results depend."""
+    versions = {"python": platform.python_version()}
     for name in ("rrl", *PACKAGES):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def commit_here() -> str:
-    """The commit of rrl that is checked out, with a mark where what is run differs from it; "unknown" outside a clone."""
+    """Return the commit of rrl that is checked out, marked "with changes" if files differ from it; "unknown" outside a clone."""
     commit = _git("rev-parse", "--short=12", "HEAD")
-    # An installed package may lie in a clone of something else.
+    # An installed package may be inside the clone of another project.
     if not commit or Path(_git("rev-parse", "--show-toplevel")) != CHECKOUT:
         return "unknown"
     return commit + (
@@ -227,21 +231,21 @@ def _git(*arguments: str) -> str:
 
 
 def save_card(file: str | Path, card: ResultCard) -> None:
-    """Writes the card as JSON; the file is there only when it is whole."""
+    """Write the card as JSON, atomically."""
     with atomic_stream(Path(file)) as stream:
         stream.write((json.dumps(dataclasses.asdict(card), indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def load_card(file: str | Path) -> ResultCard:
-    """Reads what `save_card` wrote; UserError for a file that is no card, naming the field."""
+    """Read a card. Raises UserError, with the field, if the file is not a result card."""
     try:
-        return card_of(json.loads(Path(file).read_text(encoding="utf-8")))
+        return card_from_json(json.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(f"result card {file}: {error}") from error
 
 
-def card_of(fields: Any) -> ResultCard:
-    """The card of a decoded JSON object; UserError names a field that is missing, unknown or of the wrong type."""
+def card_from_json(fields: Any) -> ResultCard:
+    """Return the card of a decoded JSON object. Raises UserError for a missing or unknown field, or a wrong type."""
     if not isinstance(fields, dict):
         raise UserError(f"got {fields!r:.60}, not an object with the fields of a result card")
     known = {
@@ -251,27 +255,26 @@ def card_of(fields: Any) -> ResultCard:
     unknown = [name for name in fields if name not in known]
     missing = [name for name, required in known.items() if required and name not in fields]
     if unknown or missing:
-        said = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(
-            missing
-        )
-        raise UserError(f"{'; '.join(said)}; the fields are {', '.join(known)}")
+        faults = [f"unknown: {', '.join(unknown)}"] * bool(unknown)
+        faults += [f"missing: {', '.join(missing)}"] * bool(missing)
+        raise UserError(f"{'; '.join(faults)}; the fields are {', '.join(known)}")
     return ResultCard(**fields)
 
 
 def differences(cards: Mapping[str, ResultCard]) -> list[str]:
-    """One line for each part of the setting in which cards differ, with who has what; empty where they may be compared.
+    """Return a line for each setting in which cards differ, with the value of each card; [] if the cards are comparable.
 
-    What is in `KNOWN` is compared among those cards that have it; judges among all where EM and F1 are of short forms that one
-    extracted.
+    `OPTIONAL_SETTING` is compared among the cards that have it. The judge is compared among all cards if some judge extracted the
+    short forms on which EM and F1 are computed.
     """
     lines = []
     shortened = any('"short_answers": true' in card.judge for card in cards.values())
-    for part, fields in {**SETTING, **KNOWN}.items():
+    for part, fields in {**SETTING, **OPTIONAL_SETTING}.items():
         groups: dict[str, list[str]] = {}
         shown: dict[str, str] = {}
         for name, card in cards.items():
             values = [_plain(getattr(card, field)) for field in fields]
-            if part in KNOWN and not any(values) and not (part == "judge" and shortened):
+            if part in OPTIONAL_SETTING and not any(values) and not (part == "judge" and shortened):
                 continue
             key = json.dumps(values, sort_keys=True)
             groups.setdefault(key, []).append(name)

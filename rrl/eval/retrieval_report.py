@@ -1,4 +1,4 @@
-"""How well a retriever finds what questions need, each asked as it is: without a language model."""
+"""Measure how well a retriever finds gold passages with each question as the query, without a language model."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ import numpy as np
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.retrieval.gold import IDS, GoldHits, gold_key, gold_of, hits_by, hits_by_answer
+from rrl.retrieval.gold import IDS, GoldHits, gold_key, gold_of, hits_by_answer, hits_by_key
 from rrl.retrieval.retriever import Hit, Retriever
 from rrl.text.normalize import RULES
 
@@ -18,9 +18,9 @@ GROUPS: Mapping[str, Callable[[Question], str]] = {
         f"{question.hops} hops" if question.hops else f"{len(question.gold or question.gold_ids)} gold"
     ),
 }
-"""What questions may be grouped by: their kind, or their number of hops; of gold passages, if the file has no hops."""
+"""Ways to group questions: by kind, or by number of hops (of gold passages, if the file has no hops)."""
 METRICS = {"recall": "recall", "full_recall": "full", "hits": "hit", "mrr": "MRR", "map": "mAP"}
-"""As `GoldHits.metrics` has them, and in the head of the table."""
+"""Names in `GoldHits.metrics`, and in the head of the table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +29,16 @@ class RetrievalReport:
 
     cuts: tuple[int, ...]
     by: str
-    """"gold ids" or "gold titles", or "answers in title and text" where no question has gold passages."""
+    """"gold ids" or "gold titles"; "answers in title and text" if no question has gold passages."""
     left_out: int
-    """Questions without gold passages, where others have some."""
+    """Number of questions left out because they have no gold passages while others do."""
     warning: str
-    """Why gold ids that are there are not used; "" where there is nothing to say."""
+    """Why the gold ids of the file are not used; "" otherwise."""
     groups: Mapping[str, Mapping[str, float]]
     """Group -> metric@cut -> mean in [0, 1], and "questions"; the first is "all"."""
 
     def as_text(self) -> str:
-        """A table in percent."""
+        """Return a table in percent."""
         width = max(len("questions"), *map(len, self.groups))
         lines = [f"{'questions':{width}}        k  " + "  ".join(f"{head:>6}" for head in METRICS.values())]
         for name, found in self.groups.items():
@@ -49,29 +49,32 @@ class RetrievalReport:
                 )
                 lines.append(f"{first} {k:4d}  " + "  ".join(f"{value:6.1f}" for value in values))
         lines.append(
-            f"Percent. recall: share of the gold passages among the first k; full: all of them are there. By {self.by}."
+            f"Percent. recall: share of the gold passages among the first k; full: all of them among the first k. By {self.by}."
         )
         if self.left_out:
             lines.append(f"{self.left_out} questions without gold passages are left out.")
         if self.warning:
-            lines.append(f"Not by gold ids: {self.warning}")
+            lines.append(f"Gold ids are not used: {self.warning}")
         return "\n".join(lines)
 
 
 def retrieval_report(
     retriever: Retriever, questions: Sequence[Question], cuts: Sequence[int], by: str = ""
 ) -> RetrievalReport:
-    """Searches for each question's own text, and compares with its gold ids or titles (see `gold_key`); where no question has
-    any, a passage counts that holds a gold answer (FlashRAG's rule).
+    """Search for the text of each question, and compare the hits with its gold ids or titles (see `gold_key`).
+
+    If no question has gold passages, a passage that contains a gold answer counts instead (FlashRAG's rule).
 
     Args:
-      retriever: what is measured.
+      retriever: the retriever to measure.
       questions: at least one.
-      cuts: ranks k at which metrics are taken, each at least 1.
-      by: a name of `GROUPS`, or "" for all together.
+      cuts: ranks k at which metrics are computed, each at least 1.
+      by: a name in `GROUPS`, or "" for no groups.
 
-    Raises UserError for no questions, or none with anything to look for, a cut below 1, another name, and gold ids alone none of
-    which the index has; SearchFailed as `Retriever.search`.
+    Raises:
+      UserError: no questions; no question has gold passages or answers; a cut below 1; an unknown group; or the questions have
+        gold ids only, and the index has none of them.
+      SearchFailed: as in `Retriever.search`.
     """
     if not questions:
         raise UserError("no question to search for: give a file with at least one")
@@ -80,33 +83,33 @@ def retrieval_report(
     if by and by not in GROUPS:
         raise UserError(f"by={by!r} is unknown; choose one of {', '.join(GROUPS)}, or leave it out")
     cuts = tuple(sorted(set(cuts)))
-    asked = [q for q in questions if q.gold or q.gold_ids or q.answers]
-    if not asked:
+    measured = [q for q in questions if q.gold or q.gold_ids or q.answers]
+    if not measured:
         raise UserError("no question has gold ids, gold titles or answers to look for: give another file")
-    asked = [q for q in asked if q.gold or q.gold_ids] or asked
-    found = retriever.search([question.text for question in asked], cuts[-1])
+    measured = [q for q in measured if q.gold or q.gold_ids] or measured
+    found = retriever.search([question.text for question in measured], cuts[-1])
     passages = itertools.chain((hit.passage for hits in found for hit in hits), retriever.passages)
-    key, warning = gold_key(asked, ((passage.id, passage.title) for passage in passages))
+    key, warning = gold_key(measured, ((passage.id, passage.title) for passage in passages))
     if key == IDS and warning:
         raise UserError(
-            f"{warning} The questions have no gold titles either; build the index from the corpus that their ids are of"
+            f"{warning} The questions have no gold titles either; build the index from the corpus of these ids"
         )
     if key:
-        rows = [(q, hits) for q, hits in zip(asked, found, strict=True) if gold_of(q, key)]
-        asked, found = [question for question, _ in rows], [hits for _, hits in rows]
-        hits = hits_by(key, _names(found, "id"), _names(found, "title"), asked, repeats=True)
+        rows = [(q, hits) for q, hits in zip(measured, found, strict=True) if gold_of(q, key)]
+        measured, found = [question for question, _ in rows], [hits for _, hits in rows]
+        hits = hits_by_key(key, _names(found, "id"), _names(found, "title"), measured, repeats=True)
     else:
         texts = [[f"{hit.passage.title} {hit.passage.text}" for hit in hits] for hits in found]
-        hits = hits_by_answer(texts, [question.answers for question in asked], RULES["flashrag"])
-    names = np.array([GROUPS[by](question) for question in asked]) if by else np.array([], str)
-    chosen = {"all": np.ones(len(asked), bool)} | {str(n): names == n for n in sorted(set(names.tolist()))}
+        hits = hits_by_answer(texts, [question.answers for question in measured], RULES["flashrag"])
+    names = np.array([GROUPS[by](question) for question in measured]) if by else np.array([], str)
+    chosen = {"all": np.ones(len(measured), bool)} | {str(n): names == n for n in sorted(set(names.tolist()))}
     groups = {name: _means(hits, cuts, rows) for name, rows in chosen.items()}
-    way = key or "answers in title and text"
-    return RetrievalReport(cuts, way, len(questions) - len(asked), warning, groups)
+    by_label = key or "answers in title and text"
+    return RetrievalReport(cuts, by_label, len(questions) - len(measured), warning, groups)
 
 
 def _names(found: Sequence[Sequence[Hit]], field: str) -> list[list[str]]:
-    """The ids or titles of what was found."""
+    """Return the ids or titles of the hits."""
     return [[getattr(hit.passage, field) for hit in hits] for hits in found]
 
 

@@ -1,4 +1,4 @@
-"""Step-wise against single-step retrieval at equal K (R2AG, Tables 1 and 2)."""
+"""Compare step-wise with single-step retrieval at equal K (R2AG, Tables 1 and 2)."""
 
 import dataclasses
 import math
@@ -16,70 +16,70 @@ from rrl.retrieval.retriever import Retriever
 
 @dataclasses.dataclass(frozen=True)
 class SingleStepComparison:
-    """What a policy's searches found, and what the question itself finds."""
+    """Gold passages found by a policy's searches, and by the question as a single query."""
 
     kinds: tuple[str, ...]
-    """Of each question."""
+    """Kind of each question."""
     steps: GoldHits
-    """The policy's."""
+    """Hits of the policy's searches."""
     single: GoldHits
-    """The question as the only query, with as many passages as the policy found for that question."""
+    """Hits of the question as the only query, with as many passages as the policy retrieved for that question."""
     fixed: GoldHits
-    """The same with `k` passages for every question."""
+    """Hits of the question as the only query, with `k` passages for every question."""
     k: int
-    """Their mean number, rounded up."""
+    """Mean number of passages that the policy retrieved per question, rounded up."""
 
     @property
     def gain(self) -> PairedComparison:
-        """Recall of the policy's searches less that of the single one, at each question's own K."""
+        """Recall of the policy's searches less that of the single query, with the same number of passages for each question."""
         return compare(self.single.recall(), self.steps.recall())
 
 
 def compare_single_step(trajectories: Sequence[Trajectory], retriever: Retriever) -> SingleStepComparison:
-    """Searches every question once with the retriever that the trajectories were made with.
+    """Search every question once with the retriever of the trajectories, and compare the hits.
 
-    K counts passages that differ. Raises UserError where no question names gold passages.
+    K counts distinct passages. Raises UserError if no question has gold passages.
     """
     known = [t for t in trajectories if t.question.gold]
     if not known:
         raise UserError(
-            f"none of {len(trajectories)} trajectories has gold passages to look for: give data with supporting facts"
+            f"none of the questions of {len(trajectories)} trajectories has gold passages: give data with supporting facts"
         )
     gold = [t.question.gold for t in known]
     steps = gold_hits([[title for search in t.searches for title in search.titles] for t in known], gold)
-    k = max(1, math.ceil(steps.found.mean()))
-    most = max(k, int(steps.found.max()))
-    # Twice as many, for of passages with one title the first alone counts.
+    k = max(1, math.ceil(steps.retrieved.mean()))
+    max_retrieved = max(k, int(steps.retrieved.max()))
+    # Search twice as many, because only the first of several passages with the same title counts.
     ranked = [
         list(dict.fromkeys(hit.passage.title for hit in hits))
-        for hits in retriever.search([t.question.text for t in known], 2 * most)
+        for hits in retriever.search([t.question.text for t in known], 2 * max_retrieved)
     ]
-    own = [titles[:count] for titles, count in zip(ranked, steps.found.tolist(), strict=True)]
+    same_k = [titles[:count] for titles, count in zip(ranked, steps.retrieved.tolist(), strict=True)]
     return SingleStepComparison(
         kinds=tuple(t.question.kind for t in known),
         steps=steps,
-        single=gold_hits(own, gold),
+        single=gold_hits(same_k, gold),
         fixed=gold_hits([titles[:k] for titles in ranked], gold),
         k=k,
     )
 
 
-def as_text(found: SingleStepComparison) -> str:
-    """A table of recall and full recall in percent, by kind of question, and the gain with its interval."""
+def as_text(comparison: SingleStepComparison) -> str:
+    """Return a table of recall and full recall in percent, by kind of question, and the gain with its interval."""
     rows: list[tuple[str, ...]] = [
-        ("", "@K", "recall", "full", "single, same K", "full", f"single, K={found.k}", "full")
+        ("", "@K", "recall", "full", "single, same K", "full", f"single, K={comparison.k}", "full")
     ]
-    kinds = np.array(found.kinds)
-    for kind in [*dict.fromkeys(sorted(set(found.kinds) - {""})), None]:
+    kinds = np.array(comparison.kinds)
+    for kind in [*dict.fromkeys(sorted(set(comparison.kinds) - {""})), None]:
         chosen = np.ones(len(kinds), bool) if kind is None else kinds == kind
         numbers = [
             f"{100 * values[chosen].mean():.1f}"
-            for hits in (found.steps, found.single, found.fixed)
+            for hits in (comparison.steps, comparison.single, comparison.fixed)
             for values in (hits.recall(), hits.full_recall())
         ]
         name = "all" if kind is None else kind.replace("_", " ")
-        rows.append((name, f"{found.steps.found[chosen].mean():.2f}", *numbers))
-    gain = found.gain
+        rows.append((name, f"{comparison.steps.retrieved[chosen].mean():.2f}", *numbers))
+    gain = comparison.gain
     return "\n".join(
         [
             f"Gold passages found by the policy's searches and by the question as a single query ({len(kinds)} questions)",

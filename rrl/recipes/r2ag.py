@@ -327,7 +327,7 @@ class R2AG(OutcomeRecipe):
             "full_recall": hits.full_recall(),
             "map": hits.average_precision(),
             "hits": hits.hit(),
-            "passages": hits.found,
+            "passages": hits.retrieved,
         }
         documents = [documents_of(t.searches) for t in trajectories]
         prompts = [generator_prompt(t.question, d) for t, d in zip(trajectories, documents, strict=True)]

@@ -1,1 +1,1 @@
-"""Pages, plots and tables of trajectories and metrics."""
+"""Write pages, plots and tables of trajectories and metrics."""

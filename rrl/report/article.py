@@ -1,6 +1,6 @@
-"""One trajectory as HTML: the question, what came of it, what was rewarded, found and written.
+"""Render one trajectory as HTML: question, outcome, rewards, searches and text. Read `article` first.
 
-All text of policies and passages is escaped: it may hold anything.
+All text of policies and passages is escaped, because it may contain anything.
 """
 
 import html
@@ -21,22 +21,22 @@ ENDINGS = {
     "context_limit": "ran out of context",
     "length": "ran out of tokens",
     "malformed": "broke the format",
-    NOT_FINITE: "broke off: logits not finite",
+    NOT_FINITE: "stopped: logits not finite",
     "stop": "stopped searching",
     "expanded": "expanded once",
 }
-CUTS = {
-    "turn_tokens": "a turn cut at its most tokens",
-    "context": "a turn cut where the context was full",
-    "observation_tokens": "an observation cut at its most tokens",
-    "room": "an observation or a prompt larger than the room left",
+CUT_LABELS = {
+    "turn_tokens": "a turn reached its token limit",
+    "context": "a turn was cut because the context was full",
+    "observation_tokens": "an observation was cut at its token limit",
+    "room": "an observation or a prompt did not fit into the context",
 }
-EXPECTED = ("answer", "stop", "expanded")
-"""Endings that are no failure."""
+NORMAL_ENDINGS = ("answer", "stop", "expanded")
+"""Endings that are not failures."""
 
 
 HELD_OUT, TRAINING, UNUSED = "held out", "training", "training, not used (rewards hardly differ in its group)"
-"""Where a trajectory of a run came from; only `TRAINING` carried loss."""
+"""Sources of a run's trajectories. Only those of `TRAINING` contribute to the loss."""
 
 
 def article(
@@ -46,10 +46,17 @@ def article(
     tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> str:
-    """One trajectory as an HTML article, without style; `source` says where it came from, "" that nobody knows."""
-    cut = segments_of(trajectory, tags, token_bytes)
-    prompt = "".join(piece.text for piece in cut if piece.kind == "prompt")
-    shown = "".join(_segment(piece, trajectory, tags) for piece in cut if piece.kind != "prompt")
+    """Return one trajectory as an HTML article without style.
+
+    Args:
+      trajectory: the trajectory.
+      source: where it came from, such as `HELD_OUT`; "": not known.
+      tags: the protocol's tags, as in `segments_of`.
+      token_bytes: bytes of each token id; None: tokens are not marked by their log-probability.
+    """
+    segments = segments_of(trajectory, tags, token_bytes)
+    prompt = "".join(segment.text for segment in segments if segment.kind == "prompt")
+    shown = "".join(_segment(segment, trajectory, tags) for segment in segments if segment.kind != "prompt")
     folded = f"<details><summary>prompt</summary><pre>{html.escape(prompt)}</pre></details>" if prompt else ""
     return (
         f"<article>{_head(trajectory, source)}<div class='panels'>{_rewards(trajectory)}{_searches(trajectory)}</div>"
@@ -57,8 +64,8 @@ def article(
     )
 
 
-def verdict(trajectory: Trajectory) -> str:
-    """ "right" (exact match), "partly" (some F1), "wrong", or "unscored"."""
+def correctness(trajectory: Trajectory) -> str:
+    """Return "right" (exact match), "partly" (F1 above 0), "wrong" or "unscored"."""
     if "em" not in trajectory.metrics:
         return "unscored"
     if trajectory.metrics["em"] >= 1:
@@ -67,22 +74,22 @@ def verdict(trajectory: Trajectory) -> str:
 
 
 def _head(trajectory: Trajectory, source: str) -> str:
-    state = verdict(trajectory)
+    state = correctness(trajectory)
     mark = {"right": "✓ right", "partly": "◐ partly right", "wrong": "✗ wrong", "unscored": "not scored"}[
         state
     ]
     chips = [f'<b class="chip {state}">{mark}</b>']
     if source:
-        chips.append(f'<span class="chip">{words(source)}</span>')
+        chips.append(f'<span class="chip">{in_words(source)}</span>')
     if trajectory.question.kind:
-        chips.append(f'<span class="chip">{words(trajectory.question.kind)}</span>')
+        chips.append(f'<span class="chip">{in_words(trajectory.question.kind)}</span>')
     ended = ENDINGS.get(trajectory.ended, trajectory.ended.replace("_", " "))
     chips.append(
-        f'<span class="chip{"" if trajectory.ended in EXPECTED else " odd"}">{html.escape(ended)}</span>'
+        f'<span class="chip{"" if trajectory.ended in NORMAL_ENDINGS else " odd"}">{html.escape(ended)}</span>'
     )
     chips += [
         f'<span class="chip odd">{text}</span>'
-        for limit, text in CUTS.items()
+        for limit, text in CUT_LABELS.items()
         if limit in {c[1] for c in trajectory.cuts}
     ]
     chips.append(
@@ -90,15 +97,18 @@ def _head(trajectory: Trajectory, source: str) -> str:
         f"request {trajectory.request}</span>"
     )
     gold = " <i>or</i> ".join(html.escape(answer) for answer in trajectory.question.answers) or "–"
-    facts = [("gold", f"<b>{gold}</b>"), ("answer", _said(trajectory.answer, f"<b class='{state}'>", "</b>"))]
+    facts = [
+        ("gold answer", f"<b>{gold}</b>"),
+        ("answer", _text_or_none(trajectory.answer, f"<b class='{state}'>", "</b>")),
+    ]
     if trajectory.evidence or trajectory.reader_answer:
-        facts.append(("reader, from the evidence alone", _said(trajectory.reader_answer)))
+        facts.append(("reader, from the evidence alone", _text_or_none(trajectory.reader_answer)))
     rows = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
     question = html.escape(trajectory.question.text)
     return f"<h2>{question}</h2><p class='chips'>{' '.join(chips)}</p><dl class='facts'>{rows}</dl>"
 
 
-def _said(text: str, before: str = "", after: str = "") -> str:
+def _text_or_none(text: str, before: str = "", after: str = "") -> str:
     return f"{before}{html.escape(text)}{after}" if text.strip() else '<span class="quiet">none</span>'
 
 
@@ -110,18 +120,18 @@ def _rewards(trajectory: Trajectory) -> str:
         parts.append(("total", trajectory.rewards["total"]))
     longest = max([abs(value) for _, value in parts] + [1e-9])
     rows = "".join(
-        f'<tr class="{"total" if name == "total" else ""}"><th>{words(name)}</th><td class="number">{value:.2f}</td>'
+        f'<tr class="{"total" if name == "total" else ""}"><th>{in_words(name)}</th><td class="number">{value:.2f}</td>'
         f'<td class="gauge"><i class="{"minus" if value < 0 else ""}" style="width:{100 * abs(value) / longest:.0f}%">'
         "</i></td></tr>"
         for name, value in parts
     )
-    scores = " · ".join(f"{words(name)} {_number(value)}" for name, value in trajectory.metrics.items())
+    scores = " · ".join(f"{in_words(name)} {_number(value)}" for name, value in trajectory.metrics.items())
     return f'<section><h3>reward</h3><table>{rows}</table><p class="quiet">{scores}</p></section>'
 
 
 def _searches(trajectory: Trajectory) -> str:
     if not trajectory.searches:
-        return '<section class="wide"><h3>searches</h3><p class="quiet">none was made</p></section>'
+        return '<section class="wide"><h3>searches</h3><p class="quiet">no searches</p></section>'
     gold = _gold(trajectory)
     seen: set[str] = set()
     rows = []
@@ -132,7 +142,7 @@ def _searches(trajectory: Trajectory) -> str:
             style = "" if key not in gold else "gold again" if key in seen else "gold"
             seen.add(key)
             titles.append(f'<li><span class="{style}">{html.escape(title)}</span></li>')
-        found = f"<ol>{''.join(titles)}</ol>" if titles else '<span class="quiet">nothing came back</span>'
+        found = f"<ol>{''.join(titles)}</ol>" if titles else '<span class="quiet">no passages</span>'
         if search.failed:
             found = '<span class="chip wrong">retrieval failed</span>'
         rows.append(
@@ -143,14 +153,14 @@ def _searches(trajectory: Trajectory) -> str:
     if gold:
         note = f"{len(gold & seen)} of {len(gold)} gold passages found"
         if missed:
-            note += "; never seen: " + ", ".join(html.escape(title) for title in missed)
+            note += "; not found: " + ", ".join(html.escape(title) for title in missed)
     return f'<section class="wide"><h3>searches</h3><table>{"".join(rows)}</table><p class="quiet">{note}</p></section>'
 
 
 def _tokens(trajectory: Trajectory, source: str) -> str:
     counts = {role: int((trajectory.roles == role).sum()) for role in (PROMPT, POLICY, ENVIRONMENT)}
     total = sum(counts.values())
-    if not total:  # read from a file that has none
+    if not total:  # read from a file without token ids
         return ""
     sampled = "sampled, trained on" if source == TRAINING else "sampled"
     names = {PROMPT: "prompt", POLICY: sampled, ENVIRONMENT: "environment"}
@@ -164,28 +174,28 @@ def _tokens(trajectory: Trajectory, source: str) -> str:
     return f'<div class="tokens"><div class="strip">{parts}</div><p class="quiet">{total} tokens: {keys}</p></div>'
 
 
-def _segment(piece: Segment, trajectory: Trajectory, tags: Mapping[Tag, str]) -> str:
-    origin = "sampled" if piece.role == POLICY else "given"
-    label = f'<span class="label">{html.escape(piece.kind)}</span>' if piece.kind != "reasoning" else ""
-    if piece.role != POLICY:
-        text = _observation(piece.text, trajectory)
-    elif piece.spans:
-        text = "".join(_token(text, logp) for text, logp in piece.spans)
-    elif piece.kind == "reasoning":
-        text = _with_stray_tags(piece.text.strip(), tags)
+def _segment(segment: Segment, trajectory: Trajectory, tags: Mapping[Tag, str]) -> str:
+    origin = "sampled" if segment.role == POLICY else "given"
+    label = f'<span class="label">{html.escape(segment.kind)}</span>' if segment.kind != "reasoning" else ""
+    if segment.role != POLICY:
+        text = _observation(segment.text, trajectory)
+    elif segment.spans:
+        text = "".join(_token(text, logp) for text, logp in segment.spans)
+    elif segment.kind == "reasoning":
+        text = _with_stray_tags(segment.text.strip(), tags)
     else:
-        text = html.escape(piece.text.strip())
-    return f'<div class="piece {piece.kind} {origin}">{label}<div class="words">{text}</div></div>'
+        text = html.escape(segment.text.strip())
+    return f'<div class="segment {segment.kind} {origin}">{label}<div class="words">{text}</div></div>'
 
 
 def _token(text: str, logp: float) -> str:
-    """A sampled token; the less likely it was, the stronger its underline (quantised, to keep pages small)."""
+    """Return a sampled token, underlined more strongly the less likely it was (in levels, to keep pages small)."""
     level = min(int(-logp * 2), 6)
     return f'<t class="p{level}" title="{logp:.2f}">{html.escape(text)}</t>' if level else html.escape(text)
 
 
 def _observation(text: str, trajectory: Trajectory) -> str:
-    """An observation with its titles in bold, gold ones marked."""
+    """Return an observation with its titles in bold and gold titles marked."""
     text = text.strip()
     titles = sorted(
         {title for search in trajectory.searches for title in search.titles}, key=len, reverse=True
@@ -203,7 +213,7 @@ def _observation(text: str, trajectory: Trajectory) -> str:
 def _with_stray_tags(text: str, tags: Mapping[Tag, str]) -> str:
     out, end = [], 0
     for start, stop in stray_tags(text, tags):
-        stray = f'<b class="stray" title="this tag is part of no well-formed box">{html.escape(text[start:stop])}</b>'
+        stray = f'<b class="stray" title="this tag is not part of a well-formed pair">{html.escape(text[start:stop])}</b>'
         out += [html.escape(text[end:start]), stray]
         end = stop
     return "".join([*out, html.escape(text[end:])])
@@ -217,6 +227,6 @@ def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else f"{value:.2f}"
 
 
-def words(name: str) -> str:
-    """A field's name as words, escaped."""
+def in_words(name: str) -> str:
+    """Return a field's name as words, escaped for HTML."""
     return html.escape(name.replace("_", " "))

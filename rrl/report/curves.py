@@ -1,4 +1,7 @@
-"""Curves of a run over its steps (R-Search, Figure 3), and of several arms with their spread over seeds."""
+"""Plot curves of a run over its steps (R-Search, Figure 3), and of several arms with their spread over seeds.
+
+Read `plot_training` and `plot_spread` first.
+"""
 
 import dataclasses
 import itertools
@@ -27,16 +30,16 @@ COLOURS = ("#2667c9", "#c26a00", "#7a3fc0", "#1c7f4a", "#c0362c", "#5b6570", "#b
 class _Panel:
     title: str
     lines: Mapping[str, str]
-    """Metrics of training, with their labels."""
+    """Training metrics and their labels, drawn as lines."""
     held_out: tuple[str, str] = ("", "")
-    """Metric and label of what evaluations measure: markers, joined by dashes."""
+    """Metric and label of held-out evaluations, drawn as markers joined by dashes."""
 
 
 def _panels(lines: MetricRows, curves: Curves, temperature: float) -> list[_Panel]:
-    """What there is to draw of one run."""
-    paid = {name.removeprefix("reward/") for line in lines for name in line if name.startswith("reward/")}
-    components = {name: words for name, words in curves.rewards.items() if name in paid}
-    components |= {name: name for name in sorted(paid - {"total", *components})}
+    """Return the panels for one run."""
+    logged = {name.removeprefix("reward/") for line in lines for name in line if name.startswith("reward/")}
+    components = {name: words for name, words in curves.rewards.items() if name in logged}
+    components |= {name: name for name in sorted(logged - {"total", *components})}
     how = f"held out, {decoding(temperature)}"
     panels = [
         _Panel("reward", {"reward/total": "total"} | {f"reward/{n}": w for n, w in components.items()}),
@@ -44,14 +47,12 @@ def _panels(lines: MetricRows, curves: Curves, temperature: float) -> list[_Pane
             _Panel(words, {f"train/{name}": "training, sampled"}, (f"eval/{name}", how))
             for name, words in curves.metrics.items()
         ),
-        _Panel("valid searches a question", {"train/searches": "training"}, ("eval/searches", "held out")),
-        _Panel("entropy (nats a token)", {"train/entropy": "policy"}),
-        _Panel("KL to the start (nats a token)", {"train/kl": "policy"}),
+        _Panel("valid searches per question", {"train/searches": "training"}, ("eval/searches", "held out")),
+        _Panel("entropy (nats per token)", {"train/entropy": "policy"}),
+        _Panel("KL to the reference (nats per token)", {"train/kl": "policy"}),
     ]
     if any("critic/explained_variance" in line for line in lines):
-        panels.append(
-            _Panel("variance of returns explained by the critic", {"critic/explained_variance": "critic"})
-        )
+        panels.append(_Panel("explained variance of the critic", {"critic/explained_variance": "critic"}))
     return panels
 
 
@@ -62,11 +63,16 @@ def plot_training(
     temperature: float = 0.0,
     curves: Curves | None = None,
 ) -> None:
-    """Draws the reward with its components, the metrics of the recipe, searches, entropy and KL over the steps of one run, and of
-    a critic how much it explains.
+    """Plot one run over its steps: reward with components, metrics of the recipe, searches, entropy, KL, explained variance.
 
-    Held-out evaluations, at `temperature`, are markers. `curves` says what the recipe declares
-    (`rrl.recipes.base.curves_of`). A panel without metrics says so. Raises UserError for a run without steps.
+    Args:
+      rows: the metrics.
+      out_png: file to write.
+      title: title of the figure.
+      temperature: temperature of the held-out evaluations, which are drawn as markers.
+      curves: rewards and metrics that the recipe declares (`rrl.recipes.base.curves_of`).
+
+    A panel without values shows "not logged". Raises UserError for a run without steps.
     """
     lines = _rows(rows)
     panels = _panels(lines, curves or Curves(), temperature)
@@ -96,12 +102,12 @@ def plot_training(
     for axis in axes[len(panels) :]:
         axis.remove()
     if smoothed:
-        explain(figure, f"Bold lines: mean over {smoothed} steps, centred. Pale lines: each step.")
+        add_caption(figure, f"Bold lines: mean over {smoothed} steps, centred. Pale lines: each step.")
     save_figure(figure, out_png)
 
 
-ARMS_INSIDE = 4
-"""More arms have their legend below the panels, where it covers no curve."""
+ARMS_IN_PANEL_LEGEND = 4
+"""With more arms than this, the legend is below all panels, where it covers no curve."""
 
 
 def plot_spread(
@@ -111,17 +117,22 @@ def plot_spread(
     x: str = "step",
     title: str = "",
 ) -> None:
-    """Draws the mean over seeds of several arms, with a band from the lowest seed to the highest.
+    """Plot the mean over seeds of several arms, with a band from the lowest seed to the highest.
 
-    `runs` maps an arm's name to the runs of its seeds; `metrics` maps metrics to panel titles; `x` is "step" or a
-    metric such as minutes, so that arms whose steps cost differently share an axis. Points are paired over seeds by
-    their place in the run; a run that is shorter shortens its arm. Raises UserError for an arm without runs.
+    Args:
+      runs: the name of each arm, and the runs of its seeds.
+      out_png: file to write.
+      metrics: metrics to plot, and the titles of their panels; None: the main ones.
+      x: "step", or a metric such as minutes, to compare arms whose steps have different costs.
+      title: title of the figure.
+
+    The n-th points of all seeds are averaged, up to the length of the shortest run. Raises UserError for an arm without runs.
     """
     metrics = metrics or {
         "eval/em": "held-out exact match",
         "eval/f1": "held-out F1",
         "reward/total": "reward",
-        "train/searches": "valid searches a question",
+        "train/searches": "valid searches per question",
     }
     columns = min(2, len(metrics))
     figure, axes = new_figure(-(-len(metrics) // columns), columns, title)
@@ -138,32 +149,32 @@ def plot_spread(
         for at, (name, seeds) in enumerate(loaded.items()):
             label = f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
             smoothed = max(smoothed, band(axis, seeds, metric, x, label, COLOURS[at % len(COLOURS)]))
-        _finish(axis, legend=len(loaded) <= ARMS_INSIDE)
+        _finish(axis, legend=len(loaded) <= ARMS_IN_PANEL_LEGEND)
     lines: Sequence[Any] = next((axis.get_lines() for axis in axes if axis.get_lines()), [])
-    words = band_words(max(map(len, loaded.values()), default=1), smoothed)
-    if len(loaded) > ARMS_INSIDE and lines:
-        figure.set_figheight(figure.get_figheight() + 0.22 * (-(-len(loaded) // 2) + bool(words)))
-        # The lines themselves, not their copies: constrained layout keeps room for it. The words are its title, since the
-        # layout would draw those of `explain` over it.
+    caption = band_caption(max(map(len, loaded.values()), default=1), smoothed)
+    if len(loaded) > ARMS_IN_PANEL_LEGEND and lines:
+        figure.set_figheight(figure.get_figheight() + 0.22 * (-(-len(loaded) // 2) + bool(caption)))
+        # Pass the lines themselves, so that constrained layout reserves room for the legend. The caption is the legend's title,
+        # because the layout would draw that of `add_caption` over the legend.
         style = {"ncols": 2, "fontsize": 7.5, "frameon": False, "labelcolor": INK, "title_fontsize": 9}
-        legend = figure.legend(handles=lines, loc="outside lower center", title=words, **style)
+        legend = figure.legend(handles=lines, loc="outside lower center", title=caption, **style)
         legend.get_title().set_color(QUIET)
     else:
-        explain(figure, words)
+        add_caption(figure, caption)
     save_figure(figure, out_png)
 
 
 def series(rows: MetricRows, metric: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
-    """(x, value) of the rows that hold a finite value of `metric`, as float64 arrays in order of x."""
-    points = [(row[x], row[metric]) for row in rows if row.get(metric) is not None and row.get(x) is not None]
-    found = np.array(points, np.float64).reshape(-1, 2)
-    found = found[np.isfinite(found).all(axis=1)]
-    found = found[np.argsort(found[:, 0], kind="stable")]
-    return found[:, 0], found[:, 1]
+    """Return (x, value) of the rows with a finite value of `metric`, as float64 arrays in order of x."""
+    pairs = [(row[x], row[metric]) for row in rows if row.get(metric) is not None and row.get(x) is not None]
+    points = np.array(pairs, np.float64).reshape(-1, 2)
+    points = points[np.isfinite(points).all(axis=1)]
+    points = points[np.argsort(points[:, 0], kind="stable")]
+    return points[:, 0], points[:, 1]
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean over a centred window, which is narrower at both ends."""
+    """Return the mean over a centred window, which is narrower at both ends."""
     if width < 2:
         return values
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -173,7 +184,10 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: str) -> int:
-    """Draws a curve, and where it has many steps each of them behind it; returns the steps that a point is the mean of, or 0."""
+    """Draw a curve. If it has many steps, draw its mean over a window and the single steps behind it.
+
+    Returns the width of that window in steps, or 0 if the curve is not smoothed.
+    """
     if not len(steps):
         return 0
     width = len(values) // 12
@@ -185,18 +199,18 @@ def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: 
 
 
 def band(axis: Any, seeds: Sequence[MetricRows], metric: str, x: str, label: str, colour: str) -> int:
-    """Draws the mean over seeds of one metric, in a band from the lowest to the highest; nothing where one has none of it.
+    """Draw the mean over seeds of one metric, in a band from the lowest seed to the highest; nothing if a seed lacks the metric.
 
-    Returns how many steps a point is the mean of, or 0 if each step is drawn.
+    Returns the width of the smoothing window in steps, or 0 if the curve is not smoothed.
     """
     curves = [series(rows, metric, x) for rows in seeds]
     length = min(len(values) for _, values in curves)
     if not length:
         return 0
     places = np.mean([at[:length] for at, _ in curves], axis=0)
-    # A noisy curve is smoothed; the few points of an evaluation are drawn as they are.
+    # Training curves are smoothed; the few points of evaluations are not.
     width = length // 12 if length > 24 else 0
-    values = np.stack([smooth(found[:length], width) for _, found in curves])
+    values = np.stack([smooth(points[:length], width) for _, points in curves])
     axis.fill_between(places, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.16, linewidth=0)
     marker = "o" if length <= 24 else ""
     axis.plot(
@@ -205,8 +219,8 @@ def band(axis: Any, seeds: Sequence[MetricRows], metric: str, x: str, label: str
     return width if width >= 2 else 0
 
 
-def band_words(seeds: int, smoothed: int) -> str:
-    """What the lines and bands of `band` are, of at most so many seeds, and of means over so many steps (0: none)."""
+def band_caption(seeds: int, smoothed: int) -> str:
+    """Return a caption on the lines and bands of `band`, for at most `seeds` seeds and a window of `smoothed` steps."""
     steps = f"over {smoothed} steps, centred" if smoothed else ""
     if seeds > 1:
         words = " and ".join(filter(None, ("over seeds", steps)))
@@ -214,8 +228,8 @@ def band_words(seeds: int, smoothed: int) -> str:
     return f"Lines: mean {steps}." if steps else ""
 
 
-def explain(figure: matplotlib.figure.Figure, words: str) -> None:
-    """Writes below all panels how their lines are to be read; nothing for ""."""
+def add_caption(figure: matplotlib.figure.Figure, words: str) -> None:
+    """Write a caption below all panels, unless it is empty."""
     if words:
         figure.supxlabel(words, fontsize=9, color=QUIET)
 
@@ -235,8 +249,8 @@ def _rows(source: Source) -> MetricRows:
 
 
 def new_figure(rows: int, columns: int, title: str) -> tuple[matplotlib.figure.Figure, list[Any]]:
-    """A figure in the house's style and its axes, row by row."""
-    # A Figure of its own, without pyplot: no window system, no global state.
+    """Return a figure in the common style, and its axes, row by row."""
+    # Create the Figure without pyplot, which would need a window system and global state.
     figure = matplotlib.figure.Figure(figsize=(4.3 * columns, 3.1 * rows), dpi=120, layout="constrained")
     if title:
         figure.suptitle(title, fontsize=12, color=INK)
@@ -244,7 +258,7 @@ def new_figure(rows: int, columns: int, title: str) -> tuple[matplotlib.figure.F
 
 
 def style_axis(axis: Any, title: str, x: str = "") -> None:
-    """Titles and dresses one axis; without `x` it is over steps."""
+    """Set the title and style of one axis. If `x` is empty, the horizontal axis shows steps."""
     axis.set_title(title, fontsize=10.5, color=INK, loc="left")
     axis.set_xlabel(x or "step", fontsize=9, color=QUIET)
     if not x:
@@ -258,7 +272,7 @@ def style_axis(axis: Any, title: str, x: str = "") -> None:
 
 
 def legend_below(axis: Any) -> None:
-    """A legend that covers no line."""
+    """Put the legend below the axis, where it covers no line."""
     labels = axis.get_legend_handles_labels()[1]
     columns = 2 if len(labels) > 1 and max(map(len, labels)) < 28 else 1
     axis.legend(
@@ -280,6 +294,6 @@ def _finish(axis: Any, legend: bool) -> None:
 
 
 def save_figure(figure: matplotlib.figure.Figure, out_png: str | pathlib.Path) -> None:
-    """Writes the figure; its folder is made."""
+    """Write the figure, and create its folder if needed."""
     pathlib.Path(out_png).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png)

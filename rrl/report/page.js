@@ -1,4 +1,4 @@
-// The list, the filters and the keys of a page of trajectories; without this script all of them stand one below the other.
+// List, filters and keyboard control for a page of trajectories. Without this script the page shows all trajectories in a row.
 "use strict";
 const slots = [...document.querySelectorAll(".slot")];
 const links = [...document.querySelectorAll("#list a")];
@@ -26,7 +26,7 @@ function show(at) {
   }
 }
 
-// Scrolls the list alone: it may stand below a report that is being read.
+// Scrolls only the list, because the list may be below a report that the user is reading.
 function reveal(link) {
   const list = link.parentElement;
   const top = link.offsetTop - list.offsetTop;

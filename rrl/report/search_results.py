@@ -1,4 +1,4 @@
-"""Ranked passages to read: as text, and as a self-contained page."""
+"""Show ranked passages as text and as a self-contained HTML page."""
 
 import html
 import pathlib
@@ -21,7 +21,7 @@ mark { background: #ffe08a; color: inherit } @media (prefers-color-scheme: dark)
 
 
 def as_text(queries: Sequence[str], found: Sequence[Sequence[Hit]], width: int = 100) -> str:
-    """Rank, score, title, id and text of each passage."""
+    """Return rank, score, title, id and text of each passage, for a terminal."""
     lines = []
     for query, hits in zip(queries, found, strict=True):
         lines.append(query if hits else f"{query}\n  nothing found")
@@ -29,7 +29,7 @@ def as_text(queries: Sequence[str], found: Sequence[Sequence[Hit]], width: int =
             lines.append(f"{rank:3d}. {hit.score:8.4f}  {hit.passage.title}  [{hit.passage.id}]")
             lines.append(textwrap.indent(textwrap.fill(hit.passage.text, width - 5), "     "))
         lines.append("")
-    # Half a surrogate pair can be in a corpus, but on no terminal; control characters would command it.
+    # A terminal cannot show the lone surrogates that a corpus may contain, and would execute control characters.
     text = "\n".join(lines).rstrip().encode("utf-8", "replace").decode()
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
 
@@ -37,7 +37,7 @@ def as_text(queries: Sequence[str], found: Sequence[Sequence[Hit]], width: int =
 def write_page(
     path: str | pathlib.Path, queries: Sequence[str], found: Sequence[Sequence[Hit]], title: str
 ) -> None:
-    """Writes a page with the words of each query marked. Nothing is fetched; all text is escaped."""
+    """Write a page with the words of each query marked. The page loads nothing, and all text is escaped."""
     sections = "\n".join(_section(query, hits) for query, hits in zip(queries, found, strict=True))
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -62,12 +62,12 @@ def _section(query: str, hits: Sequence[Hit]) -> str:
 
 
 def _marked(text: str, query: str) -> str:
-    """The text, escaped, with the query's words marked as BM25 has them: other endings too, and no stop words."""
+    """Return the escaped text with the query's words marked as BM25 matches them: by stem, without stop words."""
     words = set(analyse(query))
     marked, at = "", 0
-    for found in WORD.finditer(text):
-        word = html.escape(found[0])
-        marked += html.escape(text[at : found.start()])
-        marked += word if words.isdisjoint(analyse(found[0])) else f"<mark>{word}</mark>"
-        at = found.end()
+    for match in WORD.finditer(text):
+        word = html.escape(match[0])
+        marked += html.escape(text[at : match.start()])
+        marked += word if words.isdisjoint(analyse(match[0])) else f"<mark>{word}</mark>"
+        at = match.end()
     return marked + html.escape(text[at:])

@@ -1,4 +1,4 @@
-"""A trajectory's text cut into pieces: reasoning, search, observation, evidence, answer."""
+"""Split a trajectory's text into segments: reasoning, search, observation, evidence, answer. Read `segments_of` first."""
 
 import codecs
 import dataclasses
@@ -13,22 +13,22 @@ from rrl.data.trajectory import POLICY, PROMPT, Trajectory
 from rrl.text.spans import Tag, enclosed_content, markers
 
 RSEARCH_TAGS: Mapping[Tag, str] = {"search": "search", "original_evidence": "evidence", "answer": "answer"}
-"""Tag written by the policy → kind of piece (R-Search, section 3.2.1)."""
+"""Tag written by the policy → kind of segment (R-Search, section 3.2.1)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of text of one role and one kind."""
+    """Consecutive text of one role and one kind."""
 
     role: int
     """PROMPT, POLICY or ENVIRONMENT."""
     kind: str
-    """"prompt", "reasoning", "observation", "message" (of the environment), or a kind named by the tags. What is new
-    in the prompt of a further context is an observation."""
+    """"prompt", "reasoning", "observation", "message" (of the environment), or a kind given by the tags. The new text in the
+    prompt of a further context is an observation."""
     text: str
-    """Without the enclosing tags and the white space at both ends (a prompt is kept as it is)."""
+    """The text without enclosing tags and outer white space; a prompt is unchanged."""
     spans: tuple[tuple[str, float], ...] = ()
-    """(text, log-probability) of each sampled token, if the tokens' bytes were given; their texts join to `text`."""
+    """(text, log-probability) of each sampled token, if `token_bytes` was given. The texts join to `text`."""
 
 
 def segments_of(
@@ -36,45 +36,50 @@ def segments_of(
     tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> list[Segment]:
-    """Cuts every segment; text that is in no well-formed box and under no heading is reasoning, blank stretches are dropped.
+    """Split a trajectory into segments of one role and kind; blank ones are dropped.
 
-    `token_bytes` holds the exact bytes of each token id; with it, policy pieces carry their tokens.
+    Text of the policy outside of well-formed tags, and under no heading, is reasoning.
+
+    Args:
+      trajectory: its `segments` are read; with `token_bytes` its tokens and log-probabilities too.
+      tags: tag → kind.
+      token_bytes: the exact bytes of each token id. With them, segments of the policy have `spans`.
     """
-    found: list[Segment] = []
+    segments: list[Segment] = []
     texts = _token_texts(trajectory, token_bytes) if token_bytes is not None else None
-    prompt = said = ""
+    prompt = policy_text = ""
     for index, (role, text) in enumerate(trajectory.segments):
         if role == POLICY:
-            found += policy_segments(text, tags, texts[index] if texts else [])
-            said = text
+            segments += policy_segments(text, tags, texts[index] if texts else [])
+            policy_text = text
         elif role == PROMPT:
-            new = _new(prompt, said, text)
-            found.append(Segment(role, "observation", new) if prompt else Segment(role, "prompt", text))
+            new = _new_text(prompt, policy_text, text)
+            segments.append(Segment(role, "observation", new) if prompt else Segment(role, "prompt", text))
             prompt = text
         elif text.strip():
-            # The label takes the place of the tags; a message without tags is a correction.
+            # The kind replaces the tags. A text of the environment without tags is a correction.
             inner = enclosed_content(text)
             kind, shown = ("message", text) if inner is None else ("observation", inner)
-            found.append(Segment(role, kind, shown.strip()))
-    return found
+            segments.append(Segment(role, kind, shown.strip()))
+    return segments
 
 
-def _new(before: str, said: str, prompt: str) -> str:
-    """What a context's prompt tells beside the last one's and what the policy had said there."""
-    start = _alike(before, prompt)
-    end = len(prompt) - _alike(before[start:][::-1], prompt[start:][::-1])
-    told = prompt[start:end]
-    return (told.rpartition(said.strip())[2] if said.strip() else told).strip()
+def _new_text(before: str, policy_text: str, prompt: str) -> str:
+    """Return the text of a context's prompt that is neither in the last prompt `before` nor in the policy's last text."""
+    start = _common_prefix(before, prompt)
+    end = len(prompt) - _common_prefix(before[start:][::-1], prompt[start:][::-1])
+    added = prompt[start:end]
+    return (added.rpartition(policy_text.strip())[2] if policy_text.strip() else added).strip()
 
 
-def _alike(one: str, other: str) -> int:
-    """Length of what two texts begin with alike."""
+def _common_prefix(one: str, other: str) -> int:
+    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def stray_tags(text: str, tags: Mapping[Tag, str] = RSEARCH_TAGS) -> list[tuple[int, int]]:
-    """(start, end) of the tags in a piece of reasoning: the box they should have made was malformed."""
+    """Return (start, end) of the tags in reasoning. They are tags that form no well-formed pair."""
     known = "|".join(re.escape(marker) for tag in tags for marker in markers(tag) if all(markers(tag)))
     return [match.span() for match in re.finditer(known or "(?!)", text)]
 
@@ -82,10 +87,10 @@ def stray_tags(text: str, tags: Mapping[Tag, str] = RSEARCH_TAGS) -> list[tuple[
 def policy_segments(
     text: str, tags: Mapping[Tag, str], tokens: Sequence[tuple[str, float]] = ()
 ) -> list[Segment]:
-    """The pieces of a text that the policy wrote."""
+    """Split a text of the policy into segments; `tokens` are (text, log-probability) pairs that join to the text."""
     cuts: list[tuple[str, int, int]] = []
     end = 0
-    for match in re.finditer(_marked(tuple(tags)), text, re.DOTALL):
+    for match in re.finditer(_pattern(tuple(tags)), text, re.DOTALL):
         assert match.lastindex is not None
         cuts.append(("reasoning", end, match.start()))
         cuts.append((list(tags.values())[match.lastindex - 1], *match.span(match.lastindex)))
@@ -93,18 +98,18 @@ def policy_segments(
     cuts.append(("reasoning", end, len(text)))
     if "".join(token for token, _ in tokens) != text:
         tokens = ()
-    found = []
+    segments = []
     for kind, start, stop in cuts:
         inner = text[start:stop].strip()
         if inner or kind != "reasoning":
             start += len(text[start:stop]) - len(text[start:stop].lstrip())
-            found.append(Segment(POLICY, kind, inner, _cut_tokens(tokens, start, start + len(inner))))
-    return found
+            segments.append(Segment(POLICY, kind, inner, _cut_tokens(tokens, start, start + len(inner))))
+    return segments
 
 
 @functools.cache
-def _marked(tags: tuple[Tag, ...]) -> str:
-    """What is in a box or under a heading, its content a group."""
+def _pattern(tags: tuple[Tag, ...]) -> str:
+    """Return a pattern for a box or a heading of any of the tags, with a group per tag for the content."""
     headings = "|".join(re.escape(opening) for opening, closing in map(markers, tags) if not closing)
     parts = [
         _box(tag) if markers(tag)[1] else f"{re.escape(markers(tag)[0])}((?:(?!{headings}).)*)"
@@ -114,13 +119,13 @@ def _marked(tags: tuple[Tag, ...]) -> str:
 
 
 def _box(tag: Tag) -> str:
-    """A box of the tag, its content a group: as everywhere, the nearest closing, with no other opening of it between."""
+    """Return a pattern for a box of the tag, its content a group: up to the nearest closing, with no other opening between."""
     opening, closing = map(re.escape, markers(tag))
     return f"{opening}((?:(?!{opening}).)*?){closing}"
 
 
 def _cut_tokens(tokens: Sequence[tuple[str, float]], start: int, stop: int) -> tuple[tuple[str, float], ...]:
-    """The tokens of characters start..stop; a token that crosses an edge (`> ` glued to a word) is cut there."""
+    """Return the tokens of characters start..stop. A token that crosses a bound is cut there."""
     spans: list[tuple[str, float]] = []
     at = 0
     for text, logp in tokens:
@@ -132,7 +137,7 @@ def _cut_tokens(tokens: Sequence[tuple[str, float]], start: int, stop: int) -> t
 
 
 def _token_texts(trajectory: Trajectory, token_bytes: Sequence[bytes]) -> list[list[tuple[str, float]]]:
-    """For each segment, (text, log-probability) of its tokens; a character of several tokens belongs to the last."""
+    """Return (text, log-probability) of the tokens of each segment. A character of several tokens belongs to the last one."""
     roles = np.asarray(trajectory.roles)
     starts = [0, *(np.flatnonzero(np.diff(roles)) + 1).tolist(), len(roles)]
     runs: list[list[tuple[str, float]]] = []
@@ -143,5 +148,5 @@ def _token_texts(trajectory: Trajectory, token_bytes: Sequence[bytes]) -> list[l
             text = decoder.decode(token_bytes[trajectory.tokens[at]], final=at == stop - 1)
             run.append((text, float(trajectory.logps[at])))
         runs.append(run)
-    # Segments without tokens of their own cannot be lined up; then the text is shown without tokens.
+    # If some segments have no tokens, segments and runs cannot be aligned, and the text is shown without tokens.
     return runs if len(runs) == len(trajectory.segments) else [[] for _ in trajectory.segments]

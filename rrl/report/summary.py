@@ -1,22 +1,22 @@
-"""What a run did, in a few lines of plain text: before and after, by kind of question, and what it cost."""
+"""Summarise a run in a few lines of text: metrics before and after, by kind of question, and costs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scipy.stats import binomtest
 
-FEW = 100
-"""Held-out questions below which a table shows its interval."""
-ANSWERS = (("EM", "em", True), ("F1", "f1", True), ("searches", "searches", False))
-"""Columns: title, metric, and whether it is a share."""
-PASSAGES = (
+FEW_QUESTIONS = 100
+"""With fewer held-out questions than this, a summary shows the interval of EM."""
+ANSWER_COLUMNS = (("EM", "em", True), ("F1", "f1", True), ("searches", "searches", False))
+"""Columns on answers: (title, metric, whether it is a share)."""
+PASSAGE_COLUMNS = (
     ("full recall", "full_recall", True),
     ("recall", "recall", True),
     ("mAP", "map", True),
     ("@K", "passages", False),
     ("iterations", "iterations", False),
 )
-"""Of a recipe that is told by what it finds (R2AG)."""
+"""Columns on retrieval, for recipes that are measured by it (R2AG)."""
 
 
 def summary(
@@ -30,24 +30,32 @@ def summary(
     questions: int = 0,
     note: str = "",
 ) -> str:
-    """The table printed at the end of a run.
+    """Return the table that is printed at the end of a run. Missing metrics are shown as "–".
 
-    `before` and `after` hold "eval/em", "eval/f1", "eval/searches" and the same with "/<kind>" as fractions (searches
-    as a count); where "eval/full_recall" is among them, `PASSAGES` are shown too. `run` holds facts to list ("steps",
-    "minutes", "tokens/s" ...). `reference` is (what it is, exact match as a fraction) to print beside the result,
-    `temperature` that of the evaluation. Metrics that are missing are shown as "–". Of fewer than `FEW` held-out `questions` the
-    interval is printed, too (0: their number is not known), and a `note` below the table.
+    Args:
+      before: metrics "eval/em", "eval/f1" (fractions), "eval/searches" (a count), and each with "/<kind>". If it has
+        "eval/full_recall", `PASSAGE_COLUMNS` are shown too.
+      after: the same after the run.
+      run: facts to list, such as "steps", "minutes" and "tokens/s".
+      reference: (name, exact match as a fraction) of a result to compare with.
+      temperature: temperature of the evaluation.
+      files: files to list.
+      questions: number of held-out questions, 0 if not known. Below `FEW_QUESTIONS` the interval of EM is shown.
+      note: a note below the table.
     """
-    lines = [f"Held-out questions, {decoding(temperature)} (percent)", *_compared(ANSWERS, before, after)]
+    lines = [
+        f"Held-out questions, {decoding(temperature)} (percent)",
+        *_compared(ANSWER_COLUMNS, before, after),
+    ]
     if "eval/full_recall" in {*before, *after}:
         lines += [
             "",
             "Passages found (percent; @K and iterations: numbers)",
-            *_compared(PASSAGES, before, after),
+            *_compared(PASSAGE_COLUMNS, before, after),
         ]
-    shares = [found["eval/em"] for found in (before, after) if "eval/em" in found]
-    if 0 < questions < FEW and shares:
-        lines.append(_uncertain(questions, shares))
+    shares = [metrics["eval/em"] for metrics in (before, after) if "eval/em" in metrics]
+    if 0 < questions < FEW_QUESTIONS and shares:
+        lines.append(_interval_line(questions, shares))
     if note:
         lines.append(f"{note[:1].upper()}{note[1:]}.")
     if reference:
@@ -59,19 +67,21 @@ def summary(
     return "\n".join(lines)
 
 
-def _uncertain(questions: int, shares: Sequence[float]) -> str:
-    """Wilson's interval of a share of so few questions, before and after."""
+def _interval_line(questions: int, shares: Sequence[float]) -> str:
+    """Return a line with Wilson's interval of EM, before and after."""
     intervals = [
         binomtest(round(share * questions), questions).proportion_ci(method="wilson") for share in shares
     ]
-    words = " before, ".join(f"{_percent(found.low)} to {_percent(found.high)}" for found in intervals)
+    words = " before, ".join(
+        f"{_percent(interval.low)} to {_percent(interval.high)}" for interval in intervals
+    )
     return f"Only {questions} questions. 95% interval of EM: {words}{' after' if len(intervals) > 1 else ''}."
 
 
 def _compared(
     columns: Sequence[tuple[str, str, bool]], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[str]:
-    """A table of metrics before and after, by kind of question; the first with its gain."""
+    """Return a table of metrics before and after, by kind of question; the first metric has its gain."""
     kinds = sorted({name.split("/", 2)[2] for name in (*before, *after) if name.startswith("eval/em/")})
     head = [""]
     for place, (title, _, _) in enumerate(columns):
@@ -90,12 +100,12 @@ def _compared(
 
 
 def decoding(temperature: float) -> str:
-    """How an evaluation chose its tokens, in words."""
+    """Return how an evaluation sampled its tokens, in words."""
     return f"temperature {temperature:g}" if temperature else "greedy decoding"
 
 
 def table(rows: Sequence[Sequence[str]], rule_before_last: bool = False) -> list[str]:
-    """Lines with aligned columns: the first row is the head, the first column is left-aligned, the others right."""
+    """Return lines with aligned columns. The first row is the head; the first column is left-aligned, the others right."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])

@@ -1,7 +1,7 @@
-"""Trajectories one can read: a self-contained page with a filter, and one trajectory for a notebook.
+"""Show trajectories: a self-contained page with filters, and one trajectory for a notebook. Read `write_html` first.
 
-Nothing is fetched, no framework is used, and the page can be read without JavaScript (only its filter needs it).
-All text of policies and passages is escaped: it may hold anything.
+The page loads nothing, uses no framework, and is readable without JavaScript, which only the filters need.
+All text of policies and passages is escaped, because it may contain anything.
 """
 
 import html
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from rrl.data.trajectory import Trajectory
 from rrl.files import write_atomically
-from rrl.report.article import ENDINGS, article, verdict, words
+from rrl.report.article import ENDINGS, article, correctness, in_words
 from rrl.report.segments import RSEARCH_TAGS
 from rrl.text.spans import Tag
 
@@ -28,11 +28,17 @@ def write_html(
     token_bytes: Sequence[bytes] | None = None,
     sources: Sequence[str] | None = None,
 ) -> None:
-    """Writes a page with all trajectories: a list with filters, and each one in full.
+    """Write a page with all trajectories: a list with filters, and each trajectory in full.
 
-    `tags` maps the protocol's tags to the kinds in `LEGEND`. With `token_bytes` (the exact bytes of each token id),
-    each sampled token shows its log-probability. `sources` says where each trajectory came from, such as
-    `article.HELD_OUT`, `TRAINING` or `UNUSED`; ValueError for more or fewer of them than trajectories.
+    Args:
+      trajectories: the trajectories.
+      path: file to write.
+      title: title of the page.
+      tags: the protocol's tags, and their kinds in `LEGEND`.
+      token_bytes: the exact bytes of each token id. With them, each sampled token shows its log-probability.
+      sources: where each trajectory came from, such as `article.HELD_OUT`, `TRAINING` or `UNUSED`; None: not known.
+
+    Raises ValueError if `sources` and `trajectories` differ in length.
     """
     sources = [""] * len(trajectories) if sources is None else sources
     items = [_list_item(index, item) for index, item in enumerate(trajectories)]
@@ -65,25 +71,27 @@ def fragment(
     tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> str:
-    """One trajectory with its style, as HTML to put inside another page or a notebook, whose own styles do not reach it."""
+    """Return one trajectory with its style, as HTML for a notebook or another page, whose styles do not affect it."""
     inner = article(trajectory, tags=tags, token_bytes=token_bytes)
     return f'<div class="rrl"><style>{_isolated(_resource("page.css"))}</style>{_legend(token_bytes)}{inner}</div>'
 
 
 INSIDE = ".rrl" * 4
-"""More specific than what notebooks have for tables, lists and headings (JupyterLab's `.jp-RenderedHTMLCommon tbody
-tr:nth-child(odd)`). A shadow root would need a script, which notebooks run in outputs that they trust only."""
+"""A selector that is more specific than the notebooks' rules for tables, lists and headings (JupyterLab's
+`.jp-RenderedHTMLCommon tbody tr:nth-child(odd)`). A shadow root would need a script, which notebooks run only in trusted
+outputs."""
 DARK = (
     '[data-jp-theme-light="false"]',  # JupyterLab and Notebook 7
     ".vscode-dark",
     '[theme="dark"]',  # Colab
 )
-"""Pages with a dark theme of their own, whatever the system has."""
+"""Selectors of pages that set a dark theme, regardless of the system's theme."""
 LIGHT = ('[data-jp-theme-light="true"]', ".vscode-light", '[theme="light"]')
+"""Selectors of pages that set a light theme."""
 
 
 def _isolated(css: str) -> str:
-    """The style of a page for one trajectory inside another: all that the other page sets is taken back first."""
+    """Return the style for a trajectory inside another page: it first resets all styles of that page."""
     themes = re.findall(r"\.rrl \{(\s*--paper[^}]*)\}", css)
     assert len(themes) == 2, "light, dark"
     css = re.sub(r"\.rrl\b", INSIDE, css)
@@ -103,7 +111,7 @@ def _filter_data(trajectory: Trajectory, source: str) -> str:
     ]
     fields = {
         "source": source,
-        "verdict": verdict(trajectory),
+        "verdict": correctness(trajectory),
         "kind": trajectory.question.kind,
         "ended": trajectory.ended,
         "searches": str(len(trajectory.searches)),
@@ -113,12 +121,14 @@ def _filter_data(trajectory: Trajectory, source: str) -> str:
 
 
 def _list_item(index: int, trajectory: Trajectory) -> str:
-    state = verdict(trajectory)
+    state = correctness(trajectory)
     mark = {"right": "✓", "partly": "◐", "wrong": "✗", "unscored": "·"}[state]
     count = len(trajectory.searches)
     reward = f"{trajectory.rewards['total']:.2f}" if "total" in trajectory.rewards else ""
     small = " · ".join(
-        filter(None, [words(trajectory.question.kind), f"{count} search{'' if count == 1 else 'es'}", reward])
+        filter(
+            None, [in_words(trajectory.question.kind), f"{count} search{'' if count == 1 else 'es'}", reward]
+        )
     )
     question = html.escape(trajectory.question.text)
     return (
@@ -141,7 +151,7 @@ def _totals(trajectories: Sequence[Trajectory]) -> str:
 def _filters(trajectories: Sequence[Trajectory], sources: Sequence[str]) -> str:
     kinds = sorted({item.question.kind for item in trajectories} - {""})
     endings = sorted({item.ended for item in trajectories})
-    states = {verdict(item) for item in trajectories}
+    states = {correctness(item) for item in trajectories}
     verdicts = sorted(states, key=["right", "partly", "wrong", "unscored"].index)
     counts = sorted({str(len(item.searches)) for item in trajectories}, key=int)
     selects: list[tuple[str, str, list[str], dict[str, str]]] = [
@@ -159,7 +169,8 @@ def _filters(trajectories: Sequence[Trajectory], sources: Sequence[str]) -> str:
     boxes = "".join(
         f'<select data-field="{field}" aria-label="{field}"><option value="">{every}</option>'
         + "".join(
-            f'<option value="{html.escape(v)}">{html.escape(names.get(v, words(v)))}</option>' for v in values
+            f'<option value="{html.escape(v)}">{html.escape(names.get(v, in_words(v)))}</option>'
+            for v in values
         )
         + "</select>"
         for field, every, values, names in selects
@@ -171,11 +182,13 @@ def _filters(trajectories: Sequence[Trajectory], sources: Sequence[str]) -> str:
 
 def _legend(token_bytes: Sequence[bytes] | None) -> str:
     keys = "".join(f'<span class="key {kind}">{kind}</span>' for kind in LEGEND)
-    keys += '<span class="key sampledkey">solid edge and tint: sampled</span>'
-    keys += '<span class="key givenkey">dashed edge: given</span>'
+    keys += '<span class="key sampledkey">solid edge and tint: sampled by the policy</span>'
+    keys += '<span class="key givenkey">dashed edge: from the environment</span>'
     keys += '<span class="goldkey"><b class="gold">gold passage</b></span>'
     if token_bytes is not None:
-        keys += '<span><t class="p6">underlined</t>: the stronger, the less likely the token</span>'
+        keys += (
+            '<span><t class="p6">underlined</t>: an unlikely token; a stronger line means less likely</span>'
+        )
     return f'<p class="legend">{keys}</p>'
 
 

@@ -1,7 +1,8 @@
-"""Retrieval trees drawn (R2AG, Figure 1): a self-contained page with one SVG a question, gold hits marked.
+"""Draw retrieval trees (R2AG, Figure 1): a self-contained page with one SVG per question and marks for gold hits.
 
-From left to right: the question, and for each expansion a circle, the queries that it asked, and the documents that they
-found, which all go into the next expansion. Nothing is fetched and no script is needed; all text is escaped.
+Each tree shows, from left to right, the question, and for each expansion a circle with its number, its queries, and the documents
+that they returned, which all go into the next expansion. The page loads nothing and needs no script; all text is escaped. Read
+`write_trees` first.
 """
 
 import dataclasses
@@ -14,93 +15,97 @@ from collections.abc import Sequence
 from rrl.data.trajectory import Search, Trajectory
 from rrl.files import write_atomically
 from rrl.recipes.r2ag import R2AG, Expansion
-from rrl.report.article import verdict
+from rrl.report.article import correctness
 from rrl.text.normalize import title_key
 
-WIDTH, GAP, LINE, PAD = 216, 74, 15, 8
-"""Of a box; between boxes, with the circle in it; of a line of text; around it. In pixels."""
-LETTERS = 32
-"""Of a line in a box."""
+BOX_WIDTH, BOX_GAP, LINE_HEIGHT, PADDING = 216, 74, 15, 8
+"""In pixels: width of a box, gap between boxes (it contains the circle), height of a line of text, padding in a box."""
+LINE_CHARACTERS = 32
+"""Characters in a line of a box."""
 GOLD, AGAIN, OTHER = "hit", "again", "miss"
 MARKS = {GOLD: "★", AGAIN: "☆", OTHER: "·"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Vertex:
-    """A query with what it found (Definition 2.1)."""
+    """A query with the documents that it returned (R2AG, Definition 2.1)."""
 
     query: str
     predicted: bool
-    found: tuple[tuple[str, str], ...]
-    """(title, one of the marks) of each document."""
+    documents: tuple[tuple[str, str], ...]
+    """(title, one of the keys of `MARKS`) of each document."""
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """(text, class) of each line in its box."""
+        """(text, CSS class) of each line in its box."""
         kind = "predicted " if self.predicted else ""
-        asked = [(line, "query") for line in _wrapped(f"{kind}“{self.query}”")]
-        told = [
+        query = [(line, "query") for line in _wrapped(f"{kind}“{self.query}”")]
+        documents = [
             (line, mark)
-            for title, mark in self.found
+            for title, mark in self.documents
             for line in _wrapped(f"{MARKS[mark]} {title or 'nothing'}")
         ]
-        return asked + (told or [("nothing found", OTHER)])
+        return query + (documents or [("nothing found", OTHER)])
 
     @property
     def height(self) -> int:
-        """In pixels."""
-        return LINE * len(self.lines) + 2 * PAD
+        """Height of its box, in pixels."""
+        return LINE_HEIGHT * len(self.lines) + 2 * PADDING
 
     @property
     def mark(self) -> str:
-        """The best of its documents' marks."""
-        marks = [mark for _, mark in self.found]
+        """The best mark of its documents."""
+        marks = [mark for _, mark in self.documents]
         return next((mark for mark in (GOLD, AGAIN) if mark in marks), OTHER)
 
 
 def vertices(expansions: Sequence[Expansion], gold: Sequence[str]) -> list[list[Vertex]]:
-    """The vertices of each expansion; a gold document is a hit where it comes first, and "again" afterwards."""
+    """Return the vertices of each expansion. A gold document is marked `GOLD` at its first occurrence and `AGAIN` later."""
     wanted, seen = {title_key(title) for title in gold}, set[str]()
     levels = []
     for expansion in expansions:
         level = []
         for search in expansion.searches:
-            found = []
+            documents = []
             for title in search.titles:
                 key = title_key(title)
-                found.append((title, OTHER if key not in wanted else AGAIN if key in seen else GOLD))
+                documents.append((title, OTHER if key not in wanted else AGAIN if key in seen else GOLD))
                 seen.add(key)
-            level.append(Vertex(search.query, _is_predicted(expansion, search), tuple(found)))
+            level.append(Vertex(search.query, _is_predicted(expansion, search), tuple(documents)))
         levels.append(level)
     return levels
 
 
-def draw(question: str, expansions: Sequence[Expansion], gold: Sequence[str]) -> str:
-    """The SVG of one tree."""
+def draw_tree(question: str, expansions: Sequence[Expansion], gold: Sequence[str]) -> str:
+    """Return the SVG of one tree."""
     levels = vertices(expansions, gold)
     root = _wrapped(question)
     heights = [sum(v.height for v in level) + 12 * max(len(level) - 1, 0) for level in levels]
-    height = max([LINE * len(root) + 2 * PAD, *heights, 60]) + 34
+    height = max([LINE_HEIGHT * len(root) + 2 * PADDING, *heights, 60]) + 34
     middle = height / 2
-    width = WIDTH + sum(GAP + (WIDTH if level else 30) for level in levels) + 8
-    parts = [_box(4, middle - (LINE * len(root) + 2 * PAD) / 2, [(line, "root") for line in root], "root")]
-    ends = [(4 + WIDTH, middle)]
-    x, found = 4 + WIDTH, set[str]()
+    width = BOX_WIDTH + sum(BOX_GAP + (BOX_WIDTH if level else 30) for level in levels) + 8
+    parts = [
+        _box(
+            4, middle - (LINE_HEIGHT * len(root) + 2 * PADDING) / 2, [(line, "root") for line in root], "root"
+        )
+    ]
+    ends = [(4 + BOX_WIDTH, middle)]
+    x, found = 4 + BOX_WIDTH, set[str]()
     for number, (expansion, level) in enumerate(zip(expansions, levels, strict=True)):
-        hub = x + GAP / 2 - 4
+        hub = x + BOX_GAP / 2 - 4
         parts += [_edge(start, y, hub, middle) for start, y in ends]
-        found |= {title_key(title) for vertex in level for title, _ in vertex.found}
+        found |= {title_key(title) for vertex in level for title, _ in vertex.documents}
         complete = {title_key(title) for title in gold} <= found
-        x += GAP
+        x += BOX_GAP
         ends, y = [], middle - heights[number] / 2
         for vertex in level:
             centre = y + vertex.height / 2
             parts.append(_edge(hub, middle, x, centre, "dashed" if vertex.predicted else ""))
             parts.append(_box(x, y, vertex.lines, vertex.mark))
-            ends.append((x + WIDTH, centre))
+            ends.append((x + BOX_WIDTH, centre))
             y += vertex.height + 12
         parts.append(_hub(hub, middle, number + 1, expansion, complete))
-        x += WIDTH if level else 30
+        x += BOX_WIDTH if level else 30
     label = f"Retrieval tree of the question: {question}"
     return (
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" role="img" '
@@ -111,12 +116,12 @@ def draw(question: str, expansions: Sequence[Expansion], gold: Sequence[str]) ->
 def write_trees(
     trajectories: Sequence[Trajectory], recipe: R2AG, path: str | pathlib.Path, title: str = "Retrieval trees"
 ) -> None:
-    """Writes a page with the trees of these trajectories, which may be read from a file."""
+    """Write a page with the trees of these trajectories, which may have been read from a file."""
     trees = "\n".join(_tree(trajectory, recipe) for trajectory in trajectories)
     full = [t.metrics["full_recall"] for t in trajectories if "full_recall" in t.metrics]
     head = f"{len(trajectories)} tree{'' if len(trajectories) == 1 else 's'}"
     if full:
-        head += f" · all gold documents found in {100 * sum(full) / len(full):.1f} %"
+        head += f" · all gold documents found in {100 * sum(full) / len(full):.1f} % of them"
     files = importlib.resources.files("rrl.report")
     style = "".join(files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "trees.css"))
     page = f"""<!doctype html>
@@ -126,7 +131,8 @@ def write_trees(
 <title>{html.escape(title)}</title>
 <style>{style}</style></head>
 <body class="rrl trees"><header class="bar"><h1>{html.escape(title)}</h1><p class="quiet">{head}</p>
-<p class="legend"><span class="hit">★ gold document, found first here</span><span class="again">☆ gold, known already</span>
+<p class="legend"><span class="hit">★ gold document, found first here</span>
+<span class="again">☆ gold document, found before</span>
 <span class="miss">· other document</span><span>dashed line: predicted query</span><span>circle: expansion</span>
 <span>square: stop</span></p></header>
 <main>{trees}</main>
@@ -136,12 +142,12 @@ def write_trees(
 
 
 def _tree(trajectory: Trajectory, recipe: R2AG) -> str:
-    question, told = trajectory.question, trajectory.metrics
+    question, metrics = trajectory.question, trajectory.metrics
     expansions = recipe.expansions(trajectory)
     found = {title_key(title) for search in trajectory.searches for title in search.titles}
     missed = [title for title in question.gold if title_key(title) not in found]
     names = {"recall": "recall", "map": "AP", "passages": "documents", "iterations": "expansions"}
-    chips = [f"{label} {told[name]:.3g}" for name, label in names.items() if name in told]
+    chips = [f"{label} {metrics[name]:.3g}" for name, label in names.items() if name in metrics]
     chips.append(f"ended: {trajectory.ended.replace('_', ' ')}")
     facts = [("gold answer", " · ".join(question.answers))]
     if trajectory.answer:
@@ -157,10 +163,10 @@ def _tree(trajectory: Trajectory, recipe: R2AG) -> str:
         + "</span>"
         + "".join(f'<span class="chip">{html.escape(chip)}</span>' for chip in chips)
         + '</p><div class="scroll">'
-        + draw(question.text, expansions, question.gold)
+        + draw_tree(question.text, expansions, question.gold)
         + '</div><dl class="facts">'
         + "".join(
-            f'<div><dt>{name}</dt><dd class="{verdict(trajectory) if name == "generator" else ""}">'
+            f'<div><dt>{name}</dt><dd class="{correctness(trajectory) if name == "generator" else ""}">'
             f"{html.escape(value)}</dd></div>"
             for name, value in facts
         )
@@ -173,16 +179,17 @@ def _is_predicted(expansion: Expansion, search: Search) -> bool:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, LETTERS) or [""]
+    return textwrap.wrap(text, LINE_CHARACTERS) or [""]
 
 
 def _box(x: float, y: float, lines: Sequence[tuple[str, str]], kind: str) -> str:
-    height = LINE * len(lines) + 2 * PAD
+    height = LINE_HEIGHT * len(lines) + 2 * PADDING
+    left, top = x + PADDING, y + PADDING
     spans = "".join(
-        f'<text class="{style}" x="{x + PAD:.0f}" y="{y + PAD + LINE * (at + 0.78):.0f}">{html.escape(text)}</text>'
+        f'<text class="{style}" x="{left:.0f}" y="{top + LINE_HEIGHT * (at + 0.78):.0f}">{html.escape(text)}</text>'
         for at, (text, style) in enumerate(lines)
     )
-    return f'<g class="box {kind}"><rect x="{x:.0f}" y="{y:.0f}" width="{WIDTH}" height="{height}" rx="7"/>{spans}</g>'
+    return f'<g class="box {kind}"><rect x="{x:.0f}" y="{y:.0f}" width="{BOX_WIDTH}" height="{height}" rx="7"/>{spans}</g>'
 
 
 def _edge(x1: float, y1: float, x2: float, y2: float, kind: str = "") -> str:
@@ -191,7 +198,7 @@ def _edge(x1: float, y1: float, x2: float, y2: float, kind: str = "") -> str:
 
 
 def _hub(x: float, y: float, number: int, expansion: Expansion, complete: bool) -> str:
-    """The circle of an expansion, with its number; a square where it gave the stop signal, in time or too early."""
+    """Return the circle of an expansion with its number; a square if it gave the stop signal, in time or too early."""
     stop = expansion.output.stop
     shape = (
         f'<rect x="{x - 11:.0f}" y="{y - 11:.0f}" width="22" height="22" rx="3"/>'
@@ -200,5 +207,5 @@ def _hub(x: float, y: float, number: int, expansion: Expansion, complete: bool) 
     )
     state = ("right" if complete else "wrong") if stop else "cut" if expansion.truncated else ""
     word = ("stop" if complete else "too early") if stop else "cut" if expansion.truncated else ""
-    said = f'<text class="word" x="{x:.0f}" y="{y + 26:.0f}">{word}</text>' if word else ""
-    return f'<g class="hub {state}">{shape}<text x="{x:.0f}" y="{y + 4:.0f}">{number}</text>{said}</g>'
+    caption = f'<text class="word" x="{x:.0f}" y="{y + 26:.0f}">{word}</text>' if word else ""
+    return f'<g class="hub {state}">{shape}<text x="{x:.0f}" y="{y + 4:.0f}">{number}</text>{caption}</g>'

@@ -1,1 +1,1 @@
-"""Search: passages, encoders and indexes behind one thread-safe `Retriever`."""
+"""Search: indexes over passages and query encoders behind one thread-safe class, `Retriever`."""

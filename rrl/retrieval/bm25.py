@@ -18,7 +18,7 @@ import regex
 from rrl.data.passages import Passage
 from rrl.errors import UserError, at_least, one_of
 from rrl.retrieval.disk_space import room_for
-from rrl.retrieval.postings import Allocate, Block, BlockFolder, Vocabulary, count, score_matrix
+from rrl.retrieval.postings import Allocate, PostingsBlock, PostingsFolder, Vocabulary, count, score_matrix
 from rrl.retrieval.ranking import Ranking, empty_ranking, top_k
 
 # fmt: off
@@ -33,13 +33,13 @@ ANALYSIS = 2
 """Version of `analyse`, saved with an index. 1 was `\\w+` without Unicode normalization."""
 
 WORD = regex.compile(r"\b(?=_*[^\W_])\S+?\b", regex.WORD)
-"""A word between two word boundaries of UAX #29, that has a letter or a digit."""
+"""Text between two word boundaries of UAX #29 that has a letter or a digit."""
 _ASCII_WORD = re.compile(
     r"_*[a-z0-9]\w*(?:(?:(?<=[a-z])[.:'](?=[a-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*", re.ASCII
 )
-"""What `WORD` finds in lower-case ASCII, in half the time (WB6, WB7, WB11, WB12)."""
+"""Matches what `WORD` matches in lower-case ASCII, in half the time (rules WB6, WB7, WB11, WB12)."""
 _CHARACTERS = str.maketrans("’‘`", "'''", "\u00ad\ufeff")
-"""Apostrophes become one; soft hyphens and byte order marks vanish."""
+"""Maps all apostrophes to one; removes soft hyphens and byte order marks."""
 _RUN = re.compile(r"\w+")
 TOKENS = ("lucene", "whitespace", "words")
 IDFS = ("lucene", "okapi")
@@ -51,18 +51,18 @@ class Bm25Config:
     """Settings of a BM25 index; the defaults are those of Pyserini and BEIR."""
 
     k1: float = 0.9
-    """Saturation of repeated words."""
+    """Saturation of repeated words: the higher, the more a repetition adds."""
     b: float = 0.4
     """Strength of length normalisation."""
     title_weight: int = 1
-    """How often the title counts; 3 in the built-in world, where names are made of shared words. 0: text only."""
+    """How many times the title is counted. 0 indexes the text alone. The built-in world uses 3, because its names share words."""
     stem: bool = True
-    """Whether words are reduced to their stems (Porter2)."""
+    """Whether to reduce words to their stems (Porter2)."""
     tokens: str = "lucene"
-    """What is counted. lucene: `analyse`. whitespace or words: what stands between spaces, or runs of letters and digits, in
-    lower case alone, with stop words and unstemmed, as figures with rank_bm25 are often made."""
+    """How text is split. lucene: by `analyse`. whitespace: at spaces. words: into runs of letters and digits. The last two only
+    lower the case; they keep stop words and do not stem. Results with rank_bm25 are often made that way."""
     idf: str = "lucene"
-    """How rare words weigh: as in Lucene, or okapi, as in rank_bm25's BM25Okapi (see `inverse_frequencies`)."""
+    """Weight of rare words: `lucene`, or `okapi` as in rank_bm25's BM25Okapi (see `inverse_frequencies`)."""
 
     def __post_init__(self) -> None:
         one_of(TOKENS, self, "tokens")
@@ -72,11 +72,11 @@ class Bm25Config:
             raise UserError(f"b={self.b} must lie in 0..1")
 
     def words(self, passage: Passage) -> list[str]:
-        """What is counted of a passage: its title `title_weight` times, then its text."""
+        """Return the tokens of a passage: its title `title_weight` times, then its text."""
         return self.analyse(passage.title) * self.title_weight + self.analyse(passage.text)
 
     def analyse(self, text: str) -> list[str]:
-        """The tokens of a text or query."""
+        """Return the tokens of a text or query."""
         if self.tokens == "whitespace":
             return text.lower().split()
         if self.tokens == "words":
@@ -90,12 +90,12 @@ PUBLISHED = {
     "lucene": (1.2, 0.75),
     "bm25s": (1.5, 0.75),
 }
-"""(k1, b) by name: Pyserini's and BEIR's default, Pyserini's for MS MARCO passages, Lucene's and Elasticsearch's, and
-that of bm25s and rank_bm25."""
+"""(k1, b) by name. pyserini: default of Pyserini and BEIR. msmarco: Pyserini's for MS MARCO passages. lucene: default of
+Lucene and Elasticsearch. bm25s: default of bm25s and rank_bm25."""
 
 
 class Bm25Index:
-    """An inverted index with precomputed scores; safe to search from many threads."""
+    """An inverted index with precomputed scores. Searching is thread-safe."""
 
     kind = "bm25"
     needs_embeddings = False
@@ -107,7 +107,7 @@ class Bm25Index:
 
     @classmethod
     def build(cls, passages: Iterable[Passage], config: Bm25Config | None = None) -> "Bm25Index":
-        """Index passages in memory. Raises UserError if there is no word in the whole corpus."""
+        """Index passages in memory. Raises UserError if the corpus has no word to index."""
         config = config or Bm25Config()
         vocabulary = Vocabulary()
         block = count([config.words(passage) for passage in passages], vocabulary)
@@ -116,17 +116,17 @@ class Bm25Index:
         )
 
     @classmethod
-    def build_folder(cls, blocks: BlockFolder, folder: Path, config: Bm25Config) -> None:
-        """Write under `folder` what `load` opens, from counted words; no array is held in memory."""
+    def build_folder(cls, blocks: PostingsFolder, folder: Path, config: Bm25Config) -> None:
+        """Write the files that `load` opens, from counted words. All large arrays are memory-mapped."""
         work = blocks.folder / "matrix"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
 
         def allocate(name: str, length: int, dtype: type) -> np.ndarray:
-            # A memory map of no elements is refused; one too many is cut off again.
+            # An empty memory map is an error, so map at least one element and slice it off.
             size = max(1, length)
             with (work / name).open("xb") as stream:
-                # Room on the disk is taken now: where there is none later, writing to a memory map kills the process.
+                # Reserve disk space now: writing to a memory map on a full disk kills the process.
                 os.posix_fallocate(stream.fileno(), 0, size * np.dtype(dtype).itemsize)
             return np.memmap(work / name, dtype, "r+", shape=(size,))[:length]
 
@@ -145,36 +145,39 @@ class Bm25Index:
 
     @classmethod
     def load(cls, folder: Path) -> "Bm25Index":
-        """Open what `save` wrote, memory-mapped. Raises UserError for an index of another version of `analyse`."""
+        """Open a saved index, memory-mapped. Raises UserError if another version of `analyse` built it."""
         settings = json.loads((folder / "settings.json").read_text())
         if (version := settings.pop("analysis", 1)) != ANALYSIS:
             raise UserError(
-                f"index {folder}: its words were split by version {version} of the analysis, and queries are split by version "
-                f"{ANALYSIS}, so that some words would never match. Build the index again."
+                f"index {folder}: version {version} of the text analysis built it, and queries are analysed by version "
+                f"{ANALYSIS}, so some words would never match. Build the index again."
             )
         model = _bm25s().BM25.load(str(folder), mmap=True, show_progress=False)
         return cls(model, Bm25Config(**settings))
 
     def search(self, queries: Sequence[str], k: int, embeddings: None = None) -> Ranking:
-        """Rank the passages that share a word with the query; others are not returned."""
+        """Rank the passages that share a word with the query, and leave out all others."""
         ids, scores = empty_ranking(len(queries), k)
         for row, query in enumerate(queries):
             words = [self._vocabulary[w] for w in self.config.analyse(query) if w in self._vocabulary]
             if not words:
                 continue
-            found = self._model.get_scores_from_ids(words)
-            best = top_k(found, k)
-            best = best[found[best] > 0]
+            passage_scores = self._model.get_scores_from_ids(words)
+            best = top_k(passage_scores, k)
+            best = best[passage_scores[best] > 0]
             ids[row, : len(best)] = best
-            scores[row, : len(best)] = found[best]
+            scores[row, : len(best)] = passage_scores[best]
         return ids, scores
 
 
 def _model(
-    blocks: Callable[[], Iterable[Block]], vocabulary: Vocabulary, config: Bm25Config, allocate: Allocate
+    blocks: Callable[[], Iterable[PostingsBlock]],
+    vocabulary: Vocabulary,
+    config: Bm25Config,
+    allocate: Allocate,
 ) -> Any:
     if not vocabulary:
-        raise UserError("corpus: no passage holds a word that BM25 could index. Check the corpus file.")
+        raise UserError("corpus: no passage has a word that BM25 can index. Check the corpus file.")
     model = _bm25s().BM25(k1=config.k1, b=config.b)
     data, indices, indptr = score_matrix(blocks, len(vocabulary), config.k1, config.b, allocate, config.idf)
     passages = sum(len(block.lengths) for block in blocks())
@@ -184,33 +187,33 @@ def _model(
 
 
 def _bm25s() -> Any:
-    # Importing it runs a JAX operation, which must not come before a launcher has set the host up.
+    # Importing bm25s runs a JAX operation, which must not happen before the launcher has configured JAX.
     import bm25s
 
-    # It logs every build, whatever the level of the root logger.
+    # bm25s logs every build, regardless of the root logger's level.
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     return bm25s
 
 
 def analyse(text: str, stem: bool = True) -> list[str]:
-    """Words as Lucene's EnglishAnalyzer has them: word boundaries of UAX #29, lower case, no possessive, no stop words, Porter2
-    stems.
+    """Split text into words like Lucene's EnglishAnalyzer.
 
-    The text is brought into NFKC first, so that composed, decomposed and full-width characters are the same. As for Lucene's
-    StandardTokenizer, each Chinese character and each Hiragana is a word, and Katakana and Hangul are words in runs. Unlike
-    there, each character of scripts without spaces (Thai, Lao, Khmer, Burmese) is a word too, and emoji are none.
+    The rules: word boundaries of UAX #29, lower case, no possessive 's, no stop words, Porter2 stems. The text is normalised to
+    NFKC first, so that composed, decomposed and full-width characters are the same. As in Lucene's StandardTokenizer, each
+    Chinese or Hiragana character is a word, and runs of Katakana or Hangul are words. Unlike there, each character of a script
+    without spaces (Thai, Lao, Khmer, Burmese) is a word too, and emoji are dropped.
     """
     ascii_only = text.isascii()
     text = (text if ascii_only else unicodedata.normalize("NFKC", text)).lower().translate(_CHARACTERS)
-    # Normalized text may be ASCII where the given text was not; the slower pattern finds the same words in it.
-    found = (_ASCII_WORD if ascii_only else WORD).findall(text)
-    words = (word.removesuffix("'s") for word in found)
-    kept = [word for word in words if word not in STOP_WORDS]
-    return _stemmer().stemWords(kept) if stem else kept
+    # NFKC may turn other text into ASCII; the slower pattern finds the same words in it.
+    matches = (_ASCII_WORD if ascii_only else WORD).findall(text)
+    words = (match.removesuffix("'s") for match in matches)
+    content_words = [word for word in words if word not in STOP_WORDS]
+    return _stemmer().stemWords(content_words) if stem else content_words
 
 
 def _stemmer() -> Any:
-    # A PyStemmer object is not thread-safe (it holds a cache), so each thread has its own.
+    # A PyStemmer object has a cache and is not thread-safe, so each thread has its own.
     stemmer = getattr(_LOCAL, "stemmer", None)
     if stemmer is None:
         import Stemmer

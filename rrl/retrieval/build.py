@@ -1,7 +1,7 @@
-"""Build an index folder as a stream: memory stays constant, and a build that was killed continues.
+"""Build an index folder as a stream: memory stays constant, and a killed build can be continued. Read `build_index` first.
 
-Until it is whole, the folder is called OUT.unfinished. Reading the corpus starts again after a kill; the slow stages
-(embedding, counting words, ScaNN's parts) go on after their last whole block.
+Until the index is complete, its folder is named OUT.unfinished. After a kill, the corpus is read again from the start. The slow
+stages (embedding, counting words, ScaNN's parts) continue after their last complete block.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from rrl.retrieval.bm25 import ANALYSIS, Bm25Config, Bm25Index
 from rrl.retrieval.dense import ExactIndex, ScannIndex
 from rrl.retrieval.disk_space import disk_full_error
 from rrl.retrieval.folder import KINDS, PassageFile, write_manifest, write_passages
-from rrl.retrieval.postings import BlockFolder
+from rrl.retrieval.postings import PostingsFolder
 from rrl.retrieval.ranking import overlap
 from rrl.retrieval.sizing import ScannConfig, choose_scann
 from rrl.retrieval.vectors import VectorFile
@@ -37,26 +37,26 @@ if TYPE_CHECKING:  # BM25 needs no JAX, so building it does not import any.
     from rrl.retrieval.encode import TextEncoder
 
 BLOCK = 8192
-"""Passages between two marks on the disk: what a kill costs at most."""
+"""Passages that are written together. A kill loses at most one block of work."""
 
 SAVE_SECONDS = 60.0
-"""What is embedded of a block that is not whole is on disk after so long."""
+"""Seconds between two saves of the embeddings of an incomplete block."""
 
-BEGUN = "begun.npz"
-STATE = ("wanted.json", "corpus.json", "cut.txt", BEGUN, LOCK)
-"""Files of an unfinished folder that say how far it is, and that somebody works on it."""
+PARTIAL_BLOCK = "begun.npz"
+STATE_FILES = ("wanted.json", "corpus.json", "cut.txt", PARTIAL_BLOCK, LOCK)
+"""Files of an unfinished folder that record its progress and lock it."""
 
-SAMPLE = 400
-"""Queries on which ScaNN's recall is measured."""
+RECALL_QUERIES = 400
+"""Number of queries on which ScaNN's recall is measured."""
 
-RECALL = 0.99
-"""The search is widened until the sample's recall@5 reaches this."""
+TARGET_RECALL = 0.99
+"""The search is widened until recall@5 on those queries reaches this."""
 
-WIDEST = 5000
-"""Candidates that are rescored at most."""
+MAX_REORDER = 5000
+"""Largest number of candidates to rescore."""
 
 Progress = Callable[[str, int, int], None]
-"""Told (stage, passages done, passages in all; 0: not known yet)."""
+"""Progress callback: (stage, passages done, total passages). The total is 0 while it is unknown."""
 
 
 def build_index(
@@ -73,25 +73,26 @@ def build_index(
     shard: tuple[int, int] = (0, 1),
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Write an index folder, and return its manifest. It appears under its name only when it is complete.
+    """Write an index folder and return its manifest. The folder gets its final name only when it is complete.
 
-    The same call continues a build that was killed; other settings for the same unfinished folder are refused.
+    The same call continues a killed build. Other settings for the same unfinished folder raise an error.
 
     Args:
       corpus: a corpus file (see `iter_passages`), or passages.
-      out: a folder that is not there yet.
+      out: path of the new folder; it must not exist.
       kind: scann, exact or bm25.
-      text_encoder: for scann and exact; without its `titles`, the manifest has `title_weight` 0.
+      text_encoder: required for scann and exact. If its `titles` is False, the manifest records `title_weight` 0.
       bm25: settings of BM25.
       memory_gb: memory for ScaNN, in 10^9 bytes; None: most of the machine's.
-      block: passages between two marks on the disk.
-      on_error: what a broken record of the corpus file does.
-      columns: of a corpus in a table, what each column is (see `iter_passages`).
-      shard: (i, n): every n-th passage from the i-th (counted from 0), for a corpus that n hosts share.
-      progress: called at each block, and at each batch that is embedded.
+      block: passages that are written together; a kill loses at most one block of work.
+      on_error: how to handle a broken record of the corpus file.
+      columns: the meaning of each column of a corpus in a table (see `iter_passages`).
+      shard: (i, n) indexes every n-th passage from the i-th (counted from 0), for a corpus spread over n hosts.
+      progress: called after each block and each embedded batch.
 
-    Raises UserError for an unknown kind, an empty or broken corpus, a missing encoder, a folder that exists, cannot be
-    made, is damaged or is deleted meanwhile, a full disk.
+    Raises:
+      UserError: unknown kind, empty or broken corpus, missing encoder, full disk, or a folder that exists, cannot be made, is
+        damaged or is deleted meanwhile.
     """
     check_kind(kind, text_encoder)
     out = Path(out)
@@ -119,7 +120,7 @@ def build_index(
                 f"index folder {out}: cannot be made ({error}). Give the path of another."
             ) from error
         with exclusive_lock(work, f"index {work}: another process builds it. Wait for that, or stop it."):
-            _refuse_other(work, wanted)
+            _check_settings(work, wanted)
             read = _read(work, corpus, on_error, columns, shard, progress)
             count = read["passages"]
             manifest = {**wanted, **read}
@@ -132,30 +133,30 @@ def build_index(
                 embeddings, manifest["cut"] = _embed(work, passages, text_encoder, block, progress)
                 if kind == "scann":
                     manifest["scann"] = _scann(work, passages, embeddings, text_encoder, memory_gb, progress)
-            write_manifest(work, manifest, STATE)
+            write_manifest(work, manifest, STATE_FILES)
         work.rename(out)
-    # Not before: a build that is killed while it ends must know that all is done.
-    for name in STATE:
+    # Delete these last: a build that is killed while it finishes must still know that everything is done.
+    for name in STATE_FILES:
         (out / name).unlink(missing_ok=True)
     return manifest
 
 
 @contextlib.contextmanager
 def _still_there(work: Path) -> Iterator[None]:
-    """Turns the error of a folder that was deleted, or renamed, while it was written into one that says so."""
+    """Raise a clear UserError if the folder is deleted or renamed while it is written."""
     try:
         yield
     except OSError as error:
         if error.errno != errno.ENOENT or work.is_dir():
             raise
         raise UserError(
-            f"index {work}: it is gone, deleted or renamed while the index was built. Put it back, or give the same command "
-            "again to begin anew."
+            f"index {work}: it is gone, deleted or renamed while the index was built. Put it back, or run the same command "
+            "again to start over."
         ) from error
 
 
 def check_kind(kind: str, text_encoder: "TextEncoder | None") -> None:
-    """UserError for an unknown kind of index, or one whose encoder is missing."""
+    """Raise UserError for an unknown kind of index, or if its encoder is missing."""
     if kind not in KINDS:
         raise UserError(f"retriever kind: got {kind!r}; allowed are {', '.join(KINDS)}.")
     if kind != "bm25" and text_encoder is None:
@@ -164,8 +165,8 @@ def check_kind(kind: str, text_encoder: "TextEncoder | None") -> None:
         )
 
 
-def _refuse_other(work: Path, wanted: dict[str, Any]) -> None:
-    """Raises UserError where the unfinished folder was begun with other settings."""
+def _check_settings(work: Path, wanted: dict[str, Any]) -> None:
+    """Raise UserError if the unfinished folder was begun with other settings; otherwise save the settings."""
     file = work / "wanted.json"
     if begun := _state(file):
         different = [name for name in begun.keys() | wanted.keys() if begun.get(name) != wanted.get(name)]
@@ -180,13 +181,13 @@ def _refuse_other(work: Path, wanted: dict[str, Any]) -> None:
 
 
 def _state(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of an unfinished build; empty where it is missing. UserError for a damaged one."""
+    """Return the JSON object in a file of an unfinished build, {} if it is missing. Raises UserError if it is damaged."""
     if not file.is_file():
         return {}
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
-            raise TypeError(f"{state!r:.40} is no JSON object")
+            raise TypeError(f"{state!r:.40} is not a JSON object")
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"index {file.parent}: damaged, {file.name} cannot be read ({error}). Remove that folder and build again."
@@ -202,23 +203,25 @@ def _read(
     shard: tuple[int, int],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Number and fingerprint of the passages, which are in the folder then, and how many records were skipped as broken and left
-    out as empty; what belongs to another corpus is removed.
+    """Write the passages into the folder, and remove files there that were made from another corpus.
+
+    Returns the corpus's entries of the manifest: number and fingerprint of the passages, the number of records skipped as broken,
+    and the number left out as empty.
     """
     file = work / "corpus.json"
-    held = _state(file)
-    before = held.get("read", {"corpus": ""})
+    state = _state(file)
+    before = state.get("read", {"corpus": ""})
     source, skipped, left_out = None, list[str](), list[str]()
     if isinstance(corpus, str | Path):
         path = Path(corpus)
         if path.is_file():
             source = [path.name, path.stat().st_size, path.stat().st_mtime_ns, *columns]
-        same = "skipped" in before and source and held["source"] == source
+        same = "skipped" in before and source and state["source"] == source
         if same and (on_error == "skip" or not before["skipped"]):
             return before
         corpus = iter_passages(path, on_error, skipped, left_out, columns)
     count, fingerprint = write_passages(
-        work, _told(itertools.islice(corpus, shard[0], None, shard[1]), progress)
+        work, _report_reading(itertools.islice(corpus, shard[0], None, shard[1]), progress)
     )
     if not count:
         part = f" for shard {shard[0]}/{shard[1]}" if shard[1] > 1 else ""
@@ -236,7 +239,7 @@ def _read(
     return read
 
 
-def _told(passages: Iterable[Passage], progress: Progress) -> Iterator[Passage]:
+def _report_reading(passages: Iterable[Passage], progress: Progress) -> Iterator[Passage]:
     for number, passage in enumerate(passages, 1):
         yield passage
         if number % 1000 == 0:
@@ -246,7 +249,7 @@ def _told(passages: Iterable[Passage], progress: Progress) -> Iterator[Passage]:
 def _count_words(
     work: Path, passages: PassageFile, config: Bm25Config, block: int, progress: Progress
 ) -> None:
-    words = BlockFolder(work / "words")
+    words = PostingsFolder(work / "words")
     progress("count words", words.passages, len(passages))
     while words.passages < len(passages):
         words.add([config.words(p) for p in passages[words.passages : words.passages + block]])
@@ -258,14 +261,14 @@ def _count_words(
 def _embed(
     work: Path, passages: PassageFile, text_encoder: "TextEncoder", block: int, progress: Progress
 ) -> tuple[np.ndarray, int]:
-    """The embeddings, memory-mapped; and how many passages were cut, which `cut.txt` says block by block."""
+    """Return the embeddings, memory-mapped, and the number of passages that were cut (`cut.txt` has it block by block)."""
     file, cuts = VectorFile(work / "embeddings.npy", len(passages), text_encoder.dim, block), work / "cut.txt"
-    kept = cuts.read_text(errors="replace").split()[: -(-file.rows // block)] if cuts.is_file() else []
-    if len(kept) * block < file.rows or not all(line.isdecimal() for line in kept):
+    cut_counts = cuts.read_text(errors="replace").split()[: -(-file.rows // block)] if cuts.is_file() else []
+    if len(cut_counts) * block < file.rows or not all(line.isdecimal() for line in cut_counts):
         raise UserError(
-            f"index {work}: damaged, cut.txt lacks a number of a block. Remove that folder and build again."
+            f"index {work}: damaged, cut.txt lacks the number for a block. Remove that folder and build again."
         )
-    cuts.write_text("".join(f"{line}\n" for line in kept))
+    cuts.write_text("".join(f"{line}\n" for line in cut_counts))
 
     def report(done: int) -> None:
         progress("embed", file.rows + done, len(passages))
@@ -279,53 +282,58 @@ def _embed(
             ids, cut = ahead.pop().result()
             if start + block < len(passages):
                 ahead.append(pool.submit(_tokens, passages, text_encoder, start + block, block))
-            vectors = _embed_block(work / BEGUN, start, ids, text_encoder, report)
+            vectors = _embed_block(work / PARTIAL_BLOCK, start, ids, text_encoder, report)
             with cuts.open("a") as stream:
                 stream.write(f"{cut}\n")
             file.append(vectors)
-            (work / BEGUN).unlink(missing_ok=True)
+            (work / PARTIAL_BLOCK).unlink(missing_ok=True)
             report(0)
     cut = sum(map(int, cuts.read_text().split()))
     return np.load(work / "embeddings.npy", mmap_mode="r"), cut
 
 
 def _embed_block(
-    begun: Path,
+    partial: Path,
     start: int,
     ids: list[list[int]],
     text_encoder: "TextEncoder",
     report: Callable[[int], None],
 ) -> np.ndarray:
-    """Embeddings of the block that begins with the passage `start`. Those that a killed build left in the file `begun` are not
-    made again: the others fall into the same batches as before, so that all come out as in a build that was not killed."""
+    """Return the embeddings of the block that begins with passage `start`.
+
+    Embeddings that a killed build saved in the file `partial` are reused. The other passages form the same batches as before, so
+    the result is bitwise that of a build that was not killed.
+    """
     vectors = np.empty((len(ids), text_encoder.dim), np.float32)
     done = np.zeros(len(ids), bool)
-    left = _begun(begun, start, vectors.shape)
-    if left is not None:
-        done[left[0]], vectors[left[0]] = True, left[1]
+    if (partial_block := _load_partial(partial, start, vectors.shape)) is not None:
+        saved_rows, saved_vectors = partial_block
+        done[saved_rows], vectors[saved_rows] = True, saved_vectors
     missing, saved = np.flatnonzero(~done), time.monotonic()
 
-    def embedded(rows: np.ndarray, found: np.ndarray) -> None:
+    def on_batch(rows: np.ndarray, embeddings: np.ndarray) -> None:
         nonlocal saved
-        done[missing[rows]], vectors[missing[rows]] = True, found
+        done[missing[rows]], vectors[missing[rows]] = True, embeddings
         if done.all():
             return
         report(int(done.sum()))
         if time.monotonic() - saved >= SAVE_SECONDS:
-            with atomic_stream(begun) as stream:
+            with atomic_stream(partial) as stream:
                 np.savez(stream, start=start, rows=np.flatnonzero(done), vectors=vectors[done])
             saved = time.monotonic()
 
-    text_encoder.embed_tokens([ids[row] for row in missing], embedded=embedded)
+    text_encoder.embed_tokens([ids[row] for row in missing], on_batch=on_batch)
     return vectors
 
 
-def _begun(file: Path, start: int, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Rows and vectors that a killed build left of this block; None where it left none."""
+def _load_partial(file: Path, start: int, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the rows and vectors of this block that a killed build saved, or None if it saved none."""
     try:
-        with np.load(file) as left:
-            rows, vectors = left["rows"], left["vectors"]
-            fits = left["start"] == start and rows.max() < shape[0] and vectors.shape == (len(rows), shape[1])
+        with np.load(file) as saved:
+            rows, vectors = saved["rows"], saved["vectors"]
+            fits = (
+                saved["start"] == start and rows.max() < shape[0] and vectors.shape == (len(rows), shape[1])
+            )
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
     return (rows, vectors) if fits else None
@@ -343,36 +351,38 @@ def _scann(
     memory_gb: float | None,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Builds and tunes; returns the settings and what they reach, for the manifest."""
+    """Build and tune the ScaNN index; return its settings and their measured recall and speed, for the manifest."""
     count, dim = embeddings.shape
     began, config = time.monotonic(), choose_scann(count, dim, memory_gb)
-    begun, settings = work / "scann" / "config.json", json.dumps(dataclasses.asdict(config)).encode()
-    if not begun.is_file() or begun.read_bytes() != settings:  # other memory than a build before had
-        shutil.rmtree(begun.parent, ignore_errors=True)
-        begun.parent.mkdir()
-        with atomic_stream(begun) as stream:
+    file, settings = work / "scann" / "config.json", json.dumps(dataclasses.asdict(config)).encode()
+    if not file.is_file() or file.read_bytes() != settings:  # the earlier build had another amount of memory
+        shutil.rmtree(file.parent, ignore_errors=True)
+        file.parent.mkdir()
+        with atomic_stream(file) as stream:
             stream.write(settings)
     progress("ScaNN", 0, count)
-    for done in ScannIndex.build_folder(begun.parent, embeddings, config):
+    for done in ScannIndex.build_folder(file.parent, embeddings, config):
         progress("ScaNN", done, count)
     seconds = time.monotonic() - began
     queries = sample_queries(passages)
-    index, measured = tuned(
-        ScannIndex.load(begun.parent, embeddings, config), text_encoder.embed_queries(queries)
+    index, measured = tune_recall(
+        ScannIndex.load(file.parent, embeddings, config), text_encoder.embed_queries(queries)
     )
     return dataclasses.asdict(index.config) | {"measured": measured | {"build_seconds": round(seconds, 1)}}
 
 
-def sample_queries(passages: PassageFile, count: int = SAMPLE) -> list[str]:
-    """What one might ask for: titles of passages drawn at random, or their first words where they have none."""
+def sample_queries(passages: PassageFile, count: int = RECALL_QUERIES) -> list[str]:
+    """Return plausible queries: the titles of random passages, or the first words of those without a title."""
     rows = np.random.default_rng(0).choice(len(passages), min(count, len(passages)), replace=False)
     return [p.title or " ".join(p.text.split()[:12]) for p in (passages[int(row)] for row in rows)]
 
 
-def tuned(index: ScannIndex, vectors: np.ndarray, k: int = 5) -> tuple[ScannIndex, dict[str, Any]]:
-    """The index, searching widely enough for `RECALL`, and its recall against exact search on these queries.
+def tune_recall(index: ScannIndex, vectors: np.ndarray, k: int = 5) -> tuple[ScannIndex, dict[str, Any]]:
+    """Widen the search until its recall against exact search reaches `TARGET_RECALL` on these queries.
 
-    Of more leaves and more candidates, it takes what helps more, again and again.
+    Each round tries more leaves and more candidates, and takes the change that raises recall more.
+
+    Returns the index with the new settings, and its recall and queries per second.
     """
     texts = [""] * len(vectors)
     exact, _ = ExactIndex(index.embeddings).search(texts, k, vectors)
@@ -383,7 +393,7 @@ def tuned(index: ScannIndex, vectors: np.ndarray, k: int = 5) -> tuple[ScannInde
 
     config = index.config
     reached = recall(config)
-    while reached < RECALL and (wider := _wider(config)):
+    while reached < TARGET_RECALL and (wider := _wider(config)):
         reached, config = max(((recall(other), other) for other in wider), key=lambda pair: pair[0])
     index.config = config
     began = time.monotonic()
@@ -394,10 +404,11 @@ def tuned(index: ScannIndex, vectors: np.ndarray, k: int = 5) -> tuple[ScannInde
 
 
 def _wider(config: ScannConfig) -> list[ScannConfig]:
-    found = []
+    """Return the configs that search more leaves, or rescore more candidates."""
+    options = []
     if config.leaves_to_search < config.leaves:
         more = min(config.leaves, math.ceil(1.25 * config.leaves_to_search))
-        found.append(dataclasses.replace(config, leaves_to_search=more))
-    if config.leaves and config.reorder < WIDEST:
-        found.append(dataclasses.replace(config, reorder=2 * config.reorder))
-    return found
+        options.append(dataclasses.replace(config, leaves_to_search=more))
+    if config.leaves and config.reorder < MAX_REORDER:
+        options.append(dataclasses.replace(config, reorder=2 * config.reorder))
+    return options

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from rrl.retrieval.disk_space import SPARE, reserve, room_for
+from rrl.retrieval.disk_space import MIN_FREE_BYTES, reserve, room_for
 from rrl.retrieval.ranking import MARGIN, Ranking, rescore, top_k
 from rrl.retrieval.sizing import ScannConfig, choose_scann, codes_bytes, training_sample
 
-PARALLEL = 64
-"""Queries from which ScaNN searches with all cores."""
+PARALLEL_QUERIES = 64
+"""ScaNN uses all cores for this many queries or more."""
 
 CHUNK = 65_536
-"""Passages scored at a time by exact search: bounds its memory."""
+"""Passages that exact search scores at a time, which bounds its memory."""
 
 
 class ExactIndex:
-    """Inner products with every passage: the reference, and right for small corpora."""
+    """Exact search: inner products with every passage. The reference for ScaNN, and fast enough for small corpora."""
 
     kind = "exact"
     needs_embeddings = True
@@ -40,15 +40,15 @@ class ExactIndex:
         for start in range(0, len(self.embeddings), CHUNK):
             block = embeddings @ self.embeddings[start : start + CHUNK].T
             for row, values in enumerate(block):
-                found = top_k(values, wanted)
-                best[row].append(found + start)
-                scores[row].append(values[found])
+                positions = top_k(values, wanted)
+                best[row].append(positions + start)
+                scores[row].append(values[positions])
         candidates = [np.concatenate(b)[top_k(np.concatenate(s), wanted)] for b, s in zip(best, scores)]
         return rescore(self.embeddings, embeddings, candidates, k)
 
 
 class ScannIndex:
-    """ScaNN: brute force for small corpora; tree, quantised scores and exact rescoring for large ones, in parts."""
+    """ScaNN index. Small corpora: brute force. Large ones: tree, quantised scores and exact rescoring, in parts."""
 
     kind = "scann"
     needs_embeddings = True
@@ -60,7 +60,7 @@ class ScannIndex:
 
     @classmethod
     def build(cls, embeddings: Float[np.ndarray, "N E"], config: ScannConfig | None = None) -> "ScannIndex":
-        """Build over unit vectors, compared by inner product."""
+        """Build an index over unit vectors, compared by inner product."""
         config = config or choose_scann(*embeddings.shape)
         parts = config.parts(len(embeddings))
         return cls(embeddings, [_build(embeddings[start:stop], config) for start, stop in parts], config)
@@ -69,9 +69,9 @@ class ScannIndex:
     def build_folder(
         cls, folder: Path, embeddings: Float[np.ndarray, "N E"], config: ScannConfig
     ) -> Iterator[int]:
-        """Write what `load` opens, a part at a time; yields the passages that are indexed. Parts there are kept.
+        """Write the files that `load` opens, one part at a time; yield the number of passages indexed so far.
 
-        Paths in it are relative, so that it can be moved.
+        Parts that exist are not built again. All paths in the files are relative, so the folder can be moved.
         """
         folder.mkdir(exist_ok=True)
         for start, stop in config.parts(len(embeddings)) if config.leaves else []:
@@ -83,14 +83,14 @@ class ScannIndex:
                 searcher = _build(embeddings[start:stop], config)
                 with room_for(codes_bytes(config, stop - start, embeddings.shape[1]), folder):
                     searcher.serialize(str(work), relative_path=True)
-                # Of its last files it does not notice that they were not written.
-                reserve(SPARE, folder)
+                # ScaNN does not notice when writing its last files fails.
+                reserve(MIN_FREE_BYTES, folder)
                 work.rename(part)
             yield stop
 
     @classmethod
     def load(cls, folder: Path, embeddings: Float[np.ndarray, "N E"], config: ScannConfig) -> "ScannIndex":
-        """Open what `build_folder` wrote; brute force is rebuilt from the embeddings, which takes no time."""
+        """Open the files of `build_folder`. A brute-force index is rebuilt from the embeddings, which takes no time."""
         if not config.leaves:
             return cls.build(embeddings, config)
         parts = [folder / f"{start:012d}" for start, _ in config.parts(len(embeddings))]
@@ -98,15 +98,15 @@ class ScannIndex:
         return cls(embeddings, [_scann().load_searcher(str(part)) for part in parts], config)
 
     def search(self, queries: Sequence[str], k: int, embeddings: Float[np.ndarray, "Q E"]) -> Ranking:
-        """Approximate candidates from ScaNN, ranked by exact inner products."""
+        """Get approximate candidates from ScaNN and rank them by exact inner products."""
         vectors = np.ascontiguousarray(embeddings, np.float32)
-        found = [
+        by_part = [
             self._candidates(searcher, stop - start, k, vectors)
             for (start, stop), searcher in self._searchers
         ]
         candidates = [
             np.concatenate([row + start for ((start, _), _), row in zip(self._searchers, rows)])
-            for rows in zip(*found)
+            for rows in zip(*by_part)
         ]
         return rescore(self.embeddings, embeddings, candidates, k)
 
@@ -118,15 +118,15 @@ class ScannIndex:
         options: dict[str, Any] = {"final_num_neighbors": wanted}
         if config.leaves:
             options = {"final_num_neighbors": min(max(config.reorder, 2 * wanted), count)}
-            # For a large k, as many as hold twice what is wanted.
+            # A large k needs enough leaves to hold twice the wanted passages.
             enough = math.ceil(2 * config.leaves * wanted / count)
             options |= {"leaves_to_search": min(config.leaves, max(config.leaves_to_search, enough))}
         search = searcher.search_batched
-        if len(vectors) >= PARALLEL:
+        if len(vectors) >= PARALLEL_QUERIES:
             search = searcher.search_batched_parallel
             options["batch_size"] = math.ceil(len(vectors) / (os.cpu_count() or 1))
         ids, distances = map(np.asarray, search(vectors, **options))
-        # A place that it could not fill has id 0 and no distance.
+        # A place that ScaNN could not fill has id 0 and a distance that is not finite.
         return [row[filled] for row, filled in zip(ids.astype(np.int64), np.isfinite(distances))]
 
 
@@ -147,25 +147,27 @@ def _build(embeddings: Float[np.ndarray, "N E"], config: ScannConfig) -> Any:
 
 
 def _read_singly(embeddings: Float[np.ndarray, "N E"]) -> None:
-    """Tells Linux that a memory-mapped file is read a vector here and there: else it reads 128 KiB around each, which takes a
-    first query from a cold disk half a second."""
+    """Tell Linux that a memory-mapped file is read one vector at a time, in random places.
+
+    Otherwise it reads 128 KiB around each vector, and the first query from a cold disk takes half a second.
+    """
     if isinstance(mapped := embeddings.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
 
 
 def _scann() -> Any:
-    """`scann.scann_ops_pybind`, imported without the TensorFlow part that we never use.
+    """Import `scann.scann_ops_pybind` without its TensorFlow part, which is not used here.
 
-    ScaNN imports TensorFlow if it is there, and fails beside one it was not built against.
+    ScaNN imports TensorFlow if it is installed, and fails if that version is not the one ScaNN was built for.
     """
     absent = object()
-    held: Any = sys.modules.get("tensorflow", absent)
+    imported: Any = sys.modules.get("tensorflow", absent)
     sys.modules["tensorflow"] = None  # type: ignore[assignment]
     try:
         from scann import scann_ops_pybind
     finally:
-        if held is absent:
+        if imported is absent:
             del sys.modules["tensorflow"]
         else:
-            sys.modules["tensorflow"] = held
+            sys.modules["tensorflow"] = imported
     return scann_ops_pybind

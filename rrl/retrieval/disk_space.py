@@ -1,4 +1,4 @@
-"""Disks that are full."""
+"""Report a full disk as a clear error, also for writers that hide the reason."""
 
 import contextlib
 import os
@@ -9,14 +9,16 @@ from pathlib import Path
 from rrl.errors import UserError
 from rrl.files import DISK_FULL
 
-SPARE = 64 << 10
-"""Bytes that a disk has left unless it is full."""
+MIN_FREE_BYTES = 64 << 10
+"""A disk with less free space than this counts as full."""
 
 
 @contextlib.contextmanager
 def room_for(size: int, folder: Path) -> Iterator[None]:
-    """For writers whose errors do not say why (NumPy's, ScaNN's): the system's own, where `folder` has no room for so many
-    more bytes."""
+    """Raise the system's disk-full error for writers whose errors do not name the cause (NumPy, ScaNN).
+
+    If the body fails and `folder` has no room for `size` more bytes, OSError is raised instead of the writer's error.
+    """
     try:
         yield
     except (OSError, RuntimeError):
@@ -25,20 +27,20 @@ def room_for(size: int, folder: Path) -> Iterator[None]:
 
 
 def reserve(size: int, folder: Path) -> None:
-    """OSError where `folder` has no room for so many more bytes; none are taken."""
+    """Raise OSError if `folder` has no room for `size` more bytes. The space is released again at once."""
     with tempfile.TemporaryFile(dir=folder) as scratch:
         os.posix_fallocate(scratch.fileno(), 0, max(1, size))
 
 
 @contextlib.contextmanager
 def disk_full_error(folder: Path) -> Iterator[None]:
-    """Turns "no space left" into a UserError that says what is kept and how to go on."""
+    """Turn "no space left" into a UserError that names the unfinished folder and how to continue."""
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
         raise UserError(
-            f"index {folder}: the disk is full ({error.strerror}). What is done is kept there, marked unfinished; make "
-            "room and give the same command again, or remove that folder."
+            f"index {folder}: the disk is full ({error.strerror}). The unfinished index stays there. Free some space and run "
+            "the same command again to continue, or remove that folder."
         ) from error

@@ -1,4 +1,7 @@
-"""From text to embeddings: an encoder with its tokenizer and prefixes, run jitted over length buckets."""
+"""Embed queries and passages with an encoder, its tokenizer and prefixes, jitted over length buckets.
+
+Read `TextEncoder` first.
+"""
 
 import collections
 import dataclasses
@@ -31,41 +34,43 @@ from rrl.retrieval.settings import SETTINGS_FILE, FolderSettings, TextSettings, 
 from rrl.text.characters import replace_lone_surrogates
 
 FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_FILE)
-"""The files that decide an embedding."""
+"""The files on which an embedding depends."""
 
 SMALLEST_BUCKET = 16
 
-CPU_BATCH, BATCH = 64, 256
-"""Passages that are embedded at once on a CPU, and elsewhere."""
+CPU_BATCH, DEVICE_BATCH = 64, 256
+"""Passages in a batch, on a CPU and on other devices."""
 
-FEW = 16
-"""Texts are tokenized one after the other where there are not more: threads would wait for a core while rollouts have all."""
+SEQUENTIAL_TEXTS = 16
+"""Up to this many texts are tokenized one after the other; threads would wait for a core while rollouts use them all."""
 
-AHEAD = 2
-"""Batches that are handed to the device before the first is taken back."""
+BATCHES_AHEAD = 2
+"""Batches that are sent to the device before the first result is read back."""
 
-Embedded = Callable[[Int[np.ndarray, "n"], Float[np.ndarray, "n E"]], None]
-"""Is called with the rows of each batch that is embedded, and their embeddings."""
+OnBatch = Callable[[Int[np.ndarray, "n"], Float[np.ndarray, "n E"]], None]
+"""Callback after each batch: the positions of its texts, and their embeddings."""
 
-SECONDS = 5.0
-"""After so long, how far the embedding of passages is stands in the log."""
+LOG_SECONDS = 5.0
+"""Seconds between two log lines on the progress of embedding."""
 
-Cutter = Callable[[Iterable[str], int], tuple[list[list[int]], int]]
+TruncatingTokenizer = Callable[[Iterable[str], int], tuple[list[list[int]], int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TextEncoder:
-    """A bi-encoder: queries and passages become vectors, of length 1 unless its pooling says otherwise, whose inner
-    product ranks."""
+    """A bi-encoder. It maps queries and passages to vectors whose inner product ranks the passages.
+
+    The vectors have length 1 unless the pooling has `normalize=False`.
+    """
 
     encoder: Encoder
     tokenizer: Any
     settings: TextSettings
     name: str = "encoder"
     fingerprint: str = ""
-    """SHA-256 of the folder it was loaded from; indexes remember it."""
+    """SHA-256 of the folder it was loaded from; an index records it."""
     devices: tuple[jax.Device, ...] = ()
-    """Over which batches are split; none: JAX's own choice of one."""
+    """Devices over which batches are split. Empty: JAX's default device."""
     titles: bool = True
     """Whether passages are embedded with their titles, or by their texts alone."""
 
@@ -88,65 +93,67 @@ class TextEncoder:
         return graph, state
 
     @functools.cached_property
-    def _encode_ids(self) -> Cutter:
+    def _encode_ids(self) -> TruncatingTokenizer:
         return token_cutter(self.tokenizer)
 
     def tokenize_queries(self, queries: Sequence[str]) -> Int[np.ndarray, "Q T"]:
-        """Token ids int32 of prefix + query, padded to `query_tokens`. NumPy only, thread-safe."""
+        """Return token ids int32 of prefix + query, padded to `query_tokens`. NumPy only, thread-safe."""
         width = self.settings.query_tokens
         ids, _ = self._encode_ids((self.settings.query_prefix + query for query in queries), width)
         return pad(ids, width, self.tokenizer.pad_token_id)
 
     def embed_queries(self, queries: Sequence[str]) -> Float[np.ndarray, "Q E"]:
-        """Embeddings float32 of the queries, by JAX; padded to a power of two of queries, so few programs compile."""
+        """Return embeddings float32 of the queries, by JAX. Batches are padded to a power of two, so few programs compile."""
         tokens = self.tokenize_queries(queries)
         return np.asarray(self._embed(tokens, _bucket(len(tokens))), np.float32)[: len(tokens)]
 
     def embed_passages(
         self, passages: Sequence[Passage], batch: int | None = None
     ) -> Float[np.ndarray, "N E"]:
-        """Embeddings float32 of passages (see `tokenize_passages`), in their order; those that were cut are logged."""
+        """Return embeddings float32 of the passages, in their order; log how many were cut (see `tokenize_passages`)."""
         ids, cut = self.tokenize_passages(passages)
         if cut:
             limit = self.settings.passage_tokens
             logging.getLogger(__name__).info("%d of %d passages cut at %d tokens", cut, len(ids), limit)
-        return self.embed_tokens(ids, batch, _logged(len(ids)))
+        return self.embed_tokens(ids, batch, _progress_logger(len(ids)))
 
     def tokenize_passages(self, passages: Sequence[Passage]) -> tuple[list[list[int]], int]:
-        """Token ids of "prefix title text", or of "prefix text" without `titles`, cut at `passage_tokens`; and how many were cut.
-        NumPy only, thread-safe."""
+        """Return token ids of "prefix title text" ("prefix text" without `titles`), and how many passages were cut.
+
+        Passages are cut at `passage_tokens`. NumPy only, thread-safe.
+        """
         prefix = self.settings.passage_prefix
         texts = (f"{prefix}{p.title} {p.text}" if self.titles else prefix + p.text for p in passages)
         return self._encode_ids(texts, self.settings.passage_tokens)
 
     def embed_tokens(
-        self, ids: Sequence[Sequence[int]], batch: int | None = None, embedded: Embedded = lambda *_: None
+        self, ids: Sequence[Sequence[int]], batch: int | None = None, on_batch: OnBatch = lambda *_: None
     ) -> Float[np.ndarray, "N E"]:
-        """Embeddings float32 of token ids, in their order.
+        """Return embeddings float32 of sequences of token ids, in their order.
 
-        The longest are batched first, each batch as wide as its longest needs, so that little is padded and few programs
-        compile. The next batch is prepared while the device works on the last.
+        The longest sequences are batched first, and each batch is padded to its longest, so that there is little padding and few
+        programs compile. The next batch is prepared while the device works on the last.
         """
-        batch = batch or (CPU_BATCH if jax.default_backend() == "cpu" else BATCH)
+        batch = batch or (CPU_BATCH if jax.default_backend() == "cpu" else DEVICE_BATCH)
         embeddings = np.empty((len(ids), self.dim), np.float32)
         waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
 
         def take() -> None:
-            rows, found = waiting.popleft()
-            embeddings[rows] = np.asarray(found, np.float32)[: len(rows)]
-            embedded(rows, embeddings[rows])
+            rows, vectors = waiting.popleft()
+            embeddings[rows] = np.asarray(vectors, np.float32)[: len(rows)]
+            on_batch(rows, embeddings[rows])
 
         for width, rows in length_batches([len(row) for row in ids], self.settings.passage_tokens, batch):
             tokens = pad([ids[row] for row in rows], width, self.tokenizer.pad_token_id)
             waiting.append((rows, self._embed(tokens, min(batch, _bucket(len(rows))))))
-            if len(waiting) > AHEAD:
+            if len(waiting) > BATCHES_AHEAD:
                 take()
         while waiting:
             take()
         return embeddings
 
     def _embed(self, tokens: Int[np.ndarray, "B T"], rows: int) -> jax.Array:
-        """Embed, with the batch padded to `rows` so that each width compiles once; the device may not be done yet."""
+        """Embed a batch, padded to `rows` rows so that each width compiles once. Does not wait for the device."""
         padding = -(-rows // max(1, len(self.devices))) * max(1, len(self.devices)) - len(tokens)
         tokens = np.pad(tokens, ((0, padding), (0, 0)), constant_values=self.tokenizer.pad_token_id)
         graph, state = self._split
@@ -157,22 +164,22 @@ class TextEncoder:
 
 
 def _bucket(rows: int) -> int:
-    """The power of two of rows that so many are padded to."""
+    """Return the power of two to which this many rows are padded."""
     return max(SMALLEST_BUCKET, 1 << max(0, rows - 1).bit_length())
 
 
-def _logged(count: int) -> Embedded:
-    """Logs every `SECONDS` how many of `count` passages are embedded."""
+def _progress_logger(count: int) -> OnBatch:
+    """Return a callback that logs every `LOG_SECONDS` how many of `count` passages are embedded."""
     done, last = 0, time.monotonic()
 
-    def embedded(rows: Int[np.ndarray, "n"], _: Float[np.ndarray, "n E"]) -> None:
+    def on_batch(rows: Int[np.ndarray, "n"], _: Float[np.ndarray, "n E"]) -> None:
         nonlocal done, last
         done += len(rows)
-        if time.monotonic() - last >= SECONDS and done < count:
+        if time.monotonic() - last >= LOG_SECONDS and done < count:
             last = time.monotonic()
             logging.getLogger(__name__).info("embedded %d of %d passages", done, count)
 
-    return embedded
+    return on_batch
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -180,22 +187,23 @@ def _embed(graph: Any, state: Any, tokens: Any, mask: Any) -> Any:
     return nnx.merge(graph, state).embed(tokens, mask)
 
 
-def token_cutter(tokenizer: Any) -> Cutter:
-    """A thread-safe function (texts, width) -> token ids, cut at width with closing special tokens kept; how many were cut.
+def token_cutter(tokenizer: Any) -> TruncatingTokenizer:
+    """Return a thread-safe function (texts, width) -> (token ids, number of texts cut).
 
-    The tokenizer's own padding and truncation change shared state on each call, which fails under threads.
+    A cut text keeps its closing special tokens. The tokenizer's built-in padding and truncation are not thread-safe, because they
+    change shared state on each call.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
     frame = backend.encode("").ids
-    # An empty text shows the special tokens: those of the end must survive the cut ([CLS] [SEP]: one of each).
+    # An empty text gives the special tokens, such as [CLS] [SEP]. Those at the end must survive the cut.
     closing = frame[(len(frame) + 1) // 2 :]
 
     def cut(texts: Iterable[str], width: int) -> tuple[list[list[int]], int]:
         whole = list(map(replace_lone_surrogates, texts))
-        together = len(whole) > FEW
-        encodings = backend.encode_batch_fast(whole) if together else map(backend.encode, whole)
+        parallel = len(whole) > SEQUENTIAL_TEXTS
+        encodings = backend.encode_batch_fast(whole) if parallel else map(backend.encode, whole)
         rows = [encoding.ids for encoding in encodings]
         long = sum(len(row) > width for row in rows)
         return [row if len(row) <= width else row[: width - len(closing)] + closing for row in rows], long
@@ -204,7 +212,7 @@ def token_cutter(tokenizer: Any) -> Cutter:
 
 
 def pad(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Int[np.ndarray, "B T"]:
-    """Rows of ids as int32 [B, width], padded on the right."""
+    """Return rows of ids as int32 [B, width], padded on the right."""
     tokens = np.full((len(rows), width), pad_id, np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
@@ -214,7 +222,10 @@ def pad(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Int[np.ndarra
 def length_batches(
     lengths: Sequence[int], limit: int, batch: int
 ) -> Iterator[tuple[int, Int[np.ndarray, "n"]]]:
-    """(width, rows), the longest rows first and only the last batch with fewer than `batch`; four widths an octave."""
+    """Yield (width, positions) of each batch, the longest sequences first. Only the last batch may have fewer than `batch`.
+
+    Widths are limited to four between one power of two and the next, and to `limit`.
+    """
     order = np.argsort(lengths, kind="stable")[::-1]
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
@@ -222,33 +233,33 @@ def length_batches(
 
 
 def _width(length: int) -> int:
-    """The next multiple of a fourth of the octave, and of 8."""
+    """Round up to one of four widths between two powers of two, and to a multiple of 8."""
     step = max(8, (1 << max(0, length - 1).bit_length()) // 8)
     return max(SMALLEST_BUCKET, -(-length // step) * step)
 
 
 def load_text_encoder(folder: str | Path, settings: Mapping[str, Any] | None = None) -> TextEncoder:
-    """Open an encoder folder: Hugging Face weights and tokenizer, with what `read_settings` understands beside them.
+    """Open an encoder folder: Hugging Face weights and tokenizer, and the settings of its texts (see `read_settings`).
 
-    That is `text_encoder.json`, the files of sentence-transformers, or the published name of a known model. `settings`
-    has the keys of text_encoder.json and is stronger: `{"family": "bge-en-v1.5", "passage_tokens": 256}`.
+    The settings come from `text_encoder.json`, the files of sentence-transformers, or the published name of a known model.
+    `settings` has the keys of text_encoder.json and overrides them: `{"family": "bge-en-v1.5", "passage_tokens": 256}`.
 
     Raises UserError naming what is missing or not supported.
     """
     require_folder("encoder", folder)
     folder = shipped(folder)
-    found = read_settings(folder, settings)
-    tokenizer, encoder = load_tokenizer(folder), load_encoder(folder, pooling=found.pooling)
+    resolved = read_settings(folder, settings)
+    tokenizer, encoder = load_tokenizer(folder), load_encoder(folder, pooling=resolved.pooling)
     check_tokenizer(tokenizer, encoder.config, "encoder")
     if tokenizer.pad_token_id is None:
         raise UserError(f"encoder={str(folder)!r}: the tokenizer has no padding token; set pad_token for it")
-    if found.lower_case:
-        _lower(tokenizer)
-    return TextEncoder(encoder, tokenizer, found.text, folder.name, folder_fingerprint(folder, found))
+    if resolved.lower_case:
+        _add_lowercasing(tokenizer)
+    return TextEncoder(encoder, tokenizer, resolved.text, folder.name, folder_fingerprint(folder, resolved))
 
 
-def _lower(tokenizer: Any) -> None:
-    """Makes a tokenizer lower its texts first."""
+def _add_lowercasing(tokenizer: Any) -> None:
+    """Make a tokenizer lower-case its texts first."""
     backend = tokenizer.backend_tokenizer
     lower = normalizers.Lowercase()
     backend.normalizer = (
@@ -257,7 +268,7 @@ def _lower(tokenizer: Any) -> None:
 
 
 def save_text_encoder(folder: str | Path, text_encoder: TextEncoder) -> TextEncoder:
-    """Write what `load_text_encoder` opens; returns the encoder with its name and fingerprint."""
+    """Write a folder for `load_text_encoder`; return the encoder with the folder's name and fingerprint."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_encoder(folder, text_encoder.encoder, text_encoder.tokenizer)
@@ -269,7 +280,7 @@ def save_text_encoder(folder: str | Path, text_encoder: TextEncoder) -> TextEnco
 
 
 def folder_fingerprint(folder: Path, settings: FolderSettings | None = None) -> str:
-    """SHA-256 over the files that decide an embedding, and over settings that come from elsewhere."""
+    """Return a SHA-256 over the files on which an embedding depends, and over settings from other files."""
     digest = hashlib.sha256()
     for name in FINGERPRINTED:
         file = folder / name

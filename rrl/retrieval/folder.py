@@ -1,7 +1,7 @@
-"""An index folder: its manifest, the check that every file is what was written, and passages read when asked for.
+"""Read and write an index folder: its manifest, a check of every file, and its passages, which are read on demand.
 
-It holds `manifest.json`, `passages.jsonl` with the offset of each line, and what the kind needs: `embeddings.npy` and
-`scann/`, or `bm25/`. Nothing in it is an absolute path, so it can be moved.
+The folder holds `manifest.json`, `passages.jsonl`, the offset of each line in `offsets.npy`, and the files of its kind:
+`embeddings.npy` and `scann/`, or `bm25/`. It holds no absolute paths, so it can be moved.
 """
 
 import array
@@ -25,20 +25,20 @@ from rrl.retrieval.disk_space import room_for
 KINDS = ("scann", "bm25", "exact")
 FORMAT = 3
 HASHED_BYTES = 64 << 20
-"""Files up to this size are checked byte by byte at opening, larger ones by their size and `PIECES`."""
-PIECES, PIECE_BYTES = 64, 256 << 10
-"""Of a large file, from its first to its last byte."""
+"""Opening an index hashes files up to this size wholly; of larger ones it checks the size and `SAMPLES` places."""
+SAMPLES, SAMPLE_BYTES = 64, 256 << 10
+"""Number and size of the places that are hashed in a large file, evenly spaced from its first to its last byte."""
 
 
 class PassageFile(Sequence[Passage]):
-    """The passages of an index folder; each is read from the file when it is asked for. Thread-safe."""
+    """The passages of an index folder, as a sequence. Each is read from the file on access. Thread-safe."""
 
     def __init__(self, folder: Path, count: int):
         self._offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         if self._offsets.shape != (count + 1,):
             raise damaged(folder, f"offsets.npy has shape {self._offsets.shape}")
         self._file = os.open(folder / "passages.jsonl", os.O_RDONLY)
-        # Not __del__, in which `os` may be gone when the interpreter ends.
+        # Not in __del__: `os` may be gone by then when the interpreter exits.
         weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class PassageFile(Sequence[Passage]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         start, end = self._offsets[index % len(self)], self._offsets[index % len(self) + 1]
-        # pread moves no shared file position, so threads do not disturb each other.
+        # pread does not move the shared file position, so it is thread-safe.
         return Passage(**json.loads(os.pread(self._file, int(end - start), int(start))))
 
     def __iter__(self) -> Iterator[Passage]:
@@ -62,26 +62,26 @@ class PassageFile(Sequence[Passage]):
 
 
 def write_passages(folder: Path, passages: Iterable[Passage]) -> tuple[int, str]:
-    """Write what `PassageFile` reads, as they come; returns how many there are and their fingerprint."""
+    """Stream passages into the files that `PassageFile` reads; return their number and their fingerprint."""
     offsets = array.array("q", [0])
     with atomic_stream(folder / "passages.jsonl") as stream:
         corpus = fingerprint(_written(stream, offsets, passages))
-    places = np.asarray(offsets, np.int64)
-    with room_for(places.nbytes, folder), atomic_stream(folder / "offsets.npy") as stream:
-        np.save(stream, places)
+    offset_array = np.asarray(offsets, np.int64)
+    with room_for(offset_array.nbytes, folder), atomic_stream(folder / "offsets.npy") as stream:
+        np.save(stream, offset_array)
     return len(offsets) - 1, corpus
 
 
 def _written(stream: BinaryIO, offsets: array.array, passages: Iterable[Passage]) -> Iterator[Passage]:
     for passage in passages:
-        # ASCII escapes carry every string, lone surrogates too.
+        # ASCII escapes can represent every string, even lone surrogates.
         line = json.dumps(dataclasses.asdict(passage)).encode() + b"\n"
         offsets.append(offsets[-1] + stream.write(line))
         yield passage
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any], without: Sequence[str] = ()) -> None:
-    """Write the manifest, last of all: with versions, and a stamp of every file there but those named."""
+    """Write the manifest as the last file: with library versions, and a stamp of every file except those in `without`."""
     versions = {name: importlib.metadata.version(name) for name in ("numpy", "bm25s", "scann")}
     files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     left_out = {"manifest.json", *without}
@@ -92,11 +92,11 @@ def write_manifest(folder: Path, manifest: dict[str, Any], without: Sequence[str
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an index; UserError for a folder that is none, or holds other files than were written."""
+    """Return the manifest of an index. Raises UserError if the folder is not an index or its files have changed."""
     file = folder / "manifest.json"
     if not file.is_file():
         raise UserError(
-            f"index {folder}: no manifest.json; not an index folder, or its building was not finished."
+            f"index {folder}: no manifest.json. It is not an index folder, or its build did not finish."
         )
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -108,36 +108,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"index {folder}: format {form!r} and kind {kind!r}; this version reads format {FORMAT}. "
             "Build it again."
         )
-    for name, held in files.items():
+    for name, recorded in files.items():
         if not (folder / name).is_file():
             raise damaged(folder, f"{name} is missing")
-        # Until large files had pieces, their stamp was their size.
-        if not held.items() <= stamp(folder / name).items():
+        # Older indexes record only the size of large files.
+        if not recorded.items() <= stamp(folder / name).items():
             raise damaged(folder, f"{name} is not the file that was written")
     return manifest
 
 
 def index_identity(folder: str | Path) -> dict[str, Any]:
-    """What an index finds, wherever it lies: its kind, corpus, encoder and settings; `title_weight` 0 where texts were embedded
-    without their titles."""
+    """Return what determines the results of an index, wherever it is stored: kind, corpus, encoder and settings.
+
+    `title_weight` is 0 if passages were embedded without their titles, and missing otherwise.
+    """
     manifest = read_manifest(Path(folder))
-    found = {name: manifest.get(name) for name in ("kind", "corpus", "encoder", "bm25")}
-    return found | ({"title_weight": manifest["title_weight"]} if "title_weight" in manifest else {})
+    identity = {name: manifest.get(name) for name in ("kind", "corpus", "encoder", "bm25")}
+    return identity | ({"title_weight": manifest["title_weight"]} if "title_weight" in manifest else {})
 
 
 def damaged(folder: Path, what: str) -> UserError:
-    """The error of an index folder that is not what was written."""
+    """Return the error for an index folder whose files are missing or have changed."""
     return UserError(f"index {folder}: damaged, {what}. Build it again.")
 
 
 def stamp(file: Path) -> dict[str, Any]:
-    """Size of a file and a hash of its content, of a large one in `PIECES` places."""
+    """Return the size of a file and a hash of its content; a large file is hashed in `SAMPLES` places."""
     size, digest = file.stat().st_size, hashlib.sha256()
-    starts: Iterable[int] = range(0, size, PIECE_BYTES)
+    starts: Iterable[int] = range(0, size, SAMPLE_BYTES)
     if size > HASHED_BYTES:
-        starts = np.linspace(0, size - PIECE_BYTES, PIECES, dtype=np.int64).tolist()
+        starts = np.linspace(0, size - SAMPLE_BYTES, SAMPLES, dtype=np.int64).tolist()
     with file.open("rb") as stream:
         for start in starts:
             stream.seek(start)
-            digest.update(stream.read(PIECE_BYTES))
+            digest.update(stream.read(SAMPLE_BYTES))
     return {"bytes": size, "sha256": digest.hexdigest()}

@@ -1,4 +1,7 @@
-"""How well passages that were found cover the gold ones: recall, full recall, mAP, @K, η_re, hits and MRR (R2AG, Table 1)."""
+"""Measure how well retrieved passages cover the gold ones: recall, full recall, mAP, @K, η_re, hits and MRR (R2AG, Table 1).
+
+Read `hits_by_key` first; `GoldHits` computes the metrics.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -16,47 +19,47 @@ IDS, TITLES = "gold ids", "gold titles"
 
 @dataclasses.dataclass(frozen=True)
 class GoldHits:
-    """Which of the passages found for each question are gold; a passage that comes again is not counted again.
+    """Which of the passages retrieved for each question are gold. A repeated passage counts once.
 
-    Metrics have one value a question: NaN where it has no gold passage.
+    Every metric has one value per question, NaN if the question has no gold passage.
     """
 
     hits: Bool[np.ndarray, "Q K"]
-    """True where a gold passage stands at that rank, best first; ranks count passages that differ."""
-    found: Int[np.ndarray, "Q"]
-    """Passages that differ, of each question."""
+    """True if the passage at that rank is gold; best rank first. Ranks count distinct passages."""
+    retrieved: Int[np.ndarray, "Q"]
+    """Number of distinct passages retrieved for each question."""
     gold: Int[np.ndarray, "Q"]
-    """Gold passages of each question."""
+    """Number of gold passages of each question."""
 
     def recall(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
-        """Recall@K: share of the gold passages among the first k (None: all that were found)."""
+        """Return Recall@K: the share of the gold passages among the first k (None: all retrieved)."""
         return self._share(self.hits[:, :k].sum(1))
 
     def full_recall(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
-        """1 where every gold passage is among the first k, else 0."""
+        """Return 1 if every gold passage is among the first k, else 0."""
         return self._known(self.hits[:, :k].sum(1) == self.gold)
 
     def average_precision(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
-        """Sum of the precision at the rank of each gold passage found, over the number of gold ones (R2AG, Eq. 5's R_AP).
+        """Return the sum of the precision at the rank of each retrieved gold passage, over the number of gold passages.
 
-        Its mean over questions is mAP.
+        This is R_AP of R2AG, Eq. 5. Its mean over questions is mAP.
         """
         hits = self.hits[:, :k]
         precision = np.cumsum(hits, 1) / np.arange(1, hits.shape[1] + 1)
         return self._share((precision * hits).sum(1))
 
     def hit(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
-        """hits@k: 1 where any gold passage is among the first k, else 0."""
+        """Return hits@k: 1 if any gold passage is among the first k, else 0."""
         return self._known(np.asarray(self.hits[:, :k].any(1)))
 
     def reciprocal_rank(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
-        """1 over the rank of the first gold passage, 0 where none is among the first k; its mean is MRR@k."""
+        """Return 1 over the rank of the first gold passage, or 0 if none is among the first k. Its mean is MRR@k."""
         hits = self.hits[:, :k]
         first = hits.argmax(1) + 1 if hits.shape[1] else np.ones(len(hits))
         return self._known(hits.any(1) / first)
 
     def metrics(self, k: int | None = None) -> dict[str, Float[np.ndarray, "Q"]]:
-        """All of these by the names that reports give to their means."""
+        """Return all metrics by name."""
         return {
             "recall": self.recall(k),
             "full_recall": self.full_recall(k),
@@ -66,13 +69,14 @@ class GoldHits:
         }
 
     def report(self, cuts: Sequence[int] = ()) -> dict[str, float]:
-        """Means over the questions that have gold passages: recall, full_recall, map, hits, mrr, each also "@k" for the cuts,
-        "passages" (@K) and "eta_re"; empty where no question has any.
+        """Return means over the questions that have gold passages; {} if no question has any.
 
-        Raises UserError for a cut below 1.
+        The keys: recall, full_recall, map, hits and mrr, each also with "@k" for every k in `cuts`; "passages" (@K); "eta_re".
+
+        Raises UserError if a cut is below 1.
         """
         if any(k < 1 for k in cuts):
-            raise UserError(f"cuts={list(cuts)}: must be 1 or more")
+            raise UserError(f"cuts={list(cuts)}: each must be 1 or more")
         known = self.gold > 0
         if not known.any():
             return {}
@@ -81,7 +85,7 @@ class GoldHits:
             for k in (None, *cuts)
             for name, values in self.metrics(k).items()
         }
-        report["passages"] = float(self.found[known].mean())
+        report["passages"] = float(self.retrieved[known].mean())
         report["eta_re"] = gold_efficiency(
             report["recall"], report["passages"], float(self.gold[known].mean())
         )
@@ -95,22 +99,23 @@ class GoldHits:
 
 
 def gold_key(questions: Sequence[Question], passages: Iterable[tuple[str, str]]) -> tuple[str, str]:
-    """By what gold passages are recognised: (`IDS` or `TITLES`, a warning or ""); ("", "") where no question has any.
+    """Choose how to recognise gold passages: by `IDS` or by `TITLES`.
 
-    Ids are better, since passages may share a title. They are taken where as many questions have gold ids as have gold titles,
-    and some passage has a gold id. Of a question with gold titles too, that passage must have one of them: the ids of another
-    corpus are often the same numbers.
+    Ids are better, because passages may share a title. They are chosen if at least as many questions have gold ids as have gold
+    titles, and some passage of the corpus has a gold id. If the question of that id has gold titles too, the passage must have
+    one of them, because the ids of another corpus are often the same numbers.
 
     Args:
-      questions: with `gold` and `gold_ids` as far as they are known.
-      passages: (id, title) of passages of the corpus, an empty title for one that is not known; read up to the first that has a
-        gold id.
+      questions: with `gold` and `gold_ids` where the data has them.
+      passages: (id, title) of passages of the corpus; the title is empty if it is not known. Read up to the first match.
+
+    Returns (`IDS` or `TITLES`, a warning or ""); ("", "") if no question has gold passages.
     """
     titled = sum(bool(question.gold) for question in questions)
     known = sum(bool(question.gold_ids) for question in questions)
     if not known or known < titled:
-        few = f"only {known} questions have gold ids, {titled} have gold titles" if known else ""
-        return (TITLES if titled else ""), few
+        warning = f"only {known} questions have gold ids, {titled} have gold titles" if known else ""
+        return (TITLES if titled else ""), warning
     titles: dict[str, set[str]] = {}
     for question in questions:
         for identity in question.gold_ids:
@@ -120,25 +125,23 @@ def gold_key(questions: Sequence[Question], passages: Iterable[tuple[str, str]])
         if wanted is not None and (not wanted or not title or title_key(title) in wanted):
             return IDS, ""
     where = ", under a gold title of its question" if titled else ""
-    warning = (
-        f"no passage has one of the gold ids, such as {next(iter(titles))!r}{where}: is the corpus theirs?"
-    )
+    warning = f"no passage has one of the gold ids, such as {next(iter(titles))!r}{where}: do the ids belong to this corpus?"
     return (TITLES if titled else IDS), warning
 
 
 def gold_of(question: Question, key: str) -> tuple[str, ...]:
-    """The gold passages of a question by a key of `gold_key`."""
+    """Return the ids or titles of a question's gold passages, by a key of `gold_key`."""
     return question.gold_ids if key == IDS else question.gold
 
 
-def hits_by(
+def hits_by_key(
     key: str,
     ids: Sequence[Sequence[str]],
     titles: Sequence[Sequence[str]],
     questions: Sequence[Question],
     repeats: bool = False,
 ) -> GoldHits:
-    """The hits of passages found, best first, by their ids or titles (see `gold_key`); `repeats` as of `gold_hits`."""
+    """Return the hits of retrieved passages, best first, by their ids or titles (see `gold_key`, `gold_hits`)."""
     gold = [gold_of(question, key) for question in questions]
     return gold_hits(ids, gold, str, repeats) if key == IDS else gold_hits(titles, gold, title_key, repeats)
 
@@ -149,12 +152,15 @@ def gold_hits(
     same: Callable[[str], str] = title_key,
     repeats: bool = False,
 ) -> GoldHits:
-    """The hits of passages found, best first, for the gold ones of each question; both are titles, or both ids.
+    """Return the hits of retrieved passages.
 
-    Names count as equal where `same` maps them to one text: titles whatever their case and white space. A name that comes again
-    is passed over; with `repeats` it takes a rank, as another passage with the same title does in a single search.
+    Args:
+      found: names of the retrieved passages of each question, best first: titles or ids.
+      gold: names of the gold passages of each question, of the same sort.
+      same: names are equal if this maps them to the same text. By default titles match regardless of case and white space.
+      repeats: whether a repeated name takes a rank, as another passage with the same title in a single search does.
 
-    Raises ValueError where the two are not of equal length.
+    Raises ValueError if `found` and `gold` differ in length.
     """
     wanted = [{same(name) for name in names} for names in gold]
     rows = []
@@ -174,10 +180,12 @@ def gold_hits(
 def hits_by_answer(
     found: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], rule: Rule = RRL
 ) -> GoldHits:
-    """Hits where no gold passages are known: a passage's text that holds a gold answer (cover-EM) is the one gold passage.
+    """Return hits for questions without known gold passages.
 
-    The first such passage counts (open-domain retrieval accuracy, NQ and TriviaQA). The same text twice is one passage.
-    Raises ValueError where the two are not of equal length.
+    The first text that contains a gold answer (cover-EM) counts as the one gold passage. This is the retrieval
+    accuracy of open-domain question answering (NQ and TriviaQA). A repeated text is one passage.
+
+    Raises ValueError if `found` and `answers` differ in length.
     """
     ranked = [list(dict.fromkeys(texts)) for texts in found]
     pairs = [(text, gold) for texts, gold in zip(ranked, answers, strict=True) for text in texts]
@@ -190,16 +198,17 @@ def hits_by_answer(
     return _hits(rows, [{""}] * len(rows))
 
 
-def hits_at(ranks: Sequence[int]) -> GoldHits:
-    """The hits of questions with one gold passage each, found at that rank, counted from 1; 0: it was not found."""
+def hits_from_ranks(ranks: Sequence[int]) -> GoldHits:
+    """Return the hits of questions with one gold passage each, at the given rank from 1; 0: it was not retrieved."""
     rows = [[at == rank for at in range(1, rank + 1)] for rank in ranks]
     return _hits(rows, [{""}] * len(rows))
 
 
 def gold_efficiency(recall: float, passages: float, gold: float) -> float:
-    """η_re (R2AG, Table A.6): recall for each passage found, relative to an oracle that finds the gold ones and nothing else.
+    """Return η_re (R2AG, Table A.6): recall per retrieved passage, relative to an oracle that retrieves only the gold passages.
 
-    `passages` is @K, the mean number found; `gold` the oracle's. 1 is the oracle's own; 0 where nothing was found.
+    `passages` is @K, the mean number of retrieved passages; `gold` is the mean number of gold passages. The oracle has 1; the
+    value is 0 if nothing was retrieved.
     """
     return (recall / passages) / (1.0 / gold) if passages else 0.0
 

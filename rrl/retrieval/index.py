@@ -1,4 +1,4 @@
-"""A retriever: made in memory, or opened from an index folder, which is refused if it does not fit."""
+"""Make a retriever in memory, or open one from an index folder after checking it."""
 
 import hashlib
 import logging
@@ -18,7 +18,7 @@ from rrl.retrieval.build import build_index, check_kind
 from rrl.retrieval.dense import ExactIndex, ScannIndex
 from rrl.retrieval.folder import PassageFile, damaged, read_manifest
 from rrl.retrieval.retriever import Index, Retriever, RetryPolicy
-from rrl.retrieval.sizing import SMALL, ScannConfig
+from rrl.retrieval.sizing import BRUTE_FORCE_BELOW, ScannConfig
 
 if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
     from rrl.retrieval.encode import TextEncoder
@@ -30,7 +30,7 @@ def make_retriever(
     text_encoder: "TextEncoder | None" = None,
     bm25: Bm25Config | None = None,
 ) -> Retriever:
-    """A retriever over passages in memory. Raises UserError for an unknown kind, no passages or a missing encoder."""
+    """Return a retriever over passages in memory. Raises UserError for an unknown kind, no passages or a missing encoder."""
     check_kind(kind, text_encoder)
     if not len(passages):
         raise UserError("corpus: it has no passages; an index needs at least one. Check the corpus file.")
@@ -51,17 +51,17 @@ def stored_retriever(
     folder: Path,
     bm25: Bm25Config | None = None,
 ) -> Retriever:
-    """A retriever that finds the same in every process that calls this with the same `folder`.
+    """Return a retriever with the same results in every process that calls this with the same `folder`.
 
-    ScaNN's builder draws its training sample without a seed, so that a tree built again finds other passages for a few
-    queries of a hundred. An index over the embeddings of `SMALL` passages or more is therefore built once, as
-    `folder`/KEY, where KEY names corpus, encoder and whether titles are embedded. It is opened after that, and the passages are
-    not embedded again.
-    A build that was killed continues, a second process waits for the first, a damaged index is built anew with a warning.
-    Below `SMALL`, and for BM25, this is `make_retriever`, which always gives the same index. Errors as there, and those
-    of `build_index`.
+    ScaNN's builder draws its training sample without a seed, so a rebuilt tree returns other passages for a few queries in a
+    hundred. An index over the embeddings of `BRUTE_FORCE_BELOW` passages or more is therefore built once, as `folder`/KEY, and
+    opened from then on. KEY is a hash of the corpus, the encoder and whether titles are embedded. A killed build is continued, a
+    second process waits for the first, and a damaged index is rebuilt with a warning.
+
+    For fewer passages, and for BM25, this is `make_retriever`, which always makes the same index. Raises UserError as
+    `make_retriever` and `build_index` do.
     """
-    if kind == "bm25" or len(passages) < SMALL:
+    if kind == "bm25" or len(passages) < BRUTE_FORCE_BELOW:
         return make_retriever(passages, kind, text_encoder, bm25)
     check_kind(kind, text_encoder)
     assert text_encoder is not None
@@ -80,7 +80,7 @@ def stored_retriever(
                 return open_index(index, text_encoder)
             except UserError as error:
                 logging.getLogger(__name__).warning(
-                    "%s It is built again; a run that goes on may find other passages for a few queries of a hundred.",
+                    "%s It is built again; a resumed run may find other passages for a few queries in a hundred.",
                     error,
                 )
                 if index.is_dir() and not index.is_symlink():
@@ -89,8 +89,8 @@ def stored_retriever(
                     index.unlink()
         elif any(folder.parent.glob("checkpoints/[0-9]*")):
             logging.getLogger(__name__).warning(
-                "%s is gone, or was made by an older version: it is built again, and a run that goes on may find other "
-                "passages for a few queries of a hundred.",
+                "%s is missing, or an older version made it. It is built again; a resumed run may find other passages for a few "
+                "queries in a hundred.",
                 index,
             )
         build_index(passages, index, kind, text_encoder)
@@ -100,10 +100,9 @@ def stored_retriever(
 def open_index(
     folder: str | Path, text_encoder: "TextEncoder | None" = None, retry_policy: RetryPolicy | None = None
 ) -> Retriever:
-    """Open an index folder, passages and embeddings memory-mapped.
+    """Open an index folder. Passages are read on demand, and embeddings are memory-mapped.
 
-    Raises UserError naming the folder and what is wrong: no index, unfinished, damaged, built with another encoder, or with
-    none where one is given.
+    Raises UserError if the folder is not an index, is unfinished or damaged, or was built with another encoder or without one.
     """
     folder = Path(folder)
     try:
@@ -120,7 +119,7 @@ def _opened(folder: Path, text_encoder: "TextEncoder | None", retry_policy: Retr
     if manifest["kind"] == "bm25":
         if text_encoder is not None:
             raise UserError(
-                f"index {folder}: bm25, which searches words; the encoder {text_encoder.name!r} has no meaning. Leave it out."
+                f"index {folder}: a bm25 index searches words and takes no encoder; got {text_encoder.name!r}. Leave it out."
             )
         index = Bm25Index.load(folder / "bm25")
     else:
@@ -139,7 +138,7 @@ def _opened(folder: Path, text_encoder: "TextEncoder | None", retry_policy: Retr
 
 
 def open_with_encoder(index: str | Path, encoder: str | Path | None) -> Retriever:
-    """`open_index`, with the encoder of a folder where one is given."""
+    """Open an index folder, with the encoder of the folder `encoder` unless that is None or empty."""
     if not encoder:
         return open_index(index)
     from rrl.retrieval.encode import load_text_encoder
@@ -148,13 +147,13 @@ def open_with_encoder(index: str | Path, encoder: str | Path | None) -> Retrieve
 
 
 def _check_encoder(folder: Path, manifest: dict[str, Any], text_encoder: "TextEncoder | None") -> None:
-    built = manifest["encoder"]
+    recorded = manifest["encoder"]
     if text_encoder is None:
         raise UserError(
-            f"index {folder}: needs the encoder it was built with, {built['name']!r}. Give its folder."
+            f"index {folder}: needs the encoder it was built with, {recorded['name']!r}. Give its folder."
         )
-    if text_encoder.fingerprint != built["fingerprint"]:
+    if text_encoder.fingerprint != recorded["fingerprint"]:
         raise UserError(
-            f"index {folder}: built with the encoder {built['name']!r} ({built['fingerprint'][:12]}), got "
+            f"index {folder}: built with the encoder {recorded['name']!r} ({recorded['fingerprint'][:12]}), got "
             f"{text_encoder.name!r} ({text_encoder.fingerprint[:12]}). Give that encoder, or build the index again."
         )

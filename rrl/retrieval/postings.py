@@ -1,6 +1,6 @@
-"""Postings of a corpus, counted block by block, and bm25s's matrix of scores made from them.
+"""Count the postings of a corpus block by block, and make bm25s's score matrix from them.
 
-bm25s holds the words of the whole corpus as Python lists while it builds; 21 million passages have a billion of them.
+bm25s itself holds the words of the whole corpus as Python lists while it builds. 21 million passages have a billion words.
 """
 
 import collections
@@ -18,69 +18,72 @@ Allocate = Callable[[str, int, type], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """How often each word occurs in each passage of a run of passages; sorted by word, then passage."""
+class PostingsBlock:
+    """Counts of each word in each passage of a block of consecutive passages; sorted by word, then passage."""
 
     words: Int[np.ndarray, "P"]
     passages: Int[np.ndarray, "P"]
-    """Positions in the run."""
+    """Positions in the block."""
     counts: Int[np.ndarray, "P"]
     lengths: Int[np.ndarray, "C"]
-    """Words of each passage."""
+    """Number of words of each passage."""
 
 
 class Vocabulary(collections.defaultdict[str, int]):
-    """Numbers words in the order of their first use."""
+    """Number words in the order of their first use."""
 
     def __missing__(self, word: str) -> int:
         self[word] = number = len(self)
         return number
 
 
-def count(passages: Sequence[Sequence[str]], vocabulary: Vocabulary) -> Block:
-    """Counts the words of each passage; new ones enter the vocabulary."""
+def count(passages: Sequence[Sequence[str]], vocabulary: Vocabulary) -> PostingsBlock:
+    """Count the words of each passage; add new words to the vocabulary."""
     lengths = np.fromiter(map(len, passages), np.int64, len(passages))
     numbers = (vocabulary[word] for words in passages for word in words)
     words = np.fromiter(numbers, np.int64, lengths.sum())
     keys = words * len(passages) + np.repeat(np.arange(len(passages)), lengths)
-    found, counts = np.unique(keys, return_counts=True)
-    words, rows = np.divmod(found, max(1, len(passages)))
+    pairs, counts = np.unique(keys, return_counts=True)
+    words, rows = np.divmod(pairs, max(1, len(passages)))
     parts = (part.astype(np.int32) for part in (words, rows, counts, lengths))
-    return Block(*parts)
+    return PostingsBlock(*parts)
 
 
 def inverse_frequencies(frequencies: Int[np.ndarray, "W"], passages: int, idf: str) -> Float[np.ndarray, "W"]:
-    """The weight of each word, float32, by the number of passages that have it.
+    """Return the weight of each word, float32, from the number n of the N passages that have it.
 
-    lucene: log(1 + (N - n + 0.5) / (n + 0.5)). okapi: log((N - n + 0.5) / (n + 0.5)), as in rank_bm25's BM25Okapi, where a word
-    of a negative weight, which is in more than half of the passages, has a quarter of the mean weight.
+    lucene: log(1 + (N - n + 0.5) / (n + 0.5)). okapi, as in rank_bm25's BM25Okapi: log((N - n + 0.5) / (n + 0.5)); a word in more
+    than half of the passages would have a negative weight, and gets a quarter of the mean weight instead.
     """
     odds = (passages - frequencies + 0.5) / (frequencies + 0.5)
     if idf == "lucene":
-        # Rounded where bm25s rounds, so that the scores are its own to the last bit.
+        # Round where bm25s rounds, so that the scores are bitwise equal to its scores.
         return np.log(1 + odds).astype(np.float32)
     weights = np.log(odds)
     return np.where(weights < 0, weights.mean() / 4, weights).astype(np.float32)
 
 
 def score_matrix(
-    blocks: Callable[[], Iterable[Block]],
+    blocks: Callable[[], Iterable[PostingsBlock]],
     words: int,
     k1: float,
     b: float,
     allocate: Allocate,
     idf: str = "lucene",
 ) -> tuple[Float[np.ndarray, "P"], Int[np.ndarray, "P"], Int[np.ndarray, "W1"]]:
-    """BM25 of each word in each passage, by columns (words): Lucene's (Kamphuis et al. 2020, row 2) but for another `idf`.
+    """Compute the BM25 score of each word in each passage, as a sparse matrix with a column per word (CSC).
+
+    The formula is Lucene's (Kamphuis et al. 2020, row 2) with the given `idf`.
 
     Args:
-      blocks: gives the blocks from the first; asked twice.
+      blocks: returns an iterator over all blocks; called twice.
       words: size of the vocabulary.
-      k1: see `Bm25Config`; so is b.
-      allocate: makes an array of (name, length, dtype), on disk if it likes.
+      k1: see `Bm25Config`.
+      b: see `Bm25Config`.
+      allocate: makes an array of (name, length, dtype), in memory or on disk.
       idf: see `inverse_frequencies`.
 
-    Returns scores float32, positions of passages int32 (ascending within a word), and the border of each word.
+    Returns scores float32, positions of passages int32 (ascending within a word), and the bounds of each word's column int64.
     """
     frequencies = np.zeros(words, np.int64)
     passages = length = 0
@@ -99,32 +102,32 @@ def score_matrix(
     ends, first = borders[:-1].copy(), 0
     for block in blocks():
         norms = k1 * (1 - b + b * block.lengths / (length / passages))
-        held, begins, sizes = np.unique(block.words, return_index=True, return_counts=True)
-        places = np.repeat(ends[held] - begins, sizes) + np.arange(len(block.words))
+        block_words, begins, sizes = np.unique(block.words, return_index=True, return_counts=True)
+        places = np.repeat(ends[block_words] - begins, sizes) + np.arange(len(block.words))
         scores[places] = weights[block.words] * (block.counts / (norms[block.passages] + block.counts))
         positions[places] = block.passages + first
-        ends[held] += sizes
+        ends[block_words] += sizes
         first += len(block.lengths)
     return scores, positions, borders
 
 
-class BlockFolder:
-    """Blocks on disk, each with the words that are new in it, so that counting continues where it was broken off."""
+class PostingsFolder:
+    """Blocks on disk, each with the words that are new in it, so that a killed count can be continued."""
 
     def __init__(self, folder: Path):
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.vocabulary = Vocabulary()
         self.passages = 0
-        """How many are counted."""
+        """Number of passages counted so far."""
         for file in self._files():
-            with np.load(file) as held:
-                for word in json.loads(held["new"].tobytes()):
+            with np.load(file) as block:
+                for word in json.loads(block["new"].tobytes()):
                     self.vocabulary[word]
-                self.passages += len(held["lengths"])
+                self.passages += len(block["lengths"])
 
     def add(self, passages: Sequence[Sequence[str]]) -> None:
-        """Counts the next passages and writes them."""
+        """Count the next passages and write their block."""
         known = len(self.vocabulary)
         block = count(passages, self.vocabulary)
         new = json.dumps(list(self.vocabulary)[known:]).encode()
@@ -133,11 +136,11 @@ class BlockFolder:
             np.savez(stream, new=np.frombuffer(new, np.uint8), **vars(block))
         self.passages += len(passages)
 
-    def __call__(self) -> Iterator[Block]:
-        """The blocks, from the first."""
+    def __call__(self) -> Iterator[PostingsBlock]:
+        """Yield all blocks in order."""
         for file in self._files():
-            with np.load(file) as held:
-                yield Block(*(held[field.name] for field in dataclasses.fields(Block)))
+            with np.load(file) as block:
+                yield PostingsBlock(*(block[field.name] for field in dataclasses.fields(PostingsBlock)))
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("*.npz"))

@@ -1,4 +1,4 @@
-"""A `Retriever` whose index is somebody's HTTP search service (see `wire`)."""
+"""A `Retriever` over an HTTP search service (see `wire` for the formats)."""
 
 import heapq
 import itertools
@@ -15,17 +15,18 @@ from rrl.data.passages import Passage
 from rrl.errors import UserError, one_of
 from rrl.retrieval.ranking import Ranking, empty_ranking
 from rrl.retrieval.retriever import Retriever, RetryPolicy
-from rrl.retrieval.wire import FORMS, read_answer, request
+from rrl.retrieval.wire import FORMS, parse_response, request_body
 
 log = logging.getLogger(__name__)
 
 TIME_OUT = 30.0
+"""Default time limit of one request, in seconds."""
 
 
 class RemoteIndex:
-    """Asks a service, or several that hold a part of the corpus each and whose rankings are merged.
+    """An index behind a search service, or behind several that serve one shard of the corpus each; their rankings are merged.
 
-    Every passage that was ever returned is kept, about a kilobyte each, and its place is its id here.
+    Every passage that a service has returned stays in memory, about a kilobyte each. Its position in `passages` is its id.
     """
 
     kind = "http"
@@ -44,18 +45,21 @@ class RemoteIndex:
         self.time_out = time_out
         self.passages: list[Passage] = []
         self.skipped = 0
-        """Documents left out, which had neither title nor text."""
-        self._places: dict[Passage, int] = {}
+        """Number of documents left out because they had neither title nor text."""
+        self._positions: dict[Passage, int] = {}
         self._lock = threading.Lock()
 
     def search(self, queries: Sequence[str], k: int, embeddings: None = None) -> Ranking:
-        """As the services rank, equal scores in the order of the services; OSError or ValueError where one does not
-        answer, or not in its form.
+        """Rank as the services do; equal scores keep the order of the services.
+
+        Raises OSError if a service does not answer, and ValueError if its answer has another format.
         """
 
         def ask(url: str) -> list[list[tuple[Passage, float]]]:
-            answer = read_answer(self.form, self._post(url, request(self.form, queries, k)), len(queries))
-            self._count(url, sum(hit is None for row in answer for hit in row))
+            answer = parse_response(
+                self.form, self._post(url, request_body(self.form, queries, k)), len(queries)
+            )
+            self._count_skipped(url, sum(hit is None for row in answer for hit in row))
             return [[hit for hit in row if hit is not None] for row in answer]
 
         with ThreadPoolExecutor(len(self.urls)) as pool:
@@ -67,13 +71,13 @@ class RemoteIndex:
         with self._lock:
             for row, hits in enumerate(merged):
                 for column, (passage, score) in enumerate(hits):
-                    ids[row, column] = place = self._places.setdefault(passage, len(self.passages))
-                    scores[row, column] = score
-                    if place == len(self.passages):
+                    position = self._positions.setdefault(passage, len(self.passages))
+                    ids[row, column], scores[row, column] = position, score
+                    if position == len(self.passages):
                         self.passages.append(passage)
         return ids, scores
 
-    def _count(self, url: str, skipped: int) -> None:
+    def _count_skipped(self, url: str, skipped: int) -> None:
         with self._lock:
             first, self.skipped = skipped and not self.skipped, self.skipped + skipped
         if first:
@@ -82,7 +86,7 @@ class RemoteIndex:
             )
 
     def _post(self, url: str, body: dict[str, Any]) -> Any:
-        # Half a surrogate pair is legal in Python; ASCII escapes carry it.
+        # A Python string may hold a lone surrogate; ASCII escapes can represent it.
         data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
         try:
             with urllib.request.urlopen(
@@ -91,19 +95,21 @@ class RemoteIndex:
                 return json.loads(reply.read())
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(200).decode("utf-8", "replace")
-            raise OSError(f"{url} answered {error.code} {error.reason}: {said}") from error
+                reply_text = error.read(200).decode("utf-8", "replace")
+            raise OSError(f"{url} answered {error.code} {error.reason}: {reply_text}") from error
         except urllib.error.URLError as error:
             raise OSError(f"{url} does not answer: {error.reason}") from error
 
 
 def open_remote(url: str, form: str = "search-r1", retry_policy: RetryPolicy | None = None) -> Retriever:
-    """A retriever over a service at `url`, of one of the `FORMS`. Nothing is asked of it yet.
+    """Return a retriever over the service at `url`. No request is sent yet.
 
-    Several addresses with commas between are the parts of one corpus, which `build_index` divides by `shard`.
+    Args:
+      url: address of the service; or several, separated by commas, of the shards of one corpus (`shard` of `build_index`).
+      form: the format of requests and answers, one of `FORMS`.
+      retry_policy: None: a failed search is tried three times in all.
 
-    Raises UserError for another form or no http address. A search that fails is tried three times unless `retry_policy`
-    says otherwise.
+    Raises UserError for an unknown form, or a url that is not http or https.
     """
     retry_policy = retry_policy or RetryPolicy(retries=2)
     index = RemoteIndex(url.split(","), form, retry_policy.time_out or TIME_OUT)

@@ -1,4 +1,4 @@
-"""The one `Retriever`: queries in, ranked passages out, whatever index stands behind it."""
+"""`Retriever`, the interface to every index: queries in, ranked passages out."""
 
 import collections
 import dataclasses
@@ -14,22 +14,23 @@ from jaxtyping import Float, Int
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError, at_least
-from rrl.retrieval.ranking import NOTHING, Ranking
+from rrl.retrieval.ranking import NO_PASSAGE, Ranking
 from rrl.retrieval.stats import Meter, RetrieverStats
 
 if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
     from rrl.retrieval.encode import TextEncoder
 
 MAX_QUERY_CHARACTERS = 4_096
-"""Longer queries are cut: no encoder reads further, and a runaway policy must not stall the search."""
+"""Longer queries are cut. No encoder reads more, and a degenerate policy must not slow down the search."""
 
 T = TypeVar("T")
 RankedPassages = tuple[tuple[int, float], ...]
+"""(position of a passage, score), best first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hit:
-    """One passage that was found."""
+    """One retrieved passage."""
 
     passage: Passage
     score: float
@@ -37,31 +38,31 @@ class Hit:
 
 
 class Index(Protocol):
-    """What a `Retriever` asks of an index; `search` must be thread-safe and free of JAX."""
+    """The interface of an index. `search` must be thread-safe and must not call JAX."""
 
     kind: str
     needs_embeddings: bool
 
     def search(self, queries: Sequence[str], k: int, embeddings: Any) -> Ranking:
-        """Rank the passages for each query, by its text or its embedding."""
+        """Rank the passages for each query, by the query's text or its embedding."""
 
 
 class SearchFailed(RuntimeError):
-    """A search that could not be done: it took too long, or the index or its service failed."""
+    """A search failed: it took too long, or the index or the service raised an error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RetryPolicy:
-    """What a retriever does about slow and failing searches."""
+    """How a retriever handles slow and failing searches."""
 
     time_out: float | None = None
-    """Seconds for one attempt; None: as long as it takes."""
+    """Time limit of one attempt, in seconds. None: no limit."""
     retries: int = 0
-    """Attempts after the first."""
+    """Number of attempts after the first."""
     pause: float = 0.1
     """Seconds before the first retry, doubled before each further one."""
     batch: int = 1024
-    """Queries that are searched at once; the next batch is embedded meanwhile."""
+    """Queries in one search. The next batch is embedded while one is searched."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "retries", "pause")
@@ -71,10 +72,11 @@ class RetryPolicy:
 
 
 class Retriever:
-    """Thread-safe search over one corpus. `tokenize`, and `search` with embeddings, use NumPy only and never call JAX.
+    """Thread-safe search over one corpus.
 
-    For an index over embeddings a host callback is handed `tokenize(queries)` embedded with `encoder` on the device, and
-    gives that to `search`; everywhere else `search` embeds by itself.
+    `tokenize`, and `search` with embeddings, use NumPy only and never call JAX, so host callbacks may call them. For an index
+    over embeddings, the device embeds `tokenize(queries)` with `encoder`, and a host callback passes the embeddings to `search`.
+    Everywhere else `search` embeds the queries itself.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Retriever:
         retry_policy: RetryPolicy | None = None,
     ):
         if index.needs_embeddings and text_encoder is None:
-            raise UserError(f"retriever: a {index.kind} index needs the encoder it was built with; got none.")
+            raise UserError(f"retriever: a {index.kind} index needs the encoder it was built with; got None.")
         self.passages = passages
         self.kind = index.kind
         self.needs_embeddings = index.needs_embeddings
@@ -100,39 +102,39 @@ class Retriever:
 
     @property
     def encoder(self) -> Any:
-        """The query encoder module, or None where queries need no embedding."""
+        """The query encoder module, or None if queries need no embedding."""
         return self.text_encoder.encoder if self.text_encoder else None
 
     @property
     def stats(self) -> RetrieverStats:
-        """A snapshot of the counts."""
+        """A snapshot of counts and latencies."""
         return self._meter.read()
 
     def tokenize(self, queries: Sequence[str]) -> Int[np.ndarray, "Q T"]:
-        """Encoder tokens of the queries, prefix included, int32, padded to the fixed width `query_tokens`."""
+        """Return encoder tokens of the queries with prefix, int32, padded to the fixed width `query_tokens`."""
         return self._need_encoder().tokenize_queries([query[:MAX_QUERY_CHARACTERS] for query in queries])
 
     def embed(self, queries: Sequence[str]) -> Float[np.ndarray, "Q E"]:
-        """Embeddings of the queries, by JAX: for callers outside of jit and of host callbacks."""
+        """Return embeddings of the queries, by JAX. Do not call it inside jit or a host callback."""
         return self._need_encoder().embed_queries([query[:MAX_QUERY_CHARACTERS] for query in queries])
 
     def search(
         self, queries: Sequence[str], k: int, embeddings: Float[np.ndarray, "Q E"] | None = None
     ) -> list[list[Hit]]:
-        """The k best passages of each query, best first, ties by position; fewer where fewer are found.
+        """Return the k best passages of each query, best first, ties by position; fewer if fewer match.
 
-        A query without text finds nothing. A query repeated in the call or asked before is not searched again: its
-        text stands for its embedding.
+        A query without text has no hits. A query that is repeated in the call, or cached, is not searched again; the cache key
+        is the query's text, not its embedding.
 
         Args:
           queries: any strings; cut at `MAX_QUERY_CHARACTERS`.
-          k: at least 1; more than the corpus holds gives the whole corpus.
-          embeddings: unit vectors, one a query, for an index that needs them; None: the queries that must be searched
-            are embedded here, by JAX, which host callbacks must not call.
+          k: at least 1; above the size of the corpus, the whole corpus is returned.
+          embeddings: unit vectors, one per query, for an index that needs them. None: the queries that must be searched are
+            embedded here, by JAX, which a host callback must not call.
 
         Raises:
           UserError: k < 1, or embeddings of the wrong shape.
-          SearchFailed: too slow or broken, after the retries of `retry_policy`.
+          SearchFailed: every attempt of `retry_policy` was too slow or failed.
         """
         started = time.perf_counter()
         self._check(queries, k, embeddings)
@@ -147,7 +149,7 @@ class Retriever:
         self._meter.add(queries=len(texts), cache_hits=len(found) - 1)
         missing = sorted((row, text) for text, row in first.items() if text not in found)
         try:
-            self._find(missing, k, embeddings, found)
+            self._search_batches(missing, k, embeddings, found)
             empty = sum(not found[text] for text in texts)
             self._meter.add(searched=len(missing), empty=empty)
             return [[Hit(self.passages[i], score) for i, score in found[text]] for text in texts]
@@ -157,9 +159,8 @@ class Retriever:
         finally:
             self._meter.call(time.perf_counter() - started)
 
-    def recall(self, query: str, k: int) -> list[Hit] | None:
-        """What `search` would give for a query that was asked before, without its embedding; None where that is not known any
-        more."""
+    def cached_hits(self, query: str, k: int) -> list[Hit] | None:
+        """Return the hits of a query from the cache, without embedding it; None if they are not cached."""
         text = query[:MAX_QUERY_CHARACTERS].strip()
         with self._lock:
             if text and (text, k) not in self._cache:
@@ -170,24 +171,24 @@ class Retriever:
         self._meter.add(queries=1, cache_hits=int(bool(text)), empty=int(not found))
         return [Hit(self.passages[i], score) for i, score in found]
 
-    def _find(
+    def _search_batches(
         self,
         missing: Sequence[tuple[int, str]],
         k: int,
         embeddings: np.ndarray | None,
         found: dict[str, RankedPassages],
     ) -> None:
-        """Searches (row, text) pairs batch by batch, into `found` and the cache."""
+        """Search (row, text) pairs batch by batch; add the results to `found` and the cache."""
         size = self.retry_policy.batch
         batches = [missing[at : at + size] for at in range(0, len(missing), size)]
         if len(batches) <= 1:
             for part in batches:
-                self._keep(part, k, self._search(part, k, self._vectors(part, embeddings)), found)
+                self._add_to_cache(part, k, self._search(part, k, self._vectors(part, embeddings)), found)
             return
         with ThreadPoolExecutor(1) as pool:
             jobs = [pool.submit(self._search, part, k, self._vectors(part, embeddings)) for part in batches]
             for part, job in zip(batches, jobs):
-                self._keep(part, k, job.result(), found)
+                self._add_to_cache(part, k, job.result(), found)
 
     def _vectors(self, batch: Sequence[tuple[int, str]], embeddings: np.ndarray | None) -> np.ndarray | None:
         if not self.needs_embeddings:
@@ -198,14 +199,16 @@ class Retriever:
 
     def _search(self, batch: Sequence[tuple[int, str]], k: int, vectors: np.ndarray | None) -> Ranking:
         texts, retry_policy = [text for _, text in batch], self.retry_policy
-        if self.kind != "http":  # whose corpus is not known
+        if self.kind != "http":  # the size of a service's corpus is unknown
             k = min(k, max(1, len(self.passages)))
         for attempt in range(retry_policy.retries + 1):
             if attempt:
                 self._meter.add(retries=1)
                 time.sleep(retry_policy.pause * 2 ** (attempt - 1))
             try:
-                ids, scores = within(retry_policy.time_out, lambda: self._index.search(texts, k, vectors))
+                ids, scores = run_with_timeout(
+                    retry_policy.time_out, lambda: self._index.search(texts, k, vectors)
+                )
                 if not len(ids) == len(scores) == len(texts):
                     raise ValueError(
                         f"{len(ids)} rankings with {len(scores)} rows of scores for {len(texts)} queries"
@@ -213,18 +216,18 @@ class Retriever:
                 return ids, scores
             except UserError:
                 raise
-            except Exception as error:  # an index may fail in any way, and its caller's batch must go on
+            except Exception as error:  # an index may raise anything, and the caller's batch must go on
                 last = error
         raise SearchFailed(
             f"search failed {retry_policy.retries + 1} times in the {self.kind} index: {last!r}"
         ) from last
 
-    def _keep(
+    def _add_to_cache(
         self, batch: Sequence[tuple[int, str]], k: int, ranking: Ranking, found: dict[str, RankedPassages]
     ) -> None:
         with self._lock:
             for (_, text), ids, scores in zip(batch, *(part.tolist() for part in ranking), strict=True):
-                found[text] = tuple((i, s) for i, s in zip(ids, scores) if i != NOTHING)
+                found[text] = tuple((i, s) for i, s in zip(ids, scores) if i != NO_PASSAGE)
                 self._cache[text, k] = found[text]
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
@@ -243,12 +246,12 @@ class Retriever:
         wanted = (len(queries), self.text_encoder.dim)
         if np.shape(embeddings) != wanted:
             raise UserError(
-                f"embeddings: got shape {np.shape(embeddings)}, wanted {wanted} (queries, dimension)."
+                f"embeddings: got shape {np.shape(embeddings)}, expected {wanted} (queries, dimension)."
             )
 
 
-def within(seconds: float | None, work: Callable[[], T]) -> T:
-    """The result of `work`; TimeoutError where it takes longer. Its thread then ends by itself, or never."""
+def run_with_timeout(seconds: float | None, work: Callable[[], T]) -> T:
+    """Return the result of `work`. Raises TimeoutError after `seconds`; the thread that runs `work` is left behind."""
     if seconds is None:
         return work()
     done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
@@ -259,12 +262,12 @@ def within(seconds: float | None, work: Callable[[], T]) -> T:
         except BaseException as error:  # raised again below, in the caller's thread
             done.put((False, error))
 
-    # A daemon, so that a search that hangs cannot keep the program from ending.
+    # A daemon thread, so that a hanging search cannot keep the process alive.
     threading.Thread(target=run, name="rrl-search", daemon=True).start()
     try:
-        fine, value = done.get(timeout=seconds)
+        succeeded, value = done.get(timeout=seconds)
     except queue.Empty:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if not fine:
+    if not succeeded:
         raise value
     return value

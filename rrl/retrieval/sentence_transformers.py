@@ -1,4 +1,4 @@
-"""Reads how sentence-transformers' files describe an encoder: pooling, prompts, lengths."""
+"""Read an encoder's pooling, prompts and lengths from the files of sentence-transformers."""
 
 import json
 from pathlib import Path
@@ -11,20 +11,20 @@ from rrl.models.weights import read_json
 MODULES_FILE = "modules.json"
 
 PREFIXES = {"query_prefix": ("query",), "passage_prefix": ("document", "passage", "corpus")}
-"""Our names of the prompts, and theirs; the first that is not empty counts."""
+"""Names of the prompts here, and in sentence-transformers; the first that is not empty is used."""
 
 QUERY_TOKENS = 128
-"""Width of queries at most: all are padded to it, so the whole length of a model would be a waste."""
+"""Largest width of queries. All are padded to this width, so a model's full length would be wasteful."""
 
 _POOLING_FLAG = "pooling_mode_"
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def read_sentence_transformers(folder: Path) -> dict[str, Any]:
-    """The keys of text_encoder.json as modules.json and its companions say them; without prefixes if they have none.
+    """Return the keys of text_encoder.json as read from modules.json and its companion files; no prefixes if they have none.
 
     Raises:
-        UserError: modules or ways of pooling that the encoder does not have, or a broken file.
+        UserError: modules or a pooling that the encoder does not support, or a broken file.
     """
     config = _optional(folder / "config_sentence_transformers.json")
     prompts = config.get("prompts") or {}
@@ -32,20 +32,20 @@ def read_sentence_transformers(folder: Path) -> dict[str, Any]:
         ours: next((prompts[name] for name in theirs if prompts.get(name)), "")
         for ours, theirs in PREFIXES.items()
     }
-    # Newer versions write empty prompts where none were set.
-    told = prefixes if any(prefixes.values()) else {}
+    # Newer versions write empty prompts if none were set.
+    given_prefixes = prefixes if any(prefixes.values()) else {}
     lower_case = bool(_optional(folder / "sentence_bert_config.json").get("do_lower_case"))
-    return _pooling(folder) | told | text_lengths(folder) | {"lower_case": lower_case}
+    return _pooling(folder) | given_prefixes | text_lengths(folder) | {"lower_case": lower_case}
 
 
 def text_lengths(folder: Path) -> dict[str, int]:
-    """`query_tokens` and `passage_tokens` that the model and its files allow, queries at most QUERY_TOKENS."""
-    most = read_encoder_config(folder).max_tokens
+    """Return the `query_tokens` and `passage_tokens` that the model and its files allow, queries at most QUERY_TOKENS."""
+    max_tokens = read_encoder_config(folder).max_tokens
     stated = _optional(folder / "sentence_bert_config.json")
     length = stated.get("max_seq_length") or _optional(folder / "tokenizer_config.json").get(
         "model_max_length"
     )
-    length = min(most, int(length or most))
+    length = min(max_tokens, int(length or max_tokens))
     query, passage = (min(length, stated.get(f"{kind}_length") or length) for kind in ("query", "document"))
     return {"query_tokens": min(query, QUERY_TOKENS), "passage_tokens": passage}
 
@@ -58,7 +58,7 @@ def _pooling(folder: Path) -> dict[str, Any]:
         ]
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(
-            f"{file} is no list of modules ({error!r}); download or export the folder again"
+            f"{file} is not a list of modules ({error!r}); download or export the folder again"
         ) from error
     kinds = tuple(kind.rpartition(".")[2] for kind, _ in modules if kind.startswith("sentence_transformers."))
     if len(kinds) < len(modules) or kinds not in (_MODULES[:2], _MODULES):
@@ -69,8 +69,8 @@ def _pooling(folder: Path) -> dict[str, Any]:
     if modules[0][1]:
         raise UserError(f"{file}: the model is in {modules[0][1]!r}; move it beside {MODULES_FILE}, path ''")
     pooling = folder / modules[1][1] / "config.json"
-    config = read_json(pooling, "which says how to pool")
-    # Until version 5 there was a flag for each way.
+    config = read_json(pooling, "which sets the pooling")
+    # Before version 5 there was a flag for each mode.
     flags = [name.removeprefix(_POOLING_FLAG) for name, on in config.items() if _POOLING_FLAG in name and on]
     old = {"cls_token": "cls", "mean_tokens": "mean"}
     mode = config.get("pooling_mode") or [old.get(flag, flag) for flag in flags] or "mean"

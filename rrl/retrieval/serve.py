@@ -1,4 +1,4 @@
-"""Our retriever as an HTTP service in the forms of Search-R1, FlashRAG's users and R1-Searcher (see `wire`)."""
+"""Serve a retriever over HTTP in the formats of Search-R1, FlashRAG and R1-Searcher (see `wire`)."""
 
 import dataclasses
 import json
@@ -9,26 +9,32 @@ from typing import Any
 from rrl.errors import UserError
 from rrl.retrieval.batched_searches import BatchedSearches
 from rrl.retrieval.retriever import Retriever, SearchFailed
-from rrl.retrieval.wire import answer
+from rrl.retrieval.wire import handle_request
 
-MOST_BYTES = 64 << 20
-"""Of a request."""
+MAX_BODY_BYTES = 64 << 20
+"""Largest body of a request."""
 
 
 def make_server(
     retriever: Retriever, host: str = "127.0.0.1", port: int = 8000, k: int = 3
 ) -> ThreadingHTTPServer:
-    """A server that `serve_forever` starts; port 0 takes a free one, which `server_port` tells. Requests that come at the same
-    time are searched together.
+    """Return a server; its `serve_forever` starts it. Requests that arrive at the same time are searched together.
 
-    `k` is what a request without a number gets. GET /health says that it lives, GET /stats what it did. Raises
-    UserError where the address can't be had.
+    GET /health answers while the server runs; GET /stats returns `RetrieverStats`.
+
+    Args:
+      retriever: what to search.
+      host: address to listen on.
+      port: 0 takes a free port; read it from `server_port`.
+      k: number of passages for a request that does not give one.
+
+    Raises UserError if the address is not available.
     """
 
     class Service(_Service):
         pass
 
-    Service.retriever, Service.joined, Service.k = retriever, BatchedSearches(retriever), k
+    Service.retriever, Service.batched, Service.k = retriever, BatchedSearches(retriever), k
     try:
         return ThreadingHTTPServer((host, port), Service)
     except (OSError, OverflowError) as error:
@@ -37,25 +43,28 @@ def make_server(
 
 class _Service(BaseHTTPRequestHandler):
     retriever: Retriever
-    joined: BatchedSearches
+    batched: BatchedSearches
     k: int
     protocol_version = "HTTP/1.1"
     timeout = 60
 
     def do_POST(self) -> None:
-        """Searches."""
+        """Answer a search request."""
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MOST_BYTES:
-            # What follows was not read, so the connection is of no more use.
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            # The body was not read, so the connection cannot be used again.
             self.close_connection = True
             self._reply(
-                413 if length.isdigit() else 411, {"detail": f"at most {MOST_BYTES} bytes, with their length"}
+                413 if length.isdigit() else 411,
+                {"detail": f"at most {MAX_BODY_BYTES} bytes, with a Content-Length"},
             )
             return
         try:
             self._reply(
                 200,
-                answer(self.path, json.loads(self.rfile.read(int(length))), self.k, self.joined.search),
+                handle_request(
+                    self.path, json.loads(self.rfile.read(int(length))), self.k, self.batched.search
+                ),
             )
         except KeyError:
             self._reply(
@@ -70,7 +79,7 @@ class _Service(BaseHTTPRequestHandler):
             self._reply(500, {"detail": repr(error)})
 
     def do_GET(self) -> None:
-        """Tells how it is."""
+        """Answer a request for health or statistics."""
         if self.path == "/health":
             self._reply(200, {"status": "healthy", "retrievers": {"total": 1, "available": 1}})
         elif self.path == "/stats":
@@ -79,7 +88,7 @@ class _Service(BaseHTTPRequestHandler):
             self._reply(404, {"detail": "GET /health or /stats"})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing of single requests; /stats counts them."""
+        """Log nothing for single requests; /stats counts them."""
 
     def _reply(self, status: int, body: Any) -> None:
         data = json.dumps(body).encode()

@@ -1,4 +1,7 @@
-"""What an encoder's folder says about texts: prefixes, widths and pooling; and what the known families want."""
+"""Read how an encoder's folder wants its texts: prefixes, widths and pooling; with defaults of known model families.
+
+Read `read_settings` first.
+"""
 
 import dataclasses
 import logging
@@ -20,28 +23,28 @@ from rrl.retrieval.sentence_transformers import (
 SETTINGS_FILE = "text_encoder.json"
 
 SEARCH_TASK = "Given a web search query, retrieve relevant passages that answer the query"
-"""The {task} of an instruction where none is given: that of the model card of multilingual-e5-large-instruct."""
+"""The default {task} of an instruction, from the model card of multilingual-e5-large-instruct."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextFamily:
-    """What the encoders of one family want."""
+    """The prefixes and pooling of one family of encoders."""
 
     query_prefix: str
-    """{task} in it stands for a setting of its own."""
+    """{task} in it is replaced by the setting `task`."""
     passage_prefix: str
     pooling: str
-    """Where modules.json does not tell it."""
+    """Used if there is no modules.json."""
     folders: str
     """Regular expression over the published names of its models, in lower case."""
 
 
 TEXT_FAMILIES = {
-    # E5 (Wang et al. 2022), with which R-Search and R3-RAG search.
+    # E5 (Wang et al. 2022), the retriever of R-Search and R3-RAG.
     "e5": TextFamily("query: ", "passage: ", "mean", r"(multilingual-)?e5-(small|base|large)(-v2)?"),
-    # multilingual-e5-large-instruct (Wang et al. 2024), R2AG's.
+    # multilingual-e5-large-instruct (Wang et al. 2024), the retriever of R2AG.
     "e5-instruct": TextFamily("Instruct: {task}\nQuery: ", "", "mean", r"multilingual-e5-large-instruct"),
-    # BGE (Xiao et al. 2023), R3-RAG's second.
+    # BGE (Xiao et al. 2023), the second retriever of R3-RAG.
     "bge-en-v1.5": TextFamily(
         "Represent this sentence for searching relevant passages: ",
         "",
@@ -50,12 +53,12 @@ TEXT_FAMILIES = {
     ),
     "minilm": TextFamily("", "", "mean", r"(all|paraphrase|multi-qa)-minilm-l\d+(-cos)?-v\d"),
 }
-"""By the name that `family` in text_encoder.json takes."""
+"""Families by the value of `family` in text_encoder.json."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextSettings:
-    """How texts become token ids; kept in the encoder's folder as `text_encoder.json`."""
+    """How texts become token ids; stored in the encoder's folder as `text_encoder.json`."""
 
     query_prefix: str = "query: "
     passage_prefix: str = "passage: "
@@ -81,27 +84,27 @@ _KEYS = (*(field.name for field in dataclasses.fields(TextSettings)), "pooling",
 
 @dataclasses.dataclass(frozen=True)
 class FolderSettings:
-    """How an encoder's folder wants its texts."""
+    """Settings of an encoder's texts, resolved from all files of its folder."""
 
     text: TextSettings
     pooling: Pooling
     lower_case: bool = False
-    """Whether texts are lowered before the tokenizer sees them."""
+    """Whether texts are lower-cased before the tokenizer."""
     derived: bool = False
-    """Whether more than text_encoder.json went into this."""
+    """Whether any setting came from elsewhere than text_encoder.json."""
 
 
 def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> FolderSettings:
-    """Finds out how a folder's encoder wants its texts, and logs it.
+    """Resolve the settings of a folder's encoder, and log them.
 
     text_encoder.json holds the fields of TextSettings, `pooling` (mean or cls), `normalize`, and `family` (a key of
-    TEXT_FAMILIES, with its `task`) in place of prefixes; `given` holds the same keys and is stronger. What these leave
-    out comes from sentence-transformers' files and from the family, which may be told by the folder's name; with
-    neither, from the defaults of TextSettings and Pooling.
+    TEXT_FAMILIES, with its `task`) in place of prefixes. `given` has the same keys and overrides the file. Missing keys come from
+    the files of sentence-transformers, then from the family, which may be recognised by the folder's name, and last from the
+    defaults of TextSettings and Pooling.
 
     Raises:
-        UserError: nothing tells the prefixes; an unknown key or value; what sentence-transformers' files ask for is
-            not supported.
+        UserError: the prefixes are unknown, a key or value is unknown, or the files of sentence-transformers ask for something
+            that is not supported.
     """
     file = folder / SETTINGS_FILE
     values = (read_json(file, "") if file.is_file() else {}) | dict(given or {})
@@ -113,9 +116,9 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
         raise UserError(
             f"{where}: {', '.join(sorted(unknown))} unknown. Allowed: {', '.join(_KEYS)}, family, task"
         )
-    own = PREFIXES.keys() <= values.keys() and family is None and not (folder / MODULES_FILE).is_file()
-    found, source, certain = ({}, where, True) if own else _deduce(folder, values, family)
-    values = found | values
+    complete = PREFIXES.keys() <= values.keys() and family is None and not (folder / MODULES_FILE).is_file()
+    derived, source, certain = ({}, where, True) if complete else _deduce(folder, values, family)
+    values = derived | values
     defaults = Pooling()
     mode, normalize = values.pop("pooling", defaults.mode), values.pop("normalize", defaults.normalize)
     lower_case = values.pop("lower_case", False)
@@ -131,21 +134,21 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
     text = dataclasses.replace(text, query_prefix=prefix)
     logging.getLogger(__name__).log(
         logging.INFO if certain else logging.WARNING,
-        "encoder %s: prefixes %r and %r (%s); %s pooling, %s; at most %d tokens a query, %d a passage",
+        "encoder %s: prefixes %r and %r (%s); %s pooling, %s; at most %d tokens per query, %d per passage",
         folder,
         text.query_prefix,
         text.passage_prefix,
         source,
         pooling.mode,
-        "unit length" if pooling.normalize else "not normalised: inner products rank, not cosines",
+        "unit length" if pooling.normalize else "not normalised: ranked by inner product, not cosine",
         text.query_tokens,
         text.passage_tokens,
     )
-    return FolderSettings(text, pooling, lower_case, derived=bool(given) or not own)
+    return FolderSettings(text, pooling, lower_case, derived=bool(given) or not complete)
 
 
 def _deduce(folder: Path, values: Mapping[str, Any], family: str | None) -> tuple[dict[str, Any], str, bool]:
-    """What `values` may leave out, where the prefixes come from, and whether that is certain."""
+    """Return settings for keys that `values` lacks, the source of the prefixes, and whether that source is certain."""
     modules = (folder / MODULES_FILE).is_file()
     stated = read_sentence_transformers(folder) if modules else {}
     guess = next((name for name in TEXT_FAMILIES if _has_name_of(folder, name)), None)
@@ -163,7 +166,7 @@ def _deduce(folder: Path, values: Mapping[str, Any], family: str | None) -> tupl
         )
     elif modules:
         wanted = dict.fromkeys(PREFIXES, "")
-        source, certain = f"no file tells any; if it wants some, add {_EXAMPLE}", False
+        source, certain = f"no file gives prefixes; if the model needs some, add {_EXAMPLE}", False
     else:
         raise UserError(
             f"encoder folder {folder}: no {SETTINGS_FILE} with its prefixes (query_prefix, passage_prefix), and no "
@@ -177,7 +180,7 @@ _EXAMPLE = f'a {SETTINGS_FILE} such as {{"family": "e5"}} (families: {", ".join(
 
 
 def _has_name_of(folder: Path, family: str) -> bool:
-    """Whether the folder, or the one around it in a Hugging Face cache, has the name of a model of the family."""
+    """Return whether the folder, or its model's folder in a Hugging Face cache, is named after a model of the family."""
     parts = folder.absolute().parts
     names = [parts[-1], *(part.rpartition("--")[2] for part in parts if part.startswith("models--"))]
     return any(re.fullmatch(TEXT_FAMILIES[family].folders, name.lower()) for name in names)

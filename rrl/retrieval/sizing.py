@@ -1,4 +1,4 @@
-"""ScaNN's settings from the number of passages and the memory there is; and the table of them in the docs."""
+"""Choose ScaNN's settings from the number of passages and the available memory. Read `choose_scann` first."""
 
 import dataclasses
 import math
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 
 from rrl.errors import UserError
 
-SMALL = 20_000
-"""Below this, scoring every passage is as fast as a tree, and exact."""
+BRUTE_FORCE_BELOW = 20_000
+"""Corpora with fewer passages use brute force, which is as fast as a tree there, and exact."""
 
 GB = 10**9
 
 _OVERHEAD = 12
-"""Bytes a passage beside its codes: its leaf in ScaNN's tables, its place in the file of offsets."""
+"""Bytes per passage in addition to its codes: its leaf in ScaNN's tables, its entry in the file of offsets."""
 
 _LEVELS = ((2, True), (2, False), (4, False), (8, False))
-"""(dimensions of one 4-bit code, spilled), see `ScannConfig`; by falling accuracy and memory."""
+"""(code_dims, spilled) of `ScannConfig`, by falling accuracy and memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,25 +27,25 @@ class ScannConfig:
     """Partitions of the tree; 0: no tree, every passage is scored."""
     leaves_to_search: int
     reorder: int
-    """Candidates whose quantised scores are replaced by exact ones, from the embeddings on the disk. (Vectors held in memory
-    for that bring a tenth of the queries/s, and three times the memory and the time of opening.)"""
+    """Candidates whose quantised scores are replaced by exact ones, from the embeddings on disk. (With the vectors in memory, a
+    search had a tenth of the queries/s, and opening took three times the memory and time.)"""
     code_dims: int = 2
     """Dimensions that share one code of 4 bits."""
     spilled: bool = False
-    """Whether each passage stands in a second leaf too (SOAR, Sun et al. 2023): the same recall from half the leaves."""
+    """Whether each passage is also stored in a second leaf (SOAR, Sun et al. 2023): the same recall from half the leaves."""
     part: int = 0
-    """Passages that are indexed together, since ScaNN holds their vectors while it builds; 0: all."""
+    """Passages in one part of the index, which bounds memory: ScaNN holds the vectors of a part while it builds. 0: one part."""
 
     def parts(self, passages: int) -> list[tuple[int, int]]:
-        """The (start, stop) of each part, in turn."""
+        """Return the (start, stop) of each part, in order."""
         size = self.part or max(1, passages)
         return [(start, min(passages, start + size)) for start in range(0, passages, size)]
 
 
 def serving_bytes(config: ScannConfig, passages: int, dim: int) -> int:
-    """Memory of an open index. Embeddings and passages stay on the disk, but for brute force.
+    """Return the memory of an open index, in bytes. Embeddings and passages stay on disk, except for brute force.
 
-    After a query 205 to 228 MB were measured where this says 215 (1,000,000 × 384, spilled).
+    Measured after a query: 205 to 228 MB; this function gives 215 (1,000,000 × 384, spilled).
     """
     if not config.leaves:
         return passages * dim * 4
@@ -56,14 +56,16 @@ def serving_bytes(config: ScannConfig, passages: int, dim: int) -> int:
 
 
 def training_sample(config: ScannConfig, passages: int) -> int:
-    """Passages on which the leaves are trained."""
+    """Return the number of passages on which the leaves are trained."""
     return min(passages, max(100 * config.leaves, 20_000))
 
 
 def building_bytes(config: ScannConfig, passages: int, dim: int) -> int:
-    """Memory while the largest part is indexed: three times its vectors (as read, and two copies in ScaNN's hands), the
-    training sample, and its own index. Measured: 5.2 GB, with the process around it, where this says 5.1 (1,000,000 × 384);
-    290 MB where it says 195 (100,000 × 128), for the pages that are mapped count too.
+    """Return the memory, in bytes, while the largest part is indexed.
+
+    It is the sum of three copies of the part's vectors (one as read, two in ScaNN), the training sample, and the part's index.
+    Measured for the whole process: 5.2 GB, where this function gives 5.1 (1,000,000 × 384); 290 MB, where it gives 195
+    (100,000 × 128), because mapped pages are included in the measurement.
     """
     part = min(passages, config.part or passages)
     vectors = 3 * part + training_sample(config, part)
@@ -71,7 +73,7 @@ def building_bytes(config: ScannConfig, passages: int, dim: int) -> int:
 
 
 def codes_bytes(config: ScannConfig, passages: int, dim: int) -> int:
-    """Size of what ScaNN writes: its codes, a byte each on the disk."""
+    """Return the size of ScaNN's files, in bytes: its codes, one byte each on disk."""
     if not config.leaves:
         return 0
     leaves = 2 if config.spilled else 1
@@ -79,18 +81,24 @@ def codes_bytes(config: ScannConfig, passages: int, dim: int) -> int:
 
 
 def disk_bytes(config: ScannConfig, passages: int, dim: int, characters: int = 700) -> int:
-    """Size of the index folder; `characters` is the mean passage with its title."""
+    """Return the size of the index folder, in bytes; `characters` is the mean length of a passage with its title."""
     return passages * (dim * 4 + characters + 8) + codes_bytes(config, passages, dim)
 
 
 def choose_scann(passages: int, dim: int, memory_gb: float | None = None) -> ScannConfig:
-    """Settings that fit the memory, the most accurate first; `memory_gb` in 10^9 bytes, None: `machine_gb`.
+    """Return the most accurate settings that fit the memory.
 
-    A tree of about 2·sqrt(n) leaves, of which a twentieth is searched at first (the build searches more until the recall
-    is right). 100,000 passages of the built-in world in half as many leaves took half as much again to search. Raises
-    UserError with the least memory that would do.
+    The tree has about 2·sqrt(n) leaves. A twentieth of them is searched at first; the build raises that until the recall is
+    reached. With half as many leaves, searching 100,000 passages of the built-in world took 1.5 times as long.
+
+    Args:
+      passages: number of passages, n.
+      dim: length of an embedding.
+      memory_gb: memory in 10^9 bytes; None: `machine_gb`.
+
+    Raises UserError with the smallest sufficient memory.
     """
-    if passages < SMALL:
+    if passages < BRUTE_FORCE_BELOW:
         return ScannConfig(leaves=0, leaves_to_search=0, reorder=0)
     budget = (memory_gb if memory_gb is not None else machine_gb()) * GB
     least = math.inf
@@ -112,12 +120,12 @@ def choose_scann(passages: int, dim: int, memory_gb: float | None = None) -> Sca
 
 
 def machine_gb() -> float:
-    """Memory of this machine that an index may take, in 10^9 bytes: four fifths of it all, whatever else runs."""
+    """Return the memory that an index may use, in 10^9 bytes: four fifths of the machine's memory."""
     return 0.8 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GB
 
 
 def sizing_table(sizes: Iterable[int] = (10**6, 21 * 10**6, 10**8), dim: int = 768) -> str:
-    """Markdown: what `choose_scann` does with several budgets, for the docs."""
+    """Return a Markdown table of the choices of `choose_scann` for several budgets, for the docs."""
     lines = [
         f"| passages × {dim} | `--memory_gb` | leaves | parts | 4-bit code of | in two leaves "
         "| open, GB | building, GB | disk, GB |",

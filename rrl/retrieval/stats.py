@@ -1,4 +1,4 @@
-"""What a retriever did: counts, and how long its searches took."""
+"""Statistics of a retriever: counts of its searches, and their latency."""
 
 import collections
 import dataclasses
@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 
-KEPT = 4096
-"""Latest calls whose latency is kept for the percentiles."""
+LATENCY_WINDOW = 4096
+"""Number of latest calls over which latency percentiles are computed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,18 +17,18 @@ class RetrieverStats:
     calls: int = 0
     queries: int = 0
     searched: int = 0
-    """Queries that reached the index; the rest were repeated in the call, cached or empty."""
+    """Queries that reached the index. The others were repeated in the call, cached or empty."""
     cache_hits: int = 0
     empty: int = 0
-    """Queries without any text, and queries that found nothing."""
+    """Queries without text or without hits."""
     retries: int = 0
-    """Searches that were tried again."""
+    """Number of repeated attempts."""
     failures: int = 0
-    """Queries whose search failed for good."""
+    """Queries whose search failed in every attempt."""
     seconds: float = 0.0
-    """Time inside `search`, summed over threads."""
+    """Time in `search`, summed over threads."""
     p50_ms: float = 0.0
-    """Percentiles of a call's latency, over the latest calls."""
+    """Median latency of a call over the latest calls; `p90_ms` and `p99_ms` are the other percentiles."""
     p90_ms: float = 0.0
     p99_ms: float = 0.0
 
@@ -41,30 +41,30 @@ class RetrieverStats:
 
 
 class Meter:
-    """Adds up what happens; thread-safe."""
+    """Collect the counts and latencies of `RetrieverStats`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: dict[str, float] = dict.fromkeys(
             ("calls", "queries", "searched", "cache_hits", "empty", "retries", "failures", "seconds"), 0
         )
-        self._latest: collections.deque[float] = collections.deque(maxlen=KEPT)
+        self._latest: collections.deque[float] = collections.deque(maxlen=LATENCY_WINDOW)
 
     def add(self, **counts: int) -> None:
-        """Adds to counts by their names."""
+        """Add to counts, given by name."""
         with self._lock:
             for name, count in counts.items():
                 self._sums[name] += count
 
     def call(self, seconds: float) -> None:
-        """Notes that a call took this long."""
+        """Record the latency of a call."""
         with self._lock:
             self._sums["calls"] += 1
             self._sums["seconds"] += seconds
             self._latest.append(seconds)
 
     def read(self) -> RetrieverStats:
-        """A snapshot."""
+        """Return a snapshot."""
         with self._lock:
             sums, latest = dict(self._sums), list(self._latest)
         shares = [float(1000 * part) for part in np.percentile(latest or [0.0], (50, 90, 99))]

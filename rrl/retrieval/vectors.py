@@ -1,4 +1,4 @@
-"""Embeddings on disk, appended block by block: a NumPy file that is opened memory-mapped."""
+"""Write embeddings to a NumPy file, block by block; the complete file can be opened memory-mapped."""
 
 import io
 import os
@@ -11,9 +11,9 @@ DTYPE = np.dtype("<f4")
 
 
 class VectorFile:
-    """Writes float32 [rows, dim] to an .npy file; opened again, it continues after the last whole block.
+    """Write float32 [rows, dim] to an .npy file. An incomplete file is continued after its last complete block.
 
-    Plain writes: a memory map would kill the process where the disk is full.
+    It uses plain writes, because writing to a memory map on a full disk kills the process.
     """
 
     def __init__(self, file: Path, rows: int, dim: int, block: int):
@@ -22,16 +22,16 @@ class VectorFile:
         np.lib.format.write_array_header_1_0(head, fields)
         header = head.getvalue()
         self.file = file
-        if not file.is_file() or not _begins(file, header):
+        if not file.is_file() or not _starts_with(file, header):
             file.write_bytes(header)
         width = dim * DTYPE.itemsize
-        held = (file.stat().st_size - len(header)) // width
-        self.rows = held if held == rows else held - held % block
-        """How many are written."""
+        present = (file.stat().st_size - len(header)) // width
+        self.rows = present if present == rows else present - present % block
+        """Number of rows written so far."""
         os.truncate(file, len(header) + self.rows * width)
 
     def append(self, vectors: Float[np.ndarray, "n E"]) -> None:
-        """Writes the next rows, so that they outlast a kill."""
+        """Write the next rows and flush them to disk."""
         with self.file.open("ab") as stream:
             stream.write(np.ascontiguousarray(vectors, DTYPE).tobytes())
             stream.flush()
@@ -39,6 +39,6 @@ class VectorFile:
         self.rows += len(vectors)
 
 
-def _begins(file: Path, header: bytes) -> bool:
+def _starts_with(file: Path, header: bytes) -> bool:
     with file.open("rb") as stream:
         return stream.read(len(header)) == header

@@ -1,11 +1,13 @@
-"""The HTTP forms of the search services of Search-R1, of FlashRAG's users and of R1-Searcher: requests, answers, documents.
+"""HTTP formats of the search services of Search-R1, FlashRAG and R1-Searcher: requests, answers and documents.
 
-Search-R1 (Jin et al. 2025): POST /retrieve {queries, topk, return_scores} gives {"result": [[{document, score}]]}, or
-[[document]] without scores. FlashRAG's services (ReSearch): POST /batch_search {query: [...], top_n,
-return_score} gives [[document]], or [[[document]], [[score]]] with scores; /search is the same for one query.
-R1-Searcher: POST /queries {queries, k} gives {"answers": [["ID\\tTitle: TITLE Text: TEXT"]]}.
-A document is {id, contents}, the contents beginning with the quoted title. Services that leave out scores or ids, or give a
-document as a text, are understood.
+- Search-R1 (Jin et al. 2025): POST /retrieve {queries, topk, return_scores} returns {"result": [[{document, score}]]}, or
+  {"result": [[document]]} without scores.
+- FlashRAG's services (ReSearch): POST /batch_search {query: [...], top_n, return_score} returns [[document]], or
+  [[[document]], [[score]]] with scores. /search is the same for one query.
+- R1-Searcher: POST /queries {queries, k} returns {"answers": [["ID\\tTitle: TITLE Text: TEXT"]]}.
+
+A document is {id, contents}; the contents begin with the quoted title. Scores and ids may be missing from an answer, and a
+document may be a plain string.
 """
 
 import dataclasses
@@ -20,15 +22,15 @@ from rrl.data.tables import PASSAGE_IDS
 from rrl.retrieval.retriever import Hit
 
 FORMS = {"search-r1": "/retrieve", "flashrag": "/batch_search", "r1-searcher": "/queries"}
-"""The path of each form."""
+"""The URL path of each format."""
 
 _LINE = re.compile(r"(?:(\S+)\t)?(?:Title:[ ]*(.*?)[ ]*Text:[ ]*)?(.*)", re.DOTALL)
-"""Id, title and text of a document of R1-Searcher's service."""
+"""Matches the id, title and text of a document of R1-Searcher's service."""
 _TEXTS = ("title", "contents", "text", "body")
 
 
 def document(passage: Passage) -> dict[str, str]:
-    """A passage as these services give it."""
+    """Return a passage as a document of these services."""
     title = passage.title.replace('"', '""')
     return {"id": passage.id, "contents": f'"{title}"\n{passage.text}' if title else passage.text}
 
@@ -39,13 +41,13 @@ def _line(passage: Passage) -> str:
 
 
 def _read_line(line: str) -> dict[str, str]:
-    found = _LINE.fullmatch(line)
-    assert found is not None
-    return {"id": found[1], "title": found[2], "text": found[3].strip()}
+    match = _LINE.fullmatch(line)
+    assert match is not None
+    return {"id": match[1], "title": match[2], "text": match[3].strip()}
 
 
-def request(form: str, queries: Sequence[str], k: int) -> dict[str, Any]:
-    """The body of a request for k passages of each query, with scores."""
+def request_body(form: str, queries: Sequence[str], k: int) -> dict[str, Any]:
+    """Return the body of a request for k passages of each query, with scores."""
     if form == "search-r1":
         return {"queries": list(queries), "topk": k, "return_scores": True}
     if form == "r1-searcher":
@@ -53,32 +55,32 @@ def request(form: str, queries: Sequence[str], k: int) -> dict[str, Any]:
     return {"query": list(queries), "top_n": k, "return_score": True}
 
 
-def read_answer(form: str, answer: Any, queries: int) -> list[list[tuple[Passage, float] | None]]:
-    """Passages and scores of each query, best first; None for a document with neither title nor text.
+def parse_response(form: str, answer: Any, queries: int) -> list[list[tuple[Passage, float] | None]]:
+    """Return passages and scores of each query, best first; None for a document with neither title nor text.
 
-    Where a score is missing, null or no finite number, the scores of that query are 1 / rank, in the order of the answer.
-    Raises ValueError for anything but the form's answer.
+    If any score of a query is missing, null or not finite, its scores are 1 / rank, in the order of the answer.
+    Raises ValueError if the answer does not have this format.
     """
     try:
-        found = [
+        results = [
             _scored([_passage(doc) for doc, _ in row], [score for _, score in row])
             for row in _rows(form, answer)
         ]
     except (KeyError, TypeError, ValueError) as error:
         fields = f", the fields {', '.join(map(str, answer))}" if isinstance(answer, dict) else ""
-        raise ValueError(f"an answer in another form than {form}'s ({error!r}{fields})") from error
-    if len(found) != queries:
-        raise ValueError(f"{len(found)} results for {queries} queries")
-    return found
+        raise ValueError(f"the answer does not have the format of {form} ({error!r}{fields})") from error
+    if len(results) != queries:
+        raise ValueError(f"{len(results)} results for {queries} queries")
+    return results
 
 
 def _rows(form: str, answer: Any) -> list[list[tuple[Any, Any]]]:
-    """Documents and their scores, None without one, of each query."""
+    """Return the documents of each query with their scores, or None for a missing score."""
     if form == "search-r1":
         return [[_split(hit) for hit in hits] for hits in answer["result"]]
     if form == "r1-searcher":
         return [[(_read_line(line), None) for line in lines] for lines in answer["answers"]]
-    # A row without scores holds documents, which are objects or texts.
+    # A row without scores holds documents, which are objects or strings.
     scored = len(answer) == 2 and answer[0] and all(isinstance(row, list) for row in answer[0])
     if scored:
         return [list(zip(*pair, strict=True)) for pair in zip(*answer, strict=True)]
@@ -98,11 +100,13 @@ def _scored(passages: Sequence[Passage | None], scores: Sequence[Any]) -> list[t
 
 
 def _passage(doc: Any) -> Passage | None:
-    """The passage of a document; None for one with neither title nor text. Without an id, its content gives one: the same
-    document is the same passage at every rank."""
+    """Return the passage of a document, or None if it has neither title nor text.
+
+    A document without an id gets a hash of its content, so that the same document is the same passage at every rank.
+    """
     doc = {"contents": doc} if isinstance(doc, str) else doc
     if not isinstance(doc, dict):
-        raise ValueError(f"a document must be an object or a text, got {doc!r:.60}")
+        raise ValueError(f"a document must be an object or a string, got {doc!r:.60}")
     texts = [doc[name] for name in _TEXTS if name in doc]
     if texts and all(text is None or (isinstance(text, str) and not text.strip()) for text in texts):
         return None
@@ -114,10 +118,10 @@ def _passage(doc: Any) -> Passage | None:
     return dataclasses.replace(passage, id=content.hexdigest()[:16])
 
 
-def answer(
+def handle_request(
     path: str, body: Any, k: int, search: Callable[[list[str], int], list[list[Hit]]]
 ) -> dict[str, Any] | list[Any]:
-    """What a service answers to a request; ValueError says what is wrong with it, KeyError for an unknown path."""
+    """Return the answer of a service to a request. Raises ValueError for a bad request, KeyError for an unknown path."""
     names = {
         "/retrieve": ("queries", "topk", "return_scores"),
         "/batch_search": ("query", "top_n", "return_score"),
@@ -127,10 +131,10 @@ def answer(
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
     queries, wanted, scored = (body.get(name, default) for name, default in zip(names, (None, None, False)))
-    alone = path == "/search"
-    queries = [queries] if alone else queries
+    single = path == "/search"
+    queries = [queries] if single else queries
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise ValueError(f"{names[0]}: must be a {'string' if alone else 'list of strings'}")
+        raise ValueError(f"{names[0]}: must be a {'string' if single else 'list of strings'}")
     wanted = k if wanted is None else wanted
     if type(wanted) is not int or wanted < 1:
         raise ValueError(f"{names[1]}={wanted!r} must be a whole number of at least 1")
@@ -142,6 +146,6 @@ def answer(
     if path == "/retrieve":
         rows = [[{"document": d, "score": s} for d, s in zip(*pair)] for pair in zip(documents, scores)]
         return {"result": rows if scored else documents}
-    if alone:
+    if single:
         return [documents[0], scores[0]] if scored else documents[0]
     return [documents, scores] if scored else documents

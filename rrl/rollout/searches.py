@@ -106,7 +106,7 @@ class SearchRunner:
 
     def take_cached(self, query: str) -> bool:
         """Return whether the retriever has the passages of `query` in its cache. If so, `poll` returns them next."""
-        hits = None if self.retriever is None else self.retriever.recall(query, self.top_k)
+        hits = None if self.retriever is None else self.retriever.cached_hits(query, self.top_k)
         if hits is None:
             return False
         self._cached.append((query, list(map(_readable, hits))))

@@ -15,8 +15,8 @@ import numpy as np
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.eval.comparison import Cells, EvaluationRun, common, remarks, tables
-from rrl.report.article import article, verdict, words
+from rrl.eval.comparison import EvaluationRun, Table, comparability_notes, shared_settings, tables
+from rrl.report.article import article, correctness, in_words
 
 QUESTIONS_SHOWN = 60
 """Default number of questions on a page."""
@@ -43,8 +43,10 @@ def report_page(
         differ most.
     """
     first, *others = tables(runs, rows)
-    shared = "".join(f"<dt>{_text(part)}</dt><dd>{_text(value)}</dd>" for part, value in common(runs))
-    notes = "".join(f"<li>{_text(note)}</li>" for note in remarks(runs))
+    shared = "".join(
+        f"<dt>{_text(part)}</dt><dd>{_text(value)}</dd>" for part, value in shared_settings(runs)
+    )
+    notes = "".join(f"<li>{_text(note)}</li>" for note in comparability_notes(runs))
     notes_html = (
         f"<div class='notes'>* not directly comparable with the first row:<ul>{notes}</ul></div>"
         if notes
@@ -83,10 +85,10 @@ def most_different_questions(runs: Sequence[EvaluationRun], count: int) -> list[
 
     The list is empty if a run stores no trajectories.
     """
-    if not all(run.readable for run in runs):
+    if not all(run.has_trajectories for run in runs):
         return []
     by_run = [
-        dict(zip(((q.id, q.text) for q in run.questions()), run.metrics[run.main], strict=True))
+        dict(zip(((q.id, q.text) for q in run.questions()), run.metrics[run.main_metric], strict=True))
         for run in runs
     ]
     shared = [q for q in runs[0].questions() if all((q.id, q.text) in values for values in by_run)]
@@ -113,7 +115,7 @@ def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
 
 
 def _agreement(side: Sequence[Trajectory]) -> str:
-    right = sum(verdict(trajectory) == "right" for trajectory in side)
+    right = sum(correctness(trajectory) == "right" for trajectory in side)
     return "all right" if right == len(side) else "some right" if right else "none right"
 
 
@@ -123,7 +125,7 @@ def _filters(sides: Sequence[Sequence[Trajectory]]) -> str:
     selects = [("agreement", "right or wrong", agreements), ("kind", "every kind", kinds)]
     boxes = "".join(
         f'<select data-field="{field}" aria-label="{field}"><option value="">{every}</option>'
-        + "".join(f'<option value="{_text(value)}">{words(value)}</option>' for value in values)
+        + "".join(f'<option value="{_text(value)}">{in_words(value)}</option>' for value in values)
         + "</select>"
         for field, every, values in selects
         if values
@@ -133,10 +135,10 @@ def _filters(sides: Sequence[Sequence[Trajectory]]) -> str:
 
 
 def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
-    marks = "".join(f'<b class="{verdict(t)}">{MARKS[verdict(t)]}</b>' for t in side)
+    marks = "".join(f'<b class="{correctness(t)}">{MARKS[correctness(t)]}</b>' for t in side)
     return (
         f'<a href="#t{at}" data-at="{at}"><span><span class="asked">{_text(question.text)}</span>'
-        f"<small>{marks} {words(question.kind)}</small></span></a>"
+        f"<small>{marks} {in_words(question.kind)}</small></span></a>"
     )
 
 
@@ -153,7 +155,7 @@ def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequenc
     )
 
 
-def _table(table: Cells) -> str:
+def _table(table: Table) -> str:
     head, *body = table
     left = [at for at, name in enumerate(head) if at == 0 or name == "model"]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrl.errors import UserError
-from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, load_runs, records
+from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, comparison_rows, load_runs
 from rrl.files import atomic_stream, saving
 from rrl.report.curves import plot_spread
 from rrl.studies.report_html import QUESTIONS_SHOWN, report_page
@@ -41,7 +41,7 @@ def write_run_report(
     """
     trained = [Path(folder) for folder in folders if _is_training(Path(folder))]
     runs = load_runs([folder for folder in folders if Path(folder) not in trained])
-    rows = records(runs, level, seed)
+    rows = comparison_rows(runs, level, seed)
     text = as_markdown(runs, rows)
     html = report_page(runs, rows, title=title, curves=_curves(runs, trained), shown=shown)
     out = Path(out)
@@ -63,8 +63,8 @@ def _curves(runs: Sequence[EvaluationRun], trained: Sequence[Path]) -> bytes:
     """Return a PNG with the curves of the training runs, each drawn once; empty if there are none."""
     files = {str(folder / "metrics.jsonl"): str(folder) for folder in trained}
     for run in runs:
-        if run.curves is not None:
-            files.setdefault(str(run.curves), str(run.curves.parent))
+        if run.training_metrics is not None:
+            files.setdefault(str(run.training_metrics), str(run.training_metrics.parent))
     if not files:
         return b""
     with tempfile.TemporaryDirectory() as folder:

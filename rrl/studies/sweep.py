@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, load_runs, records
+from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, comparison_rows, load_runs
 from rrl.files import atomic_stream, saving
 from rrl.report.curves import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
 
@@ -80,7 +80,9 @@ def sweep(
     for value, folder in zip(values, folders):
         evaluate(name, value, folder)
     runs = load_runs(folders)
-    rows = [{name: value} | row for value, row in zip(values, records(runs, level, seed), strict=True)]
+    rows = [
+        {name: value} | row for value, row in zip(values, comparison_rows(runs, level, seed), strict=True)
+    ]
     text = f"# {name}\n\n{as_markdown(runs, rows)}"
     for file, content in (("sweep.md", text), ("sweep.csv", as_csv(rows))):
         with saving(out / file), atomic_stream(out / file) as stream:

@@ -1,4 +1,4 @@
-"""Trajectories written by hand in the manner of R-Search's Tables 8 and 9; tokens and log-probabilities are made up."""
+"""Hand-written trajectories in the style of R-Search's Tables 8 and 9, with made-up tokens and log-probabilities."""
 
 import re
 
@@ -16,7 +16,7 @@ PROMPT_TEXT = (
 
 
 class FakeTokens:
-    """Words with their leading space as tokens; ids are given out as words appear."""
+    """A tokenizer whose tokens are words with their leading space; ids are assigned in order of appearance."""
 
     def __init__(self) -> None:
         self.bytes: list[bytes] = [b""]
@@ -48,7 +48,7 @@ def fake(
     request: int = 0,
     tokens: FakeTokens | None = None,
 ) -> Trajectory:
-    """`parts` alternate between the policy and the environment, beginning with the policy."""
+    """Return a trajectory. `parts` alternate between the policy and the environment, starting with the policy."""
     tokens = tokens or FakeTokens()
     segments = [(PROMPT, PROMPT_TEXT.format(question.text))]
     segments += [(ENVIRONMENT if at % 2 else POLICY, part) for at, part in enumerate(parts)]
@@ -86,7 +86,7 @@ def fake(
 
 
 def winter(request: int = 0, tokens: FakeTokens | None = None) -> Trajectory:
-    """A right answer after four searches (R-Search, Table 8)."""
+    """Return a right answer after four searches (R-Search, Table 8)."""
     question = Question(
         "2wiki-41",
         "Which film whose director is younger, My Baby's Daddy or A Tale of Winter?",
@@ -168,7 +168,7 @@ def winter(request: int = 0, tokens: FakeTokens | None = None) -> Trajectory:
 
 
 def spouse(request: int = 1, tokens: FakeTokens | None = None) -> Trajectory:
-    """A partly right answer: the second gold passage was never found."""
+    """Return a partly right answer: the second gold passage was never retrieved."""
     question = Question(
         "mini-7",
         "Who is the spouse of the director of Silver Harbour?",
@@ -216,7 +216,7 @@ def spouse(request: int = 1, tokens: FakeTokens | None = None) -> Trajectory:
 
 
 def malformed(request: int = 2, tokens: FakeTokens | None = None) -> Trajectory:
-    """No answer: a tag was never closed, the environment corrected, retrieval failed, the turns ran out."""
+    """Return an episode without an answer: a tag is not closed, the environment corrects, a search fails, the turns run out."""
     question = Question(
         "mini-8", "Is Velden older than Marnfurt?", ("no",), "comparison", ("Velden", "Marnfurt")
     )
@@ -236,7 +236,7 @@ def malformed(request: int = 2, tokens: FakeTokens | None = None) -> Trajectory:
 
 
 def direct(request: int = 3, tokens: FakeTokens | None = None) -> Trajectory:
-    """A wrong answer without a search; evidence is left out."""
+    """Return a wrong answer without a search or evidence."""
     question = Question("mini-9", "In which year was Ida Marn born?", ("1947",), "one_hop", ("Ida Marn",))
     return fake(
         question,

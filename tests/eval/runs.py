@@ -1,4 +1,4 @@
-"""Folders of finished evaluations, without a model: what a script answered to a few questions."""
+"""Folders of finished evaluations with scripted answers to a few questions; no model is needed."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from rrl.data.questions import Question, save_questions
 from rrl.data.trajectory import Search
 from rrl.eval.evaluate import scores_of
-from rrl.eval.methods import of_trajectory
+from rrl.eval.methods import record_of_trajectory
 from rrl.eval.result_card import ResultCard, questions_fingerprint, versions_here
 from rrl.eval.scoring import report, write_report
 from tests.eval.fakes import fake
@@ -22,20 +22,20 @@ QUESTIONS = [
 
 
 def finished(folder: Path, answers: Mapping[str, str], **card: object) -> Path:
-    """Writes a run whose answers these are, "wrong" where there is none; `card` changes its result card."""
+    """Write a run with these answers by question id; missing ones are "wrong". `card` changes fields of its result card."""
     folder.mkdir(parents=True)
     save_questions(folder / "questions.jsonl", QUESTIONS)
     with (folder / "results.jsonl").open("w") as stream:
         for question in reversed(QUESTIONS):
-            said = answers.get(question.id, "wrong")
+            answer = answers.get(question.id, "wrong")
             searches = [Search(0, "capital", ("Oslo", "Rome"))]
             parts = [
                 "<search> capital </search>",
                 "\n<observation>\nOslo\n</observation>\n",
-                f"<answer> {said} </answer>",
+                f"<answer> {answer} </answer>",
             ]
-            trajectory = fake(question, parts, searches, answer=said)
-            stream.write(json.dumps(of_trajectory(trajectory)) + "\n")
+            trajectory = fake(question, parts, searches, answer=answer)
+            stream.write(json.dumps(record_of_trajectory(trajectory)) + "\n")
     made = ResultCard(
         method=folder.name,
         dataset="four",

@@ -1,4 +1,4 @@
-"""What an evaluation asks: the built-in world as training holds it out, publishers' files, and what is wrong, by name."""
+"""Questions and corpora of an evaluation: the built-in world, publishers' files, and errors that name the fault."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.shared_data import shared
 OFF, BM25 = RetrieverConfig(kind="off"), RetrieverConfig(kind="bm25")
 
 
-def test_the_built_in_world_asks_what_training_holds_out() -> None:
+def test_the_built_in_world_has_the_held_out_questions_of_training() -> None:
     few = DataConfig(seed=1, train_worlds=1, train_per_kind=1, held_out_worlds=2, held_out_per_kind=6)
     _, held_out = load_datasets(few, BM25)
     found = load_dataset(DatasetConfig(worlds=2, per_kind=6), BM25)
@@ -26,7 +26,7 @@ def test_the_built_in_world_asks_what_training_holds_out() -> None:
     assert with_retriever(closed, BM25).retriever is None and closed.corpus == ""
 
 
-def test_a_musique_file_has_hops_and_searches_the_passages_that_it_brings() -> None:
+def test_a_musique_file_gives_hops_and_the_passages_to_search() -> None:
     file = str(shared("musique/train_100.json.gz"))
     found = load_dataset(DatasetConfig(path=file, corpus=file, questions=30, seed=3), BM25)
     assert len(found.questions) == 30 and {question.hops for question in found.questions} <= {2, 3, 4}
@@ -36,7 +36,7 @@ def test_a_musique_file_has_hops_and_searches_the_passages_that_it_brings() -> N
     assert len(hits) == 5 and found.corpus == "train_100.json.gz"
 
 
-def test_the_split_of_a_folder_is_chosen(tmp_path: Path) -> None:
+def test_the_default_split_of_a_folder_is_the_first_held_out_one(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "title": "T", "text": "x"}) + "\n")
     for split in ("train", "dev"):
         save_questions(tmp_path / f"{split}.jsonl", [Question("q", f"{split}?", ("x",))])
@@ -47,17 +47,17 @@ def test_the_split_of_a_folder_is_chosen(tmp_path: Path) -> None:
         load_dataset(DatasetConfig(folder, split="test"), OFF)
     lines = ['{"id": 7, "question": "?"}', "", '{"id": "1", "question": "?", "answer": "x"}']
     (tmp_path / "dev.jsonl").write_text("\n".join([*lines, lines[2]]))
-    with pytest.raises(UserError, match=r"dev.jsonl, line 4: the id '1' is there twice, first at line 3"):
+    with pytest.raises(UserError, match=r"dev.jsonl, line 4: the id '1' occurs twice, first at line 3"):
         load_dataset(DatasetConfig(folder, on_error="skip"), OFF)
 
 
-def test_multiple_choices_among_free_answers_are_refused(tmp_path: Path) -> None:
+def test_multiple_choice_mixed_with_free_answers_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "dev.jsonl"
     choice = {"id": "5", "question": "?", "answer": "A", "choices": ["x", "y"]}
     lines = [choice | {"id": "4"}, choice, {"id": "6", "question": "?", "answer": "x"}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(
-        UserError, match="2 of 3 questions are a multiple choice; put them into a file of their"
+        UserError, match="2 of 3 questions are multiple choice; put them into a separate file"
     ):
         load_dataset(DatasetConfig(str(file)), OFF)
 
@@ -70,7 +70,7 @@ def test_multiple_choices_among_free_answers_are_refused(tmp_path: Path) -> None
         (
             [{"id": 1, "question": "?", "answer": "x"}] * 2,
             {},
-            r"dev.jsonl, line 2: the id '1' is there twice, first at line 1",
+            r"dev.jsonl, line 2: the id '1' occurs twice, first at line 1",
         ),
         ([{"question": "?", "answer": "x"}], {"questions": 2}, "data.questions=2 must be at most 1"),
         (
@@ -81,7 +81,7 @@ def test_multiple_choices_among_free_answers_are_refused(tmp_path: Path) -> None
         ([{"question": "?", "answer": "x"}], {"split": "dev"}, "split='dev' goes with a folder"),
     ],
 )
-def test_wrong_files_are_refused_by_name(tmp_path: Path, lines: list, fields: dict, words: str) -> None:
+def test_errors_name_the_wrong_file(tmp_path: Path, lines: list, fields: dict, words: str) -> None:
     file = tmp_path / "dev.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match=words):
@@ -91,29 +91,31 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path, lines: list, fields: di
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"path": "/none"}, "path='/none' is neither miniwiki, nor a question file"),
-        ({"split": "train"}, "split='train' is none of the built-in world's: dev, test"),
+        ({"path": "/none"}, "path='/none' is not miniwiki, a question file"),
+        ({"split": "train"}, "split='train' is not a split of the built-in world; choose one of dev, test"),
         ({"corpus": "x"}, "corpus='x' goes with a question file"),
         ({"questions": -1}, "questions=-1 must be at least 0"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(fields: dict, words: str) -> None:
+def test_inconsistent_settings_are_rejected(fields: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         DatasetConfig(**fields)
 
 
-def test_a_corpus_without_the_gold_passages_is_told(tmp_path: Path) -> None:
+def test_a_corpus_without_the_gold_passages_logs_a_warning(tmp_path: Path) -> None:
     file = tmp_path / "dev.jsonl"
-    asked = [("a", ("T",)), ("b", ("U",)), ("c", ("U", "T")), ("d", ())]
-    save_questions(file, [Question(name, "Who?", ("x",), gold=gold) for name, gold in asked])
+    questions = [("a", ("T",)), ("b", ("U",)), ("c", ("U", "T")), ("d", ())]
+    save_questions(file, [Question(name, "Who?", ("x",), gold=gold) for name, gold in questions])
     (tmp_path / "wiki.jsonl").write_text(json.dumps({"id": "0", "title": "T", "text": "x"}) + "\n")
-    said: list[str] = []
-    load_dataset(DatasetConfig(path=str(file), corpus=str(tmp_path / "wiki.jsonl")), BM25, say=said.append)
-    (told,) = [line for line in said if "warning" in line]
-    assert told.startswith("warning: 1 questions have gold passages none of which the corpus has")
+    messages: list[str] = []
+    load_dataset(
+        DatasetConfig(path=str(file), corpus=str(tmp_path / "wiki.jsonl")), BM25, log=messages.append
+    )
+    (warning,) = [line for line in messages if "warning" in line]
+    assert warning.startswith("warning: the corpus has none of the gold passages of 1 questions")
 
 
-def test_a_split_without_gold_answers_is_asked_only_where_it_is_named(tmp_path: Path) -> None:
+def test_a_split_without_gold_answers_is_not_the_default(tmp_path: Path) -> None:
     for split, answer in (("test", ""), ("dev", "x")):
         line = json.dumps({"id": split, "question": "?", "answer": answer})
         (tmp_path / f"{split}.jsonl").write_text(line + "\n")

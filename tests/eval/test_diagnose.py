@@ -1,4 +1,4 @@
-"""Over-, good and underthinking, and the five kinds of error, on episodes made to show each (TIRESRAG-R1, section 3)."""
+"""Over-, good and underthinking and the five kinds of error, each on a matching episode (TIRESRAG-R1, section 3)."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ OTHER = ("Other", "Marta Danes was born in Oslo.")
 
 
 def episode(answer, closing, *found):
-    """One that found these passages, one a search, then thought `closing` and answered."""
+    """Return an episode that retrieved these passages, one per search, then wrote `closing` and answered."""
     segments, searches = [(PROMPT, "q <think>")], []
     for place, (title, text) in enumerate(found):
         segments.append((POLICY, "so</think><search>s</search>"))
@@ -34,22 +34,22 @@ def episode(answer, closing, *found):
     ("found", "thinking"),
     [((FILM, DIRECTOR), GOOD), ((FILM, DIRECTOR, OTHER), OVER), ((FILM, OTHER), UNDER), ((), UNDER)],
 )
-def test_thinking_goes_by_the_search_after_which_enough_was_known(found, thinking):
+def test_thinking_depends_on_the_search_after_which_the_context_suffices(found, thinking):
     (diagnosis,) = diagnose([episode("Ivo Danes", "It is Ivo Danes.", *found)], Oracle())
     assert diagnosis == Diagnosis(thinking, right=True)
 
 
-def test_documents_between_other_markers_are_found_documents():
+def test_documents_between_other_markers_are_recognised():
     one = episode("Ivo Danes", "It is Ivo Danes.", FILM, DIRECTOR, OTHER)
-    told = {"<information>": "<|begin_of_documents|>", "</information>": "<|end_of_documents|>"}
-    for old, new in told.items():
+    markers = {"<information>": "<|begin_of_documents|>", "</information>": "<|end_of_documents|>"}
+    for old, new in markers.items():
         one.segments = [(role, text.replace(old, new)) for role, text in one.segments]
     correction = (ENVIRONMENT, "\nI write <search> and </search>.\n")
     one.segments[1:1] = [(POLICY, "hm"), correction]
     assert diagnose([one], Oracle()) == [Diagnosis(OVER, right=True)]
 
 
-def test_passages_for_which_there_was_no_room_are_not_what_was_found():
+def test_passages_that_were_cut_off_do_not_count_as_found():
     one = episode("", "", FILM, DIRECTOR)
     del one.segments[-2:]  # the second search ended the episode before its passages were shown
     one.ended = "context_limit"
@@ -59,7 +59,7 @@ def test_passages_for_which_there_was_no_room_are_not_what_was_found():
     assert transcript_of(one, "answer").titles == ("Film", "Director")
 
 
-def test_documents_that_another_context_shows_are_found_documents():
+def test_documents_in_a_further_context_are_recognised():
     # R3-RAG: each step reads the question and all steps before it
     one, head = episode("Oslo", "x", FILM, OTHER), "<user>The question: q"
     first, second = "\nStep 1: ask\n(Title: Film) by Marta", "\nStep 2: ask again\n(Title: Other) of Oslo"
@@ -71,21 +71,21 @@ def test_documents_that_another_context_shows_are_found_documents():
         (PROMPT, f"{head}{first}{second}<bot>"),
         (POLICY, "third thought\nThe final answer: Bergen"),
     ]
-    asked = []
+    judged = []
 
     class Says:
         def grade(self, cases):
-            asked.extend(cases)
+            judged.extend(cases)
             return [0.0] * len(cases)
 
     diagnose([one], Says(), ("The final answer:", ""))
-    told = [case.transcript.text for case in asked[:3]]
-    assert told[0] == "first thought"
-    assert told[1] == f"first thought{first}<bot>second thought"
-    assert told[2] == f"first thought{first}<bot>second thought{second}<bot>third thought"
+    transcripts = [case.transcript.text for case in judged[:3]]
+    assert transcripts[0] == "first thought"
+    assert transcripts[1] == f"first thought{first}<bot>second thought"
+    assert transcripts[2] == f"first thought{first}<bot>second thought{second}<bot>third thought"
 
 
-def test_who_found_nothing_mistook_nothing_for_what_was_asked():
+def test_a_search_without_hits_is_not_a_mistaken_document():
     one = episode("Oslo", "", FILM, OTHER)
     none = episode("Oslo", "It is Oslo.")
     failed = episode("Oslo", "It is Oslo.", FILM)
@@ -112,7 +112,7 @@ def test_each_kind_of_error_is_recognised(case, error):
     assert (diagnosis.thinking == UNDER) == (ERRORS[error][0] == "insufficient")
 
 
-def test_the_judge_is_asked_after_each_search_without_answers_and_further_only_about_wrong_ones():
+def test_the_judge_sees_each_search_without_answers_and_error_prompts_only_for_wrong_answers():
     calls = []
 
     class Says:
@@ -121,7 +121,7 @@ def test_the_judge_is_asked_after_each_search_without_answers_and_further_only_a
             return [None] * len(cases)
 
     wrong, right = episode("Oslo", "x", FILM, OTHER), episode("Ivo Danes", "x", FILM)
-    wrong.segments.insert(2, (ENVIRONMENT, "\nMy action is not correct.\n"))  # a correction is no search
+    wrong.segments.insert(2, (ENVIRONMENT, "\nMy action is not correct.\n"))  # a correction is not a search
     found = diagnose([wrong, right], Says())
     first, second = calls
     assert [type(case) for case in first] == [Sufficiency] * 5 and len(second) == 1
@@ -130,19 +130,19 @@ def test_the_judge_is_asked_after_each_search_without_answers_and_further_only_a
     assert "Marta Velikov" not in first[0].prompt.body and "not correct" in first[0].prompt.body
     assert "Marta Velikov" in first[1].prompt.body and "Oslo" not in first[1].prompt.body
     assert isinstance(second[0], ErrorAnalysis) and second[0].last_titles == ("Other",)
-    # what cannot be read counts as no, and is counted
-    assert [(d.thinking, d.error, d.unread) for d in found] == [(UNDER, 1, 4), (UNDER, None, 2)]
+    # a reply that cannot be parsed counts as no, and is counted
+    assert [(d.thinking, d.error, d.unparsed) for d in found] == [(UNDER, 1, 4), (UNDER, None, 2)]
 
 
-def test_the_tables_count_and_share():
+def test_the_tables_show_counts_and_shares():
     found = [
         Diagnosis(GOOD, True),
         Diagnosis(GOOD, False, 3),
         Diagnosis(UNDER, False, 0),
-        Diagnosis(UNDER, False, 0, unread=2),
+        Diagnosis(UNDER, False, 0, unparsed=2),
     ]
     text = report(found)
-    assert "4 trajectories" in text and "3 wrong answers" in text and "2 answers of the judge" in text
+    assert "4 trajectories" in text and "3 wrong answers" in text and "2 replies of the judge" in text
     lines = {line.rsplit(None, 2)[0].strip(): line.split()[-2:] for line in text.splitlines() if line.split()}
     assert lines["good thinking"] == ["1", "1"] and lines["underthinking"] == ["0", "2"]
     assert "knowledge retrieved incorrect" in text and "66.7 %" in text and "33.3 %" in text

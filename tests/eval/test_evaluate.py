@@ -1,4 +1,4 @@
-"""An evaluation of the shipped models: killed anywhere it continues to what it would have been, and nothing half-written."""
+"""Evaluations of the shipped models: a killed run continues to the same result, and files are written completely."""
 
 import dataclasses
 import http.server
@@ -12,7 +12,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.eval import evaluate
-from rrl.eval.comparison import cost_table, load_run, records
+from rrl.eval.comparison import comparison_rows, cost_table, load_run
 from rrl.eval.dataset import Dataset
 from rrl.eval.results import ResultLines, read_lines
 from rrl.files import SaveError, exclusive_lock
@@ -34,7 +34,7 @@ def answers(folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arg", ["method=rsearch", "method=iter_retgen,policy=assets/miniwiki-reader"])
-def test_a_killed_run_goes_on_to_the_same_answers(
+def test_a_killed_run_continues_to_the_same_answers(
     tmp_path: Path, arg: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     sampled = config(f"{arg},questions=20,temperature=1.0", "rollout.context=1024")
@@ -63,12 +63,12 @@ def test_a_killed_run_goes_on_to_the_same_answers(
     for part in ("metrics", "by_kind", "retrieval", "cost", "ended"):
         assert whole[part] == parts[part]
     assert whole["timed"] == 20 and parts["timed"] == 13
-    said = capsys.readouterr().out
-    assert "20 questions, percent" in said and said.count("(measured over 13 of them)") == 1
+    output = capsys.readouterr().out
+    assert "20 questions, percent" in output and output.count("(measured on 13 of them)") == 1
 
 
 @pytest.mark.slow
-def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_again(
+def test_a_run_records_its_setting_and_can_be_judged_later_without_answering_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate.run(config("method=rsearch,questions=10"), tmp_path, ["python", "x"])
@@ -78,7 +78,7 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
     assert card.passages == 200 and card.top_k == 2 and card.retriever["kind"] == "scann"
     assert card.limits == {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "context": 1024}
     assert card.command == "python x" and card.judge == "" and len(card.model_sha256) == 64
-    assert run.found["seconds"]["answer"] > 0 and set(run.found["ended"]) <= {
+    assert run.report["seconds"]["answer"] > 0 and set(run.report["ended"]) <= {
         "answer",
         "no_action",
         "length",
@@ -86,16 +86,16 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
         "search_limit",
         "context_limit",
     }
-    assert {"tokens", "prompt_tokens", "environment_tokens", "searches", "turns"} <= set(run.found["cost"])
+    assert {"tokens", "prompt_tokens", "environment_tokens", "searches", "turns"} <= set(run.report["cost"])
     assert (tmp_path / "trajectories.html").stat().st_size > 10_000
 
     assert card.compute == {"dtype": "float32", "attention": "auto"} and len(card.gold_sha256) == 64
 
-    monkeypatch.setattr(evaluate, "answer", lambda *_: None)
+    monkeypatch.setattr(evaluate, "answer_questions", lambda *_: None)
     monkeypatch.setattr(evaluate, "commit_here", lambda: "a later one")
     evaluate.run(config("method=rsearch,questions=10,judge=oracle,normalization=triviaqa"), tmp_path)
     judged = load_run(tmp_path)
-    assert judged.card.commit == card.commit != "a later one"  # of the code that answered
+    assert judged.card.commit == card.commit != "a later one"  # the commit of the code that answered
     # The oracle's verdict is cover exact match.
     assert judged.metrics["judge"].tolist() == judged.metrics["cem"].tolist()
     assert json.loads(judged.card.judge) == {"kind": "oracle", "prompt": "tiresrag"}
@@ -111,15 +111,15 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
 
 @pytest.fixture
 def service() -> Iterator[tuple[str, list[str]]]:
-    """The address of a service that calls every answer right in which there is an "a", and what it was asked."""
-    asked: list[str] = []
+    """The address of a service that judges every answer with an "a" as right, and the prompts that it received."""
+    requests: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append(body["messages"][-1]["content"])
-            said = "True" if "a" in asked[-1].rpartition("Predicted Answer:")[2] else "False"
-            text = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+            requests.append(body["messages"][-1]["content"])
+            verdict = "True" if "a" in requests[-1].rpartition("Predicted Answer:")[2] else "False"
+            text = json.dumps({"choices": [{"message": {"content": verdict}}]}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
@@ -130,42 +130,42 @@ def service() -> Iterator[tuple[str, list[str]]]:
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    yield f"http://127.0.0.1:{server.server_port}/v1", requests
     server.shutdown()
     server.server_close()
 
 
 @pytest.mark.slow
-def test_a_service_and_a_model_judge_the_answers_and_say_so_in_the_card(
+def test_judging_by_a_service_or_a_model_is_recorded_in_the_card(
     tmp_path: Path, service: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, asked = service
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-kept-to-itself")
+    url, requests = service
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     folder, cache = tmp_path / "run", f"judge_endpoint.cache={tmp_path / 'cache'}"
     judged = f"method=rsearch,questions=5,judge={url},judge_model=m"
     evaluate.run(config(judged, cache), folder)
-    run, said = (
+    run, predictions = (
         load_run(folder),
         {line["id"]: line["prediction"] for line in read_lines(folder / "results.jsonl")},
     )
-    assert len(asked) == sum(map(bool, said.values())) > 0
-    assert run.metrics["judge"].tolist() == ["a" in said[question.id] for question in run.questions()]
-    assert json.loads(run.card.judge)["model"] == "m" and run.found["judge_unparsed"] == 0
-    assert run.found["seconds"]["judge"] > 0
-    assert not any(b"sk-kept" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert len(requests) == sum(map(bool, predictions.values())) > 0
+    assert run.metrics["judge"].tolist() == ["a" in predictions[question.id] for question in run.questions()]
+    assert json.loads(run.card.judge)["model"] == "m" and run.report["judge_unparsed"] == 0
+    assert run.report["seconds"]["judge"] > 0
+    assert not any(b"sk-secret" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
-    monkeypatch.setattr(evaluate, "answer", lambda *_: None)
-    asked.clear()
+    monkeypatch.setattr(evaluate, "answer_questions", lambda *_: None)
+    requests.clear()
     evaluate.run(config(judged, cache), folder)
-    assert not asked  # verdicts are kept
+    assert not requests  # the verdicts are reused
 
     short = ("judge_rollout.context=1024", "judge.answer_tokens=8", "judge_rollout.rows=8")
     evaluate.run(config("method=rsearch,questions=5,judge=assets/miniwiki-policy", *short), folder)
     run = load_run(folder)
     card = json.loads(run.card.judge)
     assert card["kind"] == "model" and card["folder"] == run.card.model_sha256
-    # A small model does not follow the paper's words: what it says is no verdict, and counts as wrong.
-    assert run.found["judge_unparsed"] + run.metrics["judge"].sum() <= 5 and "judge" in run.found["metrics"]
+    # A small model does not follow the prompt of the paper: its replies cannot be parsed, and count as wrong.
+    assert run.report["judge_unparsed"] + run.metrics["judge"].sum() <= 5 and "judge" in run.report["metrics"]
 
 
 @pytest.mark.parametrize(
@@ -174,10 +174,10 @@ def test_a_service_and_a_model_judge_the_answers_and_say_so_in_the_card(
         ("method=nope", [], "method='nope' is unknown; recipes are"),
         ("method=react", ["method.steps=0"], "react.steps=0 must be a whole number above 0"),
         ("method=r2ag,reader=/none", [], "reader='/none' is no Hugging Face folder"),
-        ("reader=x", [], "reader='x' goes with a recipe .* \\(r2ag\\); rsearch answers by itself"),
-        ("method=cot,reader=x", [], "reader='x' goes with a recipe .*; cot answers by itself"),
+        ("reader=x", [], "reader='x' needs a recipe .* \\(r2ag\\); rsearch answers itself"),
+        ("method=cot,reader=x", [], "reader='x' needs a recipe .*; cot answers itself"),
         ("policy=/none", [], "policy='/none' is no Hugging Face folder"),
-        ("dataset=/none,policy=assets/miniwiki-policy", [], "data.path='/none' is neither miniwiki"),
+        ("dataset=/none,policy=assets/miniwiki-policy", [], "data.path='/none' is not miniwiki"),
         ("normalization=squat", [], "normalization='squat' is unknown"),
         ("judge_prompt=x", [], "eval.judge_prompt='x' is unknown; choose one of tiresrag, r2ag"),
         ("judge=/none", [], "judge.folder='/none' is no Hugging Face folder"),
@@ -187,7 +187,7 @@ def test_a_service_and_a_model_judge_the_answers_and_say_so_in_the_card(
         ("questions=20", ["rollout.context=5000"], "context of 5000 tokens is more than the model's"),
     ],
 )
-def test_wrong_input_is_named_before_anything_is_written(
+def test_wrong_input_raises_before_anything_is_written(
     tmp_path: Path, arg: str, fields: list[str], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
@@ -196,7 +196,7 @@ def test_wrong_input_is_named_before_anything_is_written(
 
 
 @pytest.mark.parametrize("name", evaluate.FILES)
-def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_loaded(
+def test_a_folder_in_place_of_a_file_is_rejected_before_loading(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "with_retriever", lambda *_: pytest.fail("loads"))
@@ -206,15 +206,13 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_loaded(
         evaluate.run(config("method=direct,questions=2"), tmp_path)
 
 
-def test_a_workdir_where_another_process_works_is_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_locked_workdir_is_rejected_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "with_retriever", lambda *_: pytest.fail("loads"))
     with exclusive_lock(tmp_path, ""), pytest.raises(UserError, match=r"another process works there\. Wait"):
         evaluate.run(config("method=direct,questions=2"), tmp_path)
 
 
-def test_a_workdir_that_is_deleted_during_the_run_is_a_failed_save(
+def test_deleting_the_workdir_during_a_run_raises_save_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = ResultLines.append
@@ -228,7 +226,7 @@ def test_a_workdir_that_is_deleted_during_the_run_is_a_failed_save(
         evaluate.run(config("method=direct,questions=2"), tmp_path / "run")
 
 
-def test_a_field_or_argument_that_is_not_there_is_named() -> None:
+def test_the_error_names_an_unknown_field_or_argument() -> None:
     for call, words in (
         (lambda: config("method=react,metod=x"), "unknown config argument 'metod'. Did you mean 'method'"),
         (
@@ -252,25 +250,25 @@ def test_a_service_of_the_built_in_world_needs_no_encoder_to_be_left_out() -> No
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *METHODS])
-def test_every_recipe_and_method_is_a_config_away(name: str) -> None:
+def test_every_recipe_and_method_has_valid_settings(name: str) -> None:
     settings = evaluate.EvaluationSettings.of(config(f"method={name}"))
-    assert json.loads(json.dumps(settings.way.identity)) and settings.way.limits
-    assert settings.way.name == name and settings.searches == (name not in ("direct", "cot"))
+    assert json.loads(json.dumps(settings.method.identity)) and settings.method.limits
+    assert settings.method.name == name and settings.searches == (name not in ("direct", "cot"))
 
 
-def test_r3rag_is_evaluated_as_in_the_paper_on_real_questions() -> None:
-    """SPEC 2: top-k 5, at most 5 steps; documents are cut to 512 characters "in RL training"."""
+def test_r3rag_has_the_papers_limits_on_real_questions() -> None:
+    """R3-RAG: top-k 5 and at most 5 steps; documents are cut to 512 characters only "in RL training"."""
     made = config("method=r3rag,dataset=dev.jsonl,corpus=wiki.jsonl,policy=FOLDER")
     assert made.rollout.top_k == 5
     environment = evaluate.make_recipe("r3rag", {}, dict(made.recipe.environment)).environment
     assert (environment.document_characters, environment.max_steps) == (0, 5)
     assert (
         config("method=r3rag").recipe.environment.document_characters == 512
-    )  # the built-in world: as in training
+    )  # the same as in training in the built-in world
 
 
-def test_other_gold_passages_are_another_evaluation() -> None:
-    """R2AG's trees and the diagnostics look at them, though the questions are the same."""
+def test_gold_passages_are_part_of_the_identity_of_an_evaluation() -> None:
+    """R2AG's trees and the diagnosis use the gold passages, so they matter even for the same questions."""
     settings = evaluate.EvaluationSettings.of(config("method=rsearch"))
     data = Dataset("four", QUESTIONS, corpus_sha256="c" * 64)
     moved = [dataclasses.replace(question, gold=("Rome",)) for question in QUESTIONS]
@@ -280,16 +278,16 @@ def test_other_gold_passages_are_another_evaluation() -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_of_another_recipe_is_told_and_a_reader_stands_in_the_card(
+def test_a_policy_of_another_recipe_logs_a_warning_and_the_card_names_the_reader(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     evaluate.run(config("method=r2ag,questions=5,reader=assets/miniwiki-reader"), tmp_path)
-    told = "warning: policy assets/miniwiki-policy was trained as rsearch, and is evaluated as r2ag"
-    assert told in capsys.readouterr().err
+    warning = "warning: policy assets/miniwiki-policy was trained with the recipe rsearch, and is evaluated with r2ag"
+    assert warning in capsys.readouterr().err
     run = load_run(tmp_path)
-    cost, card = run.found["cost"], run.card
+    cost, card = run.report["cost"], run.card
     assert 40 < cost["reader_prompt_tokens"] <= 512 and 1 <= cost["reader_tokens"] <= 32
-    _, row = cost_table(records([run]))
+    _, row = cost_table(comparison_rows([run]))
     assert f"{cost['reader_prompt_tokens']:.2f}" in row
     assert card.reader == "assets/miniwiki-reader" and len(card.reader_sha256) == 64
     assert card.limits["reader_context"] == 512 and card.models["reader"].startswith(

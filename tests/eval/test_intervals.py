@@ -1,4 +1,4 @@
-"""Intervals cover what they should, and tests agree with closed forms and with full enumeration."""
+"""Intervals have their nominal coverage, and tests agree with closed forms and full enumeration."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from rrl.errors import UserError
 from rrl.eval.intervals import bootstrap, compare, mcnemar, permutation
 
 
-def test_an_interval_is_near_the_normal_one_and_the_same_each_time() -> None:
+def test_the_bootstrap_interval_is_near_the_normal_one_and_deterministic() -> None:
     values = (np.arange(1000) < 300).astype(float)
     found = bootstrap(values)
     half = 1.96 * math.sqrt(0.3 * 0.7 / 1000)
@@ -23,7 +23,7 @@ def test_an_interval_is_near_the_normal_one_and_the_same_each_time() -> None:
     assert wider.low < found.low and wider.high > found.high
 
 
-def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+def test_intervals_have_about_their_nominal_coverage() -> None:
     rng = np.random.default_rng(0)
     covered = 0
     for seed in range(200):
@@ -32,14 +32,14 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     assert 0.83 <= covered / 200 <= 0.96
 
 
-def test_few_values_are_drawn_as_many_are() -> None:
+def test_drawing_counts_of_few_values_equals_drawing_values() -> None:
     values = np.repeat([0.0, 0.25, 1.0], [30, 20, 50])
     few = bootstrap(values)
-    many = bootstrap(values + np.arange(100) * 1e-9)  # all differ
+    many = bootstrap(values + np.arange(100) * 1e-9)  # all values differ
     assert few.low == pytest.approx(many.low, abs=0.01) and few.high == pytest.approx(many.high, abs=0.01)
 
 
-def test_blocks_of_draws_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).random(50)
     whole = bootstrap(values, resamples=101), permutation(values - 0.5, resamples=101)
     monkeypatch.setattr("rrl.eval.intervals._BLOCK", 350)
@@ -47,18 +47,18 @@ def test_blocks_of_draws_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("better", "worse"), [(0, 0), (1, 0), (8, 2), (5, 5), (30, 12)])
-def test_mcnemar_is_the_two_sided_binomial_test(better: int, worse: int) -> None:
+def test_mcnemar_equals_the_two_sided_binomial_test(better: int, worse: int) -> None:
     count = better + worse
     tail = sum(math.comb(count, k) for k in range(min(better, worse) + 1)) / 2**count
     assert mcnemar(better, worse) == pytest.approx(min(1.0, 2 * tail))
     assert mcnemar(better, worse) == mcnemar(worse, better)
 
 
-def test_mcnemar_takes_many_questions() -> None:
+def test_mcnemar_handles_many_questions() -> None:
     assert 0 < mcnemar(5300, 4700) < 1e-8
 
 
-def test_the_permutation_test_is_the_enumeration_of_all_signs() -> None:
+def test_the_permutation_test_approximates_the_enumeration_of_all_signs() -> None:
     change = np.array([0.5, 0.2, -0.1, 0.4, 0.0, 0.3, -0.2, 0.6])
     sums = [abs(np.dot(signs, change)) for signs in itertools.product((-1, 1), repeat=len(change))]
     exact = np.mean([value >= abs(change.sum()) - 1e-12 for value in sums])
@@ -66,7 +66,7 @@ def test_the_permutation_test_is_the_enumeration_of_all_signs() -> None:
     assert permutation(np.zeros(5)) == 1
 
 
-def test_a_comparison_of_right_and_wrong_uses_mcnemar() -> None:
+def test_binary_values_are_compared_by_mcnemar() -> None:
     first = np.array([1, 1, 0, 0, 0, 0, 0, 0, 1, 1.0])
     second = np.array([1, 0, 1, 1, 1, 1, 1, 1, 1, 1.0])
     found = compare(first, second)
@@ -78,7 +78,7 @@ def test_a_comparison_of_right_and_wrong_uses_mcnemar() -> None:
     assert back.difference == -found.difference and back.p == found.p
 
 
-def test_a_comparison_of_f1_uses_a_permutation() -> None:
+def test_f1_values_are_compared_by_permutation() -> None:
     rng = np.random.default_rng(0)
     first = rng.random(300)
     better = compare(first, np.clip(first + rng.normal(0.05, 0.1, 300), 0, 1))
@@ -97,6 +97,6 @@ def test_a_comparison_of_f1_uses_a_permutation() -> None:
         (lambda: compare([1.0], [1.0, 0.0]), "the same questions in both runs; there are 1 and 2"),
     ],
 )
-def test_wrong_use_is_refused(call, words: str) -> None:
+def test_wrong_arguments_are_rejected(call, words: str) -> None:
     with pytest.raises(UserError, match=words):
         call()

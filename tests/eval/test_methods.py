@@ -1,4 +1,4 @@
-"""The record of an answer: what was found and spent, whatever the method; and what a method says of itself."""
+"""Records of answers have hits and costs for every method, and methods describe their settings."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
-from rrl.eval.methods import AnswerModel, make_answering_method, of_outcome, of_trajectory
+from rrl.eval.methods import AnswerModel, make_answering_method, record_of_result, record_of_trajectory
 from rrl.eval.predictions import load_predictions
 from rrl.rewards.reader import ReaderReply
 from rrl.rollout.config import EngineConfig
@@ -23,9 +23,9 @@ from tests.eval.fakes import spouse
 from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play
 
 
-def test_a_record_is_a_prediction_and_a_trajectory_in_one(tmp_path: Path) -> None:
+def test_a_record_can_be_read_as_prediction_and_as_trajectory(tmp_path: Path) -> None:
     trajectory = spouse()
-    record = of_trajectory(trajectory)
+    record = record_of_trajectory(trajectory)
     file = tmp_path / "results.jsonl"
     file.write_text(json.dumps(record) + "\n")
     (prediction,) = load_predictions(file, "prediction")
@@ -44,7 +44,7 @@ def test_a_record_is_a_prediction_and_a_trajectory_in_one(tmp_path: Path) -> Non
     assert back.searches == trajectory.searches
 
 
-def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
+def test_later_prompts_of_a_prompted_method_have_the_environments_role() -> None:
     outcome, prompts = play(
         "self_ask",
         [
@@ -53,7 +53,7 @@ def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
             ("", "The final answer: Oslo"),
         ],
     )
-    record = of_outcome(QUESTION, outcome)
+    record = record_of_result(QUESTION, outcome)
     assert record["prediction"] == "Oslo" and record["turns"] == 3 and len(prompts) == 3
     assert record["tokens"] == outcome.sampled_tokens and record["prompt_tokens"] == outcome.prompt_tokens
     assert record["searches"] == [
@@ -68,32 +68,36 @@ def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
 
 
 @pytest.mark.parametrize(("found", "rank"), [([FILM, FILM, PERSON], 2), ([PERSON], 1), ([FILM], 0), ([], 0)])
-def test_without_gold_passages_the_first_that_holds_the_answer_is_noted(
+def test_without_gold_passages_the_rank_of_the_first_passage_with_an_answer_is_recorded(
     found: list[Passage], rank: int
 ) -> None:
     trajectory = spouse()
     trajectory.question = QUESTION
     trajectory.searches = [Search(0, "x", (), True), Search(1, "y", (), False, tuple(found))]
-    assert of_trajectory(trajectory)["answer_rank"] == rank
+    assert record_of_trajectory(trajectory)["answer_rank"] == rank
     trajectory.question = dataclasses.replace(QUESTION, gold=("T",))
-    assert of_trajectory(trajectory)["answer_rank"] is None
+    assert record_of_trajectory(trajectory)["answer_rank"] is None
 
 
-def test_methods_say_what_was_set_in_them() -> None:
-    way = make_answering_method({"name": "react", "steps": 4}, None, {"tokens": 99})
-    assert way.name == "react (steps=4)" and way.limits == {"steps": 4, "tokens": 99, "most_passages": 15}
+def test_names_of_methods_show_changed_options() -> None:
+    method = make_answering_method({"name": "react", "steps": 4}, None, {"tokens": 99})
+    assert method.name == "react (steps=4)" and method.limits == {
+        "steps": 4,
+        "tokens": 99,
+        "most_passages": 15,
+    }
     assert make_answering_method({"name": "react", "steps": 7}, None, None).name == "react"
     assert not make_answering_method({"name": "direct"}, None, None).searches
     trained = make_answering_method(
         {"name": "rsearch"}, {"use_evidence": False, "environment": {"max_searches": 2}}, None
     )
     assert trained.name == "rsearch (use_evidence=False)"
-    told = [
+    names = [
         make_answering_method({"name": "rsearch"}, {"instruction": text}, None).name
         for text in ("x" * 99, "y" * 99)
     ]
-    assert told[0] != told[1] and all(
-        re.fullmatch(r"rsearch \(instruction=#[0-9a-f]{8}\)", name) for name in told
+    assert names[0] != names[1] and all(
+        re.fullmatch(r"rsearch \(instruction=#[0-9a-f]{8}\)", name) for name in names
     )
     seen = make_answering_method(
         {"name": "r3rag"}, {"environment": {"drop_seen": False, "max_steps": 4}}, None
@@ -101,35 +105,35 @@ def test_methods_say_what_was_set_in_them() -> None:
     assert seen.name == "r3rag (drop_seen=False)" and seen.limits["max_steps"] == 4
     assert make_answering_method({"name": "r3rag"}, None, None).long_answers  # it answers in sentences
     assert not make_answering_method({"name": "r3rag"}, {"short_answers": False}, None).long_answers
-    assert not (trained.long_answers or way.long_answers)
+    assert not (trained.long_answers or method.long_answers)
     assert trained.limits == {"max_searches": 2, "turn_tokens": 500, "observation_tokens": 1800}
-    assert json.dumps(trained.identity) and json.dumps(way.identity)
+    assert json.dumps(trained.identity) and json.dumps(method.identity)
     assert trained.identity["environment"]["max_searches"] == 2
 
 
-def test_a_recipe_shows_the_choices_of_a_question() -> None:
-    asked = []
+def test_a_recipe_prompt_includes_the_choices_of_a_question() -> None:
+    received = []
 
     class Engine:
         tokenizer = None
         fits = staticmethod(lambda prompt: True)
 
         def run(self, params, requests, environment, key, **_):
-            asked.extend(requests)
+            received.extend(requests)
 
-    way = make_answering_method({"name": "rsearch"}, {"instruction": ""}, None)
+    method = make_answering_method({"name": "rsearch"}, {"instruction": ""}, None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "rrl.recipes.episodes.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8)
         )
         question = Question("q", "Which?", ("B",), choices=("red", "blue"))
-        way.ask(Engine(), None, [(7, question)], None, 0.5, lambda record: None)
-    assert b"(B) blue" in asked[0].prompt.tobytes()
-    assert asked[0].question == question and asked[0].seed == 7 and asked[0].temperature == 0.5
+        method.answer(Engine(), None, [(7, question)], None, 0.5, lambda record: None)
+    assert b"(B) blue" in received[0].prompt.tobytes()
+    assert received[0].question == question and received[0].seed == 7 and received[0].temperature == 0.5
 
 
-def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
-    """R2AG's generator answers from the documents of a whole tree (Table 3)."""
+def test_records_with_a_reader_are_written_after_the_reader_answered() -> None:
+    """R2AG's generator answers from the documents of the whole tree (Table 3)."""
 
     class Engine:
         tokenizer = None
@@ -142,23 +146,23 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
             trajectory.searches = [Search(0, "x", (PERSON.title,), False, (PERSON,))]
             return [trajectory]
 
-    asked: list = []
+    received: list = []
 
     def reader(prompts):
-        asked.extend(prompts)
+        received.extend(prompts)
         return [ReaderReply("Oslo", 40, 2)] * len(prompts)
 
-    way = make_answering_method({"name": "r2ag"}, None, None, "models/generator")
-    assert way.name == "r2ag (reader=models/generator)"
-    kept: list[dict] = []
+    method = make_answering_method({"name": "r2ag"}, None, None, "models/generator")
+    assert method.name == "r2ag (reader=models/generator)"
+    records: list[dict] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rrl.recipes.episodes.prompt_ids", lambda *_: np.zeros(3, np.int32))
         question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
-        read = dataclasses.replace(way, reader=AnswerModel(reader))
-        read.ask(Engine(), None, [(0, question)], None, 0.0, kept.append)
-    assert kept[0]["prediction"] == "Oslo" and len(asked) == 1
-    assert (kept[0]["reader_prompt_tokens"], kept[0]["reader_tokens"]) == (40, 2)
-    assert read.together < way.together
+        read = dataclasses.replace(method, reader=AnswerModel(reader))
+        read.answer(Engine(), None, [(0, question)], None, 0.0, records.append)
+    assert records[0]["prediction"] == "Oslo" and len(received) == 1
+    assert (records[0]["reader_prompt_tokens"], records[0]["reader_tokens"]) == (40, 2)
+    assert read.batch_size < method.batch_size
 
 
 @pytest.mark.parametrize(
@@ -173,20 +177,22 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
         ({"name": "rsearch"}, {"depth": 2}, "recipe.depth is not a field of rsearch"),
     ],
 )
-def test_what_is_unknown_is_named_with_what_there_is(method: dict, recipe: dict | None, words: str) -> None:
+def test_errors_name_the_unknown_method_and_the_known_ones(
+    method: dict, recipe: dict | None, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         make_answering_method(method, recipe, None)
 
 
-def test_one_shot_rag_shows_all_that_its_search_returned():
+def test_one_shot_rag_shows_all_retrieved_passages():
     def shown(arguments):
         return load_config(f"configs/eval.py:{arguments}", []).prompted.most_passages
 
-    assert shown("method=naive_rag,top_k=16") == shown("method=rag_cot,top_k=16") == 16  # SPEC.md 2
+    assert shown("method=naive_rag,top_k=16") == shown("method=rag_cot,top_k=16") == 16
     assert shown("method=ircot,top_k=16") == shown("method=naive_rag,top_k=3") == 15
 
 
-def test_a_question_that_no_method_could_show_stops_a_run_only_where_that_is_asked_for() -> None:
+def test_a_too_long_question_stops_a_run_only_with_on_error_stop() -> None:
     class Small:
         tokenizer = None
         config = EngineConfig(context=8)
@@ -203,9 +209,9 @@ def test_a_question_that_no_method_could_show_stops_a_run_only_where_that_is_ask
         patch.setattr("rrl.recipes.episodes.chat_text", lambda _, prompt: prompt)
         patch.setattr("rrl.eval.methods.check_tags", lambda recipe, tokenizer: None)
         for name, recipe in (("rsearch", {"instruction": ""}), ("direct", None)):
-            way, said = make_answering_method({"name": name}, recipe, None), []
-            way.check(Small(), questions, "refuse", said.append)
-            assert len(said) == (name == "rsearch")
-            assert all("1 of 2 questions do not fit" in text and "'long'" in text for text in said)
+            method, messages = make_answering_method({"name": name}, recipe, None), []
+            method.check(Small(), questions, "refuse", messages.append)
+            assert len(messages) == (name == "rsearch")
+            assert all("1 of 2 questions do not fit" in text and "'long'" in text for text in messages)
             with pytest.raises(UserError, match="question 'long' is too long"):
-                way.check(Small(), questions, "stop", said.append)
+                method.check(Small(), questions, "stop", messages.append)

@@ -1,4 +1,4 @@
-"""Prediction files: every form gives the same predictions; broken ones are named with their line."""
+"""Prediction files: every format gives the same predictions, and errors name the line."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def written(folder: Path, *records: object) -> Path:
         ' {"id": "7", "output": {"pred": ["y", "z"]}}]',
     ],
 )
-def test_every_form_is_understood(tmp_path: Path, text: str) -> None:
+def test_every_format_gives_the_same_predictions(tmp_path: Path, text: str) -> None:
     file = tmp_path / "predictions.json"
     file.write_text(text)
     assert [(p.id, p.answers) for p in load_predictions(file)] == [
@@ -37,7 +37,7 @@ def test_every_form_is_understood(tmp_path: Path, text: str) -> None:
     ]
 
 
-def test_what_was_found_and_what_it_cost_is_read(tmp_path: Path) -> None:
+def test_retrieved_passages_and_costs_are_read(tmp_path: Path) -> None:
     file = written(
         tmp_path,
         {"id": 1, "prediction": "x", "titles": ["T", "U"], "turns": 2, "tokens": 30, "seconds": 0.5},
@@ -61,7 +61,7 @@ def test_what_was_found_and_what_it_cost_is_read(tmp_path: Path) -> None:
     ]
 
 
-def test_fields_can_be_named(tmp_path: Path) -> None:
+def test_the_fields_of_prediction_and_verdict_can_be_chosen(tmp_path: Path) -> None:
     file = written(tmp_path, {"id": 1, "prediction": "x", "mine": {"short": "y"}, "gpt": "True."})
     assert load_predictions(file, "mine.short", "gpt")[0].answers == ("y",)
     assert load_predictions(file, "mine.short", "gpt")[0].verdict is True
@@ -77,11 +77,11 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
     [
         (
             [{"id": "a", "pred": "x"}, {"id": "a", "pred": "y"}],
-            r"line 2: id: 'a' is there twice, first at line 1",
+            r"line 2: id: 'a' occurs twice, first at line 1",
         ),
         (
             [{"question": "q", "pred": "x"}, {"question": "q", "pred": "y"}, {"pred": "x", "question": "q"}],
-            r"line 3: the same record is there twice, first at line 1",
+            r"line 3: the same record occurs twice, first at line 1",
         ),
         (
             [{"id": "a", "pred": "x"}, {"question": "q", "pred": "y"}],
@@ -104,12 +104,12 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
         ([], r"the file is empty"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_line(tmp_path: Path, records: list, words: str) -> None:
+def test_errors_name_the_line_of_an_unreadable_record(tmp_path: Path, records: list, words: str) -> None:
     with pytest.raises(UserError, match=rf"predictions.jsonl(, |: ){words}"):
         load_predictions(written(tmp_path, *records))
 
 
-def test_an_id_that_one_object_holds_twice_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_id_that_occurs_twice_in_one_object(tmp_path: Path) -> None:
     for document in ('{"a": "x", "b": "wrong", "b": "y"}', '{"answer": {"a": "x", "b": "1", "b": "y"}}'):
         (tmp_path / "a.json").write_text(document)
         with pytest.raises(UserError, match="'b' occurs twice in one object"):
@@ -119,7 +119,7 @@ def test_an_id_that_one_object_holds_twice_is_named(tmp_path: Path) -> None:
         load_predictions(tmp_path / "a.json")
 
 
-def test_a_missing_verdict_or_field_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_verdict_or_field(tmp_path: Path) -> None:
     file = written(tmp_path, {"id": "a", "pred": "x"})
     with pytest.raises(UserError, match="line 1: gpt: missing"):
         load_predictions(file, judge_field="gpt")
@@ -155,7 +155,7 @@ def test_predictions_of_kilt_and_browsecomp_plus_are_read(tmp_path: Path) -> Non
     assert (found.id, found.answers) == (other.id, other.answers) == ("1", ("Marta Quell",))
 
 
-def test_passages_are_read_round_by_round_and_empty_ones_are_counted(tmp_path: Path, caplog) -> None:
+def test_passages_are_read_per_search_and_empty_ones_are_counted(tmp_path: Path, caplog) -> None:
     rounds = [
         [{"id": "3", "contents": '"T"\nx'}],
         [{"id": "4", "contents": '"U"\ny'}, {"id": "5", "contents": ""}],
@@ -176,7 +176,7 @@ def test_a_table_of_predictions_is_read(tmp_path: Path) -> None:
     assert (prediction.id, prediction.answers) == ("7", ("Marta, or\nQuell",))
 
 
-def test_ids_of_what_was_found_are_read_where_all_are_there(tmp_path: Path) -> None:
+def test_ids_of_passages_are_read_if_all_passages_have_one(tmp_path: Path) -> None:
     found = written(
         tmp_path,
         {"id": 1, "prediction": "x", "retrieved_docids": ["d1", 2]},

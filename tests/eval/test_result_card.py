@@ -1,4 +1,4 @@
-"""Result cards: they come back from JSON as they were, and what makes two of them unlike is never hidden."""
+"""Result cards survive the round trip through JSON, and every difference of two settings is reported."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.eval.result_card import (
     ResultCard,
-    card_of,
+    card_from_json,
     commit_here,
     differences,
     gold_fingerprint,
@@ -46,33 +46,35 @@ CLOSED = dataclasses.replace(
 )
 
 
-def test_a_card_comes_back_from_json_as_it_was(tmp_path: Path) -> None:
+def test_a_card_survives_the_round_trip_through_json(tmp_path: Path) -> None:
     save_card(tmp_path / "card.json", CARD)
     assert load_card(tmp_path / "card.json") == CARD
     required = dataclasses.asdict(CARD)
     for name in ("gold_sha256", "compute", "commit", "versions", "reader", "judge", "seed"):
         del required[name]
-    assert card_of(required).compute == {}  # as cards were that are kept
+    assert card_from_json(required).compute == {}  # older cards lack the field
     assert {"python", "rrl", "jax"} <= set(json.loads((tmp_path / "card.json").read_text())["versions"])
 
 
-def test_the_same_setting_needs_no_remark() -> None:
+def test_equal_settings_have_no_differences() -> None:
     other = dataclasses.replace(
         CARD, method="R-Search", model="models/y", seed=3, limits={"searches": 8}, judge="z"
     )
     assert differences({"a": CARD, "b": other}) == []
-    judged = dataclasses.replace(CARD, judge="y")  # where both have one it must be the same
+    judged = dataclasses.replace(CARD, judge="y")  # two judges must be the same
     assert differences({"a": judged, "b": other, "c": CARD}) == ["judge differs: a: y; b: z"]
-    short = dataclasses.replace(CARD, judge='{"kind": "oracle", "short_answers": true}')  # it decides EM too
+    short = dataclasses.replace(
+        CARD, judge='{"kind": "oracle", "short_answers": true}'
+    )  # this judge affects EM too
     assert differences({"a": short, "c": CARD}) == [
         "judge differs: a: kind oracle, short answers True; c: none"
     ]
-    older = dataclasses.replace(CARD, gold_sha256="", compute={})  # which did not say
+    older = dataclasses.replace(CARD, gold_sha256="", compute={})  # older cards lack these fields
     assert differences({"a": CARD, "b": older}) == []
     assert CARD.setting["corpus"] == "2wiki (6,119 passages, bbbbbbbbbbbb)"
     assert CARD.setting["retriever"] == "k1 0.9, kind bm25"
     dense = dataclasses.replace(CARD, retriever={"kind": "exact", "k1": 0.9, "encoder": "e5"})
-    assert dense.setting["retriever"] == "encoder e5, kind exact"  # what weighs words weighs nothing here
+    assert dense.setting["retriever"] == "encoder e5, kind exact"  # BM25's settings do not apply
 
 
 @pytest.mark.parametrize(
@@ -93,12 +95,12 @@ def test_the_same_setting_needs_no_remark() -> None:
         ({"compute": {"dtype": "bfloat16"}}, r"numerics differs: a, c: dtype float32; b: dtype bfloat16$"),
     ],
 )
-def test_what_differs_is_said_of_whom(change: dict, said: str) -> None:
+def test_differences_name_the_setting_and_the_runs(change: dict, said: str) -> None:
     (line,) = differences({"a": CARD, "b": dataclasses.replace(CARD, **change), "c": CARD})
     assert re.match(said, line)
 
 
-def test_a_closed_book_row_is_told_apart() -> None:
+def test_a_closed_book_run_differs_in_corpus_and_retriever() -> None:
     assert [line.partition(":")[0] for line in differences({"a": CARD, "b": CLOSED})] == [
         "corpus differs",
         "retriever differs",
@@ -109,7 +111,7 @@ def test_a_closed_book_row_is_told_apart() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"corpus": ""}, "belong together"),
+        ({"corpus": ""}, "must both be set"),
         ({"passages": -1}, "passages=-1 must be at least 0"),
         ({"seed": "0"}, "seed='0' must be a whole number"),
         ({"seed": True}, "seed=True must be a whole number"),
@@ -118,23 +120,23 @@ def test_a_closed_book_row_is_told_apart() -> None:
         ({"colour": 1}, "unknown: colour"),
     ],
 )
-def test_wrong_cards_are_refused_by_field(tmp_path: Path, change: dict, words: str) -> None:
+def test_errors_name_the_wrong_field_of_a_card(tmp_path: Path, change: dict, words: str) -> None:
     file = tmp_path / "card.json"
     file.write_text(json.dumps(dataclasses.asdict(CARD) | change))
     with pytest.raises(UserError, match=f"result card .*card.json: .*{words}"):
         load_card(file)
 
 
-def test_what_is_no_card_is_refused(tmp_path: Path) -> None:
+def test_objects_that_are_not_cards_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="missing: method, dataset"):
-        card_of({})
+        card_from_json({})
     with pytest.raises(UserError, match="not an object"):
-        card_of([])
+        card_from_json([])
     with pytest.raises(UserError, match=r"result card .*none.json"):
         load_card(tmp_path / "none.json")
 
 
-def test_questions_have_a_fingerprint_of_what_is_asked_and_expected() -> None:
+def test_the_fingerprint_of_questions_depends_on_texts_answers_and_choices() -> None:
     one, two = Question("a", "Who?", ("x",)), Question("b", "What?", ("y",), "kind", ("T",))
     assert questions_fingerprint([one, two]) == questions_fingerprint(
         [one, dataclasses.replace(two, kind="")]
@@ -145,7 +147,7 @@ def test_questions_have_a_fingerprint_of_what_is_asked_and_expected() -> None:
     assert len({questions_fingerprint([each]) for each in choosing}) == 3
 
 
-def test_the_commit_is_that_of_rrl_whatever_the_current_folder_belongs_to(tmp_path, monkeypatch) -> None:
+def test_the_commit_is_that_of_rrl_in_any_current_folder(tmp_path, monkeypatch) -> None:
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", "-C", str(tmp_path), *who, *command], check=True)
@@ -157,7 +159,7 @@ def test_the_commit_is_that_of_rrl_whatever_the_current_folder_belongs_to(tmp_pa
     assert commit_here() == "unknown"
 
 
-def test_gold_ids_are_part_of_what_recall_is_measured_by():
+def test_the_gold_fingerprint_depends_on_gold_ids():
     plain = Question("q", "Who?", ("A",), gold=("T",))
     with_ids = dataclasses.replace(plain, gold_ids=("1",))
     prints = {gold_fingerprint([q]) for q in (plain, with_ids, dataclasses.replace(with_ids, gold=()))}

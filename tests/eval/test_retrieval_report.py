@@ -1,4 +1,4 @@
-"""Retrieval metrics of an index, without a language model."""
+"""Retrieval metrics of an index, measured without a language model."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def retriever():
     return make_retriever(PASSAGES, "bm25")
 
 
-def test_means_over_all_and_over_groups(retriever):
+def test_metrics_are_means_over_all_questions_and_over_groups(retriever):
     found = retrieval_report(retriever, [CITY, BOTH, NONE], [2, 1], by="hops")
     assert found.cuts == (1, 2) and found.left_out == 0
     assert list(found.groups) == ["all", "1 gold", "2 gold"]
@@ -37,7 +37,7 @@ def test_means_over_all_and_over_groups(retriever):
     assert found.by == "gold titles"
 
 
-def test_hops_that_the_file_has_are_the_groups(retriever):
+def test_hops_of_the_file_are_the_groups(retriever):
     found = retrieval_report(retriever, [dataclasses.replace(CITY, hops=3), BOTH], [1], by="hops")
     assert list(found.groups) == ["all", "2 gold", "3 hops"]
 
@@ -50,7 +50,7 @@ def test_questions_without_gold_passages_are_left_out_and_counted(retriever):
     assert "1 questions without gold passages are left out" in found.as_text()
 
 
-def test_where_no_question_has_gold_passages_answers_in_the_text_count(retriever):
+def test_without_gold_passages_answers_in_the_text_count(retriever):
     found = retrieval_report(retriever, [dataclasses.replace(CITY, gold=())], [1, 4], by="kind")
     assert found.by == "answers in title and text" and found.groups["city"]["recall@1"] == 1
     assert found.as_text().splitlines()[1].split() == ["all", "1", "1", *["100.0"] * 5]
@@ -60,7 +60,7 @@ TWICE = [Passage("a", "Norway", "Oslo, capital"), Passage("b", "Norway", "Bergen
 """Two passages share a title."""
 
 
-def test_passages_with_the_same_title_are_told_apart_by_their_ids():
+def test_ids_distinguish_passages_with_the_same_title():
     retriever = make_retriever(TWICE, "bm25")
     question = Question("q", "Bergen port", ("x",), gold=("Norway",), gold_ids=("a",))
     found = retrieval_report(retriever, [question], [1])
@@ -71,7 +71,7 @@ def test_passages_with_the_same_title_are_told_apart_by_their_ids():
     assert by_title.as_text().splitlines()[-1].endswith("By gold titles.")
 
 
-def test_what_is_among_the_first_k_passages_does_not_depend_on_the_other_ranks_asked_for():
+def test_metrics_at_k_do_not_depend_on_the_other_cuts():
     """Two passages share the title that ranks first; the gold one is the third."""
     passages = [
         Passage("a", "N", "oslo oslo"),
@@ -84,31 +84,31 @@ def test_what_is_among_the_first_k_passages_does_not_depend_on_the_other_ranks_a
         assert found["recall@2"] == 0 and found.get("mrr@3", 1 / 3) == pytest.approx(1 / 3)
 
 
-def test_a_gold_id_that_was_not_found_but_is_in_the_index_counts_as_missed(retriever):
+def test_a_gold_id_in_the_index_that_is_not_retrieved_counts_as_missed(retriever):
     question = Question("q", "Lima Peru", ("x",), gold_ids=("p0",))
     found = retrieval_report(retriever, [question], [1])
     assert (found.by, found.warning, found.groups["all"]["recall@1"]) == ("gold ids", "", 0)
 
 
 @pytest.mark.parametrize("other", ["z9", "p3"])
-def test_ids_of_another_corpus_are_named_and_titles_taken(retriever, other):
-    """p3 is in the index, as the id of another passage than the question's."""
+def test_ids_of_another_corpus_give_a_warning_and_titles_are_used(retriever, other):
+    """p3 is in the index, but as the id of another passage than the question's gold passage."""
     found = retrieval_report(retriever, [dataclasses.replace(CITY, gold_ids=(other,))], [1])
     assert found.by == "gold titles" and found.groups["all"]["recall@1"] == 1
     assert f"'{other}', under a gold title of its question" in found.as_text().splitlines()[-1]
 
 
-def test_ids_of_another_corpus_without_titles_are_refused(retriever):
+def test_ids_of_another_corpus_without_titles_are_rejected(retriever):
     with pytest.raises(UserError, match="no passage has one of the gold ids, such as 'z9'"):
         retrieval_report(retriever, [dataclasses.replace(CITY, gold=(), gold_ids=("z9",))], [1])
 
 
-def test_questions_without_answers_and_gold_passages_are_refused(retriever):
+def test_questions_without_answers_and_gold_passages_are_rejected(retriever):
     with pytest.raises(UserError, match="no question has gold ids, gold titles or answers"):
         retrieval_report(retriever, [dataclasses.replace(CITY, gold=(), answers=())], [1])
 
 
-def test_titles_are_taken_where_more_questions_have_them(retriever):
+def test_titles_are_used_if_more_questions_have_them(retriever):
     some = [dataclasses.replace(CITY, gold_ids=("p0",)), BOTH]
     found = retrieval_report(retriever, some, [1])
     assert (
@@ -125,6 +125,6 @@ def test_titles_are_taken_where_more_questions_have_them(retriever):
         ({"by": "x"}, "kind, hops"),
     ],
 )
-def test_wrong_input_is_named(retriever, options, words):
+def test_errors_name_the_wrong_input(retriever, options, words):
     with pytest.raises(UserError, match=words):
         retrieval_report(retriever, **{"questions": [CITY], "cuts": [1], **options})

@@ -1,4 +1,4 @@
-"""Scores of real trajectories against a second implementation, and reports whose figures are counted by hand."""
+"""Scores of real trajectories equal those of a second implementation, and reports equal counts by hand."""
 
 import dataclasses
 import json
@@ -12,14 +12,14 @@ from rrl.data.questions import UNANSWERABLE, Question, load_questions
 from rrl.errors import UserError
 from rrl.eval.predictions import Prediction, load_predictions
 from rrl.eval.scoring import (
-    against,
     as_text,
-    matched,
-    own_questions,
+    compare_scores,
+    drop_unscorable,
+    match_predictions,
+    questions_in_file,
     report,
     scorable,
     score,
-    without,
     write_report,
 )
 from rrl.files import SaveError
@@ -35,7 +35,7 @@ QUESTIONS = [
 ]
 
 
-def said(*answers: str, **more: object) -> list[Prediction]:
+def predicted(*answers: str, **more: object) -> list[Prediction]:
     return [
         Prediction(f"line {at}", question.id, question.text, (answer,), **more)
         for at, (question, answer) in enumerate(zip(QUESTIONS, answers), 1)
@@ -43,10 +43,10 @@ def said(*answers: str, **more: object) -> list[Prediction]:
 
 
 @pytest.mark.parametrize("name", ["r1_searcher_2wiki_qwen", "r1_searcher_hotpotqa_qwen"])
-def test_every_real_record_is_judged_as_by_a_second_implementation(name: str) -> None:
+def test_real_records_have_the_scores_of_a_second_implementation(name: str) -> None:
     file = shared(f"rollouts/{name}.jsonl.gz")
     predictions = load_predictions(file, judge_field="gpt4o_output")
-    scores = score(predictions, own_questions(predictions, str(file)), SQUAD, judged=True)
+    scores = score(predictions, questions_in_file(predictions, str(file)), SQUAD, judged=True)
     assert len(predictions) == 500 and scores.unparsed == 0
     for at, prediction in enumerate(predictions):
         given, gold = prediction.record["pred_ans"], prediction.record["answer"]
@@ -60,10 +60,10 @@ def test_every_real_record_is_judged_as_by_a_second_implementation(name: str) ->
 
 
 def test_scoring_is_fast() -> None:
-    """At least 20,000 predictions a second of this thread's time, at best: a collection of garbage may fall into a round."""
+    """At least 20,000 predictions per second of thread time in the best round; garbage collection may slow down a round."""
     file = shared("rollouts/r1_searcher_2wiki_qwen.jsonl.gz")
     predictions = load_predictions(file)
-    questions = own_questions(predictions, str(file)) * 40
+    questions = questions_in_file(predictions, str(file)) * 40
     took = []
     for _ in range(3):
         started = time.thread_time()
@@ -72,11 +72,11 @@ def test_scoring_is_fast() -> None:
     assert 500 * 40 / min(took) > 20_000
 
 
-def test_a_report_counts_what_can_be_counted_by_hand() -> None:
+def test_a_report_equals_counts_by_hand() -> None:
     predictions = [
         dataclasses.replace(prediction, titles=titles, counts={"searches": searches, "tokens": tokens})
         for prediction, titles, searches, tokens in zip(
-            said("Paris", "a house", "no"), (("T", "x"), ("y", "V"), ()), (1, 2, 0), (10, 20, 60)
+            predicted("Paris", "a house", "no"), (("T", "x"), ("y", "V"), ()), (1, 2, 0), (10, 20, 60)
         )
     ]
     scores = score(predictions, QUESTIONS, SQUAD)
@@ -101,8 +101,8 @@ def test_a_report_counts_what_can_be_counted_by_hand() -> None:
     assert "33.3" in as_text(found) and "tokens_per_correct 90.00" in as_text(found)
 
 
-def test_no_answer_is_wrong_and_unparsed_verdicts_are_counted() -> None:
-    predictions = said("Paris", "x", "yes", verdict=None)
+def test_a_missing_answer_is_wrong_and_unparsed_verdicts_are_counted() -> None:
+    predictions = predicted("Paris", "x", "yes", verdict=None)
     scores = score([predictions[0], None, predictions[2]], QUESTIONS, SQUAD, judged=True)
     assert scores.metrics["em"].tolist() == [1, 0, 1]
     assert scores.metrics["judge"].tolist() == [0, 0, 0]
@@ -110,30 +110,30 @@ def test_no_answer_is_wrong_and_unparsed_verdicts_are_counted() -> None:
     assert "1 questions without a prediction count as wrong" in as_text(report(scores))
 
 
-def test_searches_that_failed_are_told_where_there_are_any() -> None:
-    predictions = said("Paris", "x", "yes")
+def test_the_report_mentions_failed_searches_only_if_there_are_any() -> None:
+    predictions = predicted("Paris", "x", "yes")
     assert "searches_failed" not in report(score(predictions, QUESTIONS, SQUAD))
     predictions[1] = dataclasses.replace(predictions[1], failed=2)
     found = report(score([*predictions[:2], None], QUESTIONS, SQUAD))
     assert found["searches_failed"] == 2 and "2 searches failed" in as_text(found)
 
 
-def test_choices_are_scored_by_letter_and_not_mixed() -> None:
+def test_multiple_choice_is_scored_by_letter_and_not_mixed_with_free_answers() -> None:
     choosing = [dataclasses.replace(question, answers=("B",), choices=("x", "y")) for question in QUESTIONS]
-    scores = score(said("The answer is (B)", "A", "b"), choosing, SQUAD)
-    assert scores.metrics["acc"].tolist() == [1, 0, 0] and scores.main == "acc"
-    with pytest.raises(UserError, match="1 of 3 questions are a multiple choice"):
-        score(said("a", "b", "c"), [*QUESTIONS[:2], choosing[2]], SQUAD)
+    scores = score(predicted("The answer is (B)", "A", "b"), choosing, SQUAD)
+    assert scores.metrics["acc"].tolist() == [1, 0, 0] and scores.main_metric == "acc"
+    with pytest.raises(UserError, match="1 of 3 questions are multiple choice"):
+        score(predicted("a", "b", "c"), [*QUESTIONS[:2], choosing[2]], SQUAD)
 
 
-def test_two_runs_are_compared_question_by_question() -> None:
-    first = score(said("Paris", "red house", "yes"), QUESTIONS, SQUAD)
-    second = score(said("Lyon", "red house", "yes"), QUESTIONS, SQUAD)
-    found = against(first, second)
-    assert set(found) == {"em", "f1", "cem"}  # what was found is not known
+def test_two_runs_are_compared_by_question() -> None:
+    first = score(predicted("Paris", "red house", "yes"), QUESTIONS, SQUAD)
+    second = score(predicted("Lyon", "red house", "yes"), QUESTIONS, SQUAD)
+    found = compare_scores(first, second)
+    assert set(found) == {"em", "f1", "cem"}  # retrieved passages are not known
     lists = [[["T", "U"], ["V"], []], [["T"], ["V"], []]]
     some, fewer = (dataclasses.replace(first, titles=titles) for titles in lists)
-    more = against(some, fewer)["full_recall"]  # the third question has no gold passages
+    more = compare_scores(some, fewer)["full_recall"]  # the third question has no gold passages
     assert (more["difference"], more["better"], more["worse"], more["same"]) == (0.5, 1, 0, 1)
     assert found["em"]["difference"] == pytest.approx(1 / 3)
     assert (found["em"]["better"], found["em"]["worse"], found["em"]["same"]) == (1, 0, 2)
@@ -142,13 +142,13 @@ def test_two_runs_are_compared_question_by_question() -> None:
 
 
 def test_predictions_are_matched_by_id_in_any_order() -> None:
-    predictions = said("Paris", "red house", "yes")
-    assert matched(predictions[::-1], QUESTIONS, "p", "d") == predictions
+    predictions = predicted("Paris", "red house", "yes")
+    assert match_predictions(predictions[::-1], QUESTIONS, "p", "d") == predictions
 
 
-def test_ids_of_another_release_are_passed_over_where_texts_are_to_match() -> None:
-    predictions = [dataclasses.replace(p, id=f"test_{p.id}") for p in said("Paris", "red house", "yes")]
-    assert matched(predictions[::-1], QUESTIONS, "p", "d", by="question") == predictions
+def test_matching_by_question_ignores_ids() -> None:
+    predictions = [dataclasses.replace(p, id=f"test_{p.id}") for p in predicted("Paris", "red house", "yes")]
+    assert match_predictions(predictions[::-1], QUESTIONS, "p", "d", by="question") == predictions
 
 
 def test_predictions_without_ids_are_matched_by_text_and_occurrence() -> None:
@@ -157,57 +157,63 @@ def test_predictions_without_ids_are_matched_by_text_and_occurrence() -> None:
         Prediction(f"line {at}", None, text, (text,))
         for at, text in enumerate(["is IT?", "who? ", "What?", "Who?"])
     ]
-    found = matched(predictions, questions, "p", "d")
+    found = match_predictions(predictions, questions, "p", "d")
     assert [p and p.place for p in found] == ["line 1", "line 2", "line 0", "line 3"]
     with pytest.raises(
-        UserError, match=r"p, line 3: question 'Who\?' is none of the 3 questions of d, or is there more"
+        UserError, match=r"p, line 3: question 'Who\?' is not among the 3 questions of d, or occurs more"
     ):
-        matched(predictions, QUESTIONS, "p", "d")
+        match_predictions(predictions, QUESTIONS, "p", "d")
 
 
-def test_ids_that_number_the_questions_in_another_order_are_refused() -> None:
-    predictions = [dataclasses.replace(p, question=q.text) for p, q in zip(said("x", "y", "z"), QUESTIONS)]
-    assert matched(predictions, QUESTIONS, "p", "d") == predictions
+def test_ids_that_number_the_questions_in_another_order_are_rejected() -> None:
+    predictions = [
+        dataclasses.replace(p, question=q.text) for p, q in zip(predicted("x", "y", "z"), QUESTIONS)
+    ]
+    assert match_predictions(predictions, QUESTIONS, "p", "d") == predictions
     turned = [dataclasses.replace(p, question=q.text) for p, q in zip(predictions, QUESTIONS[::-1])]
     with pytest.raises(
-        UserError, match=r"p, line 1: id 'a' was asked '.*', which in d is .*--match=question"
+        UserError, match=r"p, line 1: id 'a' has the question '.*', which in d is .*--match=question"
     ):
-        matched(turned, QUESTIONS, "p", "d")
+        match_predictions(turned, QUESTIONS, "p", "d")
     spelled = [dataclasses.replace(p, question=f"Question: {p.question}") for p in predictions]
-    assert matched(spelled, QUESTIONS, "p", "d") == spelled  # in no other question's words
+    assert match_predictions(spelled, QUESTIONS, "p", "d") == spelled  # the text equals no other question
     strange = [dataclasses.replace(p, question=f"Another one, {p.id}?") for p in predictions]
-    with pytest.raises(
-        UserError, match=r"p: 3 of 3 predictions were asked another question than .* in d\. Give"
-    ):
-        matched(strange, QUESTIONS, "p", "d")
-    assert matched([*strange[:1], *predictions[1:]], QUESTIONS, "p", "d")[0] == strange[0]  # one was reworded
+    with pytest.raises(UserError, match=r"p: 3 of 3 predictions have another question than .* in d\. Give"):
+        match_predictions(strange, QUESTIONS, "p", "d")
+    assert (
+        match_predictions([*strange[:1], *predictions[1:]], QUESTIONS, "p", "d")[0] == strange[0]
+    )  # one reworded question is allowed
 
 
-def test_what_does_not_match_is_named_with_its_line(tmp_path: Path) -> None:
+def test_errors_name_the_line_of_an_unmatched_prediction_or_question(tmp_path: Path) -> None:
     data = tmp_path / "dev.jsonl"
     data.write_text("\n".join(json.dumps({"id": q.id, "question": q.text, "answer": "x"}) for q in QUESTIONS))
-    questions, predictions = load_questions(data), said("x", "y", "z")
+    questions, predictions = load_questions(data), predicted("x", "y", "z")
     with pytest.raises(
         UserError,
         match=r"p.jsonl: no prediction for 2 of the 3 questions of .*dev.jsonl \(ids 'b', 'c'; the first at line 2\)",
     ):
-        matched(predictions[:1], questions, "p.jsonl", str(data))
-    assert matched(predictions[:1], questions, "p.jsonl", str(data), "wrong") == [predictions[0], None, None]
+        match_predictions(predictions[:1], questions, "p.jsonl", str(data))
+    assert match_predictions(predictions[:1], questions, "p.jsonl", str(data), "wrong") == [
+        predictions[0],
+        None,
+        None,
+    ]
     stranger = dataclasses.replace(predictions[0], id="z", place="line 9")
     with pytest.raises(
-        UserError, match=r"p.jsonl, line 9: id 'z' is none of the 3 questions of .*--match=question"
+        UserError, match=r"p.jsonl, line 9: id 'z' is not among the 3 questions of .*--match=question"
     ):
-        matched([stranger], questions, "p.jsonl", str(data))
-    with pytest.raises(UserError, match=r"dev.jsonl, question 4: id 'a' is there twice, first at line 1"):
-        matched(predictions, [*questions, questions[0]], "p.jsonl", str(data))
+        match_predictions([stranger], questions, "p.jsonl", str(data))
+    with pytest.raises(UserError, match=r"dev.jsonl, question 4: id 'a' occurs twice, first at line 1"):
+        match_predictions(predictions, [*questions, questions[0]], "p.jsonl", str(data))
     with pytest.raises(
-        UserError, match=r"p.jsonl, line 1: question or text.*no gold answers of its own: give .*--data"
+        UserError, match=r"p.jsonl, line 1: question or text.*has no gold answers: give .*--data"
     ):
-        own_questions(predictions, "p.jsonl")
+        questions_in_file(predictions, "p.jsonl")
 
 
-def test_reports_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    scores = score(said("Paris", "x", "yes"), QUESTIONS, SQUAD)
+def test_reports_are_written_atomically(tmp_path: Path) -> None:
+    scores = score(predicted("Paris", "x", "yes"), QUESTIONS, SQUAD)
     write_report(tmp_path / "out", report(scores), scores)
     assert json.loads((tmp_path / "out/metrics.json").read_text())["questions"] == 3
     lines = [json.loads(line) for line in (tmp_path / "out/scores.jsonl").read_text().splitlines()]
@@ -223,7 +229,7 @@ def test_reports_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     np.testing.assert_array_equal(scores.metrics["em"], [1, 0, 1])
 
 
-def test_unanswerable_questions_score_an_empty_answer_under_squad2_and_are_left_out_otherwise(
+def test_unanswerable_questions_count_only_under_squad2(
     tmp_path: Path,
 ) -> None:
     questions = [
@@ -237,30 +243,30 @@ def test_unanswerable_questions_score_an_empty_answer_under_squad2_and_are_left_
     for rule, em in ((RULES["squad2"], [1, 1, 0]), (SQUAD, [1])):
         counts = scorable(questions, rule)
         scored = [question for question, count in zip(questions, counts) if count]
-        pairs = matched(without(predictions, questions, counts), scored, "p", "d")
+        pairs = match_predictions(drop_unscorable(predictions, questions, counts), scored, "p", "d")
         assert score(pairs, scored, rule).metrics["em"].tolist() == em
     file.write_text('{"b": null}')
     assert score(load_predictions(file), questions[1:2], RULES["squad2"]).metrics["em"].tolist() == [1]
 
 
-def test_of_a_pair_with_one_id_the_answerable_question_counts() -> None:
-    """MuSiQue-Full asks each question twice, over passages that answer it and that do not."""
+def test_of_two_questions_with_one_id_the_answerable_one_counts() -> None:
+    """MuSiQue-Full has each question twice: with passages that answer it, and with passages that do not."""
     pair = [Question("a", "Who?", ("A",)), Question("a", "Who?", UNANSWERABLE)]
     assert scorable(pair, RULES["squad2"]) == [True, False]
     prediction = Prediction("line 1", "a", "", ("A",))
-    assert without([prediction], pair, [True, False]) == [prediction]
+    assert drop_unscorable([prediction], pair, [True, False]) == [prediction]
 
 
-def test_kilts_predictions_are_not_their_own_gold_answers(tmp_path: Path) -> None:
+def test_kilt_predictions_are_not_read_as_gold_answers(tmp_path: Path) -> None:
     file = tmp_path / "kilt.jsonl"
     file.write_text('{"id": "1", "input": "Who?", "output": [{"answer": "A"}]}\n')
     with pytest.raises(UserError, match="line 1: no gold answer"):
-        own_questions(load_predictions(file), str(file))
+        questions_in_file(load_predictions(file), str(file))
 
 
 @pytest.mark.parametrize("field", ["prediction", "answer"])
-def test_our_own_results_and_trajectories_score_by_themselves(tmp_path: Path, field: str) -> None:
-    """The answer beside the question is the policy's, not a gold one."""
+def test_results_and_trajectories_contain_their_gold_answers(tmp_path: Path, field: str) -> None:
+    """The answer in the record is the policy's, not a gold answer."""
     file = tmp_path / "results.jsonl"
     question = {
         "id": "a",
@@ -277,28 +283,28 @@ def test_our_own_results_and_trajectories_score_by_themselves(tmp_path: Path, fi
     ]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     predictions = load_predictions(file)
-    questions = own_questions(predictions, str(file))
+    questions = questions_in_file(predictions, str(file))
     assert [q.answers for q in questions] == [("A", "the A")] * 2 and questions[0].gold == ("T",)
-    pairs = matched(predictions, questions, "p", "d")
+    pairs = match_predictions(predictions, questions, "p", "d")
     assert score(pairs, questions, SQUAD).metrics["em"].tolist() == [0, 1]
 
 
-def test_gold_passages_are_counted_by_their_ids_where_the_predictions_have_them() -> None:
-    """T is the title of two passages, of which the gold one was not found."""
+def test_gold_passages_are_matched_by_ids_if_the_predictions_have_them() -> None:
+    """T is the title of two passages; the gold one was not retrieved."""
     questions = [dataclasses.replace(QUESTIONS[0], gold_ids=("1", "2"))]
-    (prediction,) = said("Paris", titles=("T", "U"), ids=("9", "2"))[:1]
+    (prediction,) = predicted("Paris", titles=("T", "U"), ids=("9", "2"))[:1]
     by_id = score([prediction], questions, SQUAD)
     by_title = score([dataclasses.replace(prediction, ids=None)], questions, SQUAD)
     assert by_id.gold_by == ("gold ids", "") and by_id.coverage["recall"].tolist() == [0.5]
     assert by_title.gold_by[0] == "gold titles" and by_title.coverage["recall"].tolist() == [1]
     assert "by gold ids" in as_text(report(by_id))
     shown = as_text(report(by_title))
-    assert "by gold titles" in shown and "do not have the ids of what was found" in shown
-    assert "recall" not in against(by_id, by_title) and "recall" in against(by_id, by_id)
+    assert "by gold titles" in shown and "do not have the ids of the retrieved passages" in shown
+    assert "recall" not in compare_scores(by_id, by_title) and "recall" in compare_scores(by_id, by_id)
 
 
-def test_gold_ids_none_of_which_was_found_are_named() -> None:
-    (prediction,) = said("Paris", titles=("T", "U"), ids=("9", "8"))[:1]
+def test_a_warning_names_gold_ids_of_which_none_was_retrieved() -> None:
+    (prediction,) = predicted("Paris", titles=("T", "U"), ids=("9", "8"))[:1]
     ids_alone = score([prediction], [dataclasses.replace(QUESTIONS[0], gold=(), gold_ids=("1",))], SQUAD)
     assert ids_alone.coverage["recall"].tolist() == [0]
     assert "no passage has one of the gold ids, such as '1'" in as_text(report(ids_alone))
@@ -306,7 +312,7 @@ def test_gold_ids_none_of_which_was_found_are_named() -> None:
     assert both.gold_by[0] == "gold titles" and "such as '1'" in as_text(report(both))
 
 
-def test_ids_alone_are_enough() -> None:
-    (prediction,) = said("Paris", ids=("9", "1"))[:1]
+def test_retrieval_can_be_measured_by_ids_alone() -> None:
+    (prediction,) = predicted("Paris", ids=("9", "1"))[:1]
     scores = score([prediction], [dataclasses.replace(QUESTIONS[0], gold_ids=("1",))], SQUAD)
     assert scores.coverage["mrr"].tolist() == [0.5]

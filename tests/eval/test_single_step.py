@@ -1,4 +1,4 @@
-"""Step-wise against single-step retrieval: as many passages for both, counted by hand."""
+"""Step-wise and single-step retrieval are compared at the same number of passages, counted by hand."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from rrl.retrieval.retriever import Hit
 
 
 class Shelf:
-    """Finds these titles for every question, best first."""
+    """A retriever that returns these titles for every question, best first."""
 
     def search(self, queries, k):
         self.k = k
@@ -33,18 +33,18 @@ SOME = [
 ]
 
 
-def test_both_find_as_many_passages():
+def test_both_methods_retrieve_the_same_number_of_passages():
     shelf = Shelf()
-    beside = compare_single_step(SOME, shelf)
-    assert beside.steps.found.tolist() == [2, 4, 1] and beside.k == 3  # 7 / 3, rounded up
-    assert beside.steps.recall().tolist() == [1, 0.5, 1]
-    assert beside.single.found.tolist() == [2, 4, 1]  # passages that differ
-    assert beside.single.recall().tolist() == [0.5, 1, 0]
-    assert beside.fixed.recall().tolist() == [1, 1, 0]
-    assert beside.gain.difference == pytest.approx(1 / 3) and beside.gain.better == 2
+    comparison = compare_single_step(SOME, shelf)
+    assert comparison.steps.retrieved.tolist() == [2, 4, 1] and comparison.k == 3  # 7 / 3, rounded up
+    assert comparison.steps.recall().tolist() == [1, 0.5, 1]
+    assert comparison.single.retrieved.tolist() == [2, 4, 1]  # distinct passages
+    assert comparison.single.recall().tolist() == [0.5, 1, 0]
+    assert comparison.fixed.recall().tolist() == [1, 1, 0]
+    assert comparison.gain.difference == pytest.approx(1 / 3) and comparison.gain.better == 2
 
 
-def test_the_table_says_how_many_and_how_sure():
+def test_the_table_shows_counts_and_the_interval():
     lines = as_text(compare_single_step(SOME, Shelf())).splitlines()
     assert lines[0].endswith("(3 questions)")
     row = next(line for line in lines if line.startswith("all")).split()
@@ -53,6 +53,6 @@ def test_the_table_says_how_many_and_how_sure():
     assert "at equal K: +33.3 points, 95 % interval" in lines[-1]
 
 
-def test_without_gold_passages_there_is_nothing_to_compare():
-    with pytest.raises(UserError, match="none of 1 trajectories has gold passages"):
+def test_a_comparison_without_gold_passages_is_rejected():
+    with pytest.raises(UserError, match="none of the questions of 1 trajectories has gold passages"):
         compare_single_step(SOME[3:], Shelf())

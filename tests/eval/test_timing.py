@@ -1,4 +1,4 @@
-"""Seconds a question, from the stretches that an evaluation timed."""
+"""Seconds per question, from the batches that an evaluation timed."""
 
 import json
 import time
@@ -12,25 +12,25 @@ from rrl.eval.timing import append_timing, latency, read_timing
 from rrl.rewards.reader import ReaderReply
 
 
-def test_seconds_are_taken_over_the_stretches_that_ended(tmp_path: Path) -> None:
+def test_seconds_are_averaged_over_complete_batches(tmp_path: Path) -> None:
     lines = [{"questions": 10, "answer": 5.0, "search": 1.0}, {"questions": 30, "answer": 5.0, "search": 1.0}]
     lines += [{"questions": 0, "judged": "a", "judge": 3.0}, {"questions": 10, "judged": "b", "judge": 20.0}]
     (tmp_path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for judged, more in (("", {}), ("a", {}), ("b", {"judge": 2.0})):  # each judge by itself
+    for judged, more in (("", {}), ("a", {}), ("b", {"judge": 2.0})):  # each judge separately
         assert latency(tmp_path, judged) == {"answer": 0.25, "search": 0.05} | more
 
 
-def test_what_a_generator_reads_takes_seconds_of_its_own(tmp_path: Path) -> None:
+def test_the_readers_seconds_are_measured_separately(tmp_path: Path) -> None:
     generator = AnswerModel(
         lambda prompts: time.sleep(0.02) or [ReaderReply(str(p).upper(), 1, 1) for p in prompts]
     )
     assert generator(["a"]) == ["A"] and generator(["b", "c"]) == ["B", "C"]
-    assert 0.04 <= generator.seconds < 5 and [said.text for said in generator.last] == ["B", "C"]
+    assert 0.04 <= generator.seconds < 5 and [reply.text for reply in generator.last] == ["B", "C"]
     (tmp_path / "timing.jsonl").write_text('{"questions": 10, "answer": 5.0, "search": 1.0, "read": 2.0}\n')
     assert latency(tmp_path) == {"answer": 0.5, "search": 0.1, "read": 0.2}
 
 
-def test_a_stretch_that_a_kill_cut_is_dropped(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_timing_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "timing.jsonl").write_text('{"questions": 10, "answer": 5.0}\n{"questions": 1')
     assert latency(tmp_path) == {"answer": 0.5}
     append_timing(tmp_path, 10, answer=1.0)
@@ -45,7 +45,7 @@ def test_a_stretch_that_a_kill_cut_is_dropped(tmp_path: Path) -> None:
         ('{"questions": 1, "commit": 7}', "commit=7 must be a text"),
     ],
 )
-def test_a_line_with_a_value_of_another_type_is_named(tmp_path: Path, line: str, words: str) -> None:
+def test_errors_name_a_line_with_a_wrong_type(tmp_path: Path, line: str, words: str) -> None:
     (tmp_path / "timing.jsonl").write_text(f'{{"questions": 10, "answer": 5.0}}\n{line}\n')
     for read in (read_timing, latency):
         with pytest.raises(UserError, match=rf"timing\.jsonl, line 2: {words}; remove that line"):

@@ -112,10 +112,10 @@ def test_gold_answers_in_the_predictions_file_need_no_data(tmp_path: pathlib.Pat
         (
             [{"id": "a", "pred": "A"}, {"id": "a", "pred": "B"}],
             [],
-            "bad.jsonl, line 2: id: 'a' is there twice",
+            "bad.jsonl, line 2: id: 'a' occurs twice",
         ),
         ([{"id": "a", "pred": "A"}, {"pred": "B"}], [], "bad.jsonl, line 2: id: missing"),
-        ([{"id": "z", "pred": "A"}], [], "bad.jsonl, line 1: id 'z' is none of"),
+        ([{"id": "z", "pred": "A"}], [], "bad.jsonl, line 1: id 'z' is not among"),
         ([{"id": "a", "pred": "A"}], ["--normalization=squat"], "normalization='squat' is unknown"),
         ([{"id": "a", "pred": "A"}], ["--data=EMPTY"], "empty.jsonl, line 2: no gold answer"),
         ([{"id": "a", "pred": "A"}], ["--data=WRONG"], "wrong.jsonl, line 1: question or text"),

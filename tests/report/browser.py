@@ -1,4 +1,4 @@
-"""Pages as headless Chromium lays them out; the tests that need it skip where it is missing."""
+"""Render pages in headless Chromium; tests that need it are skipped if it is missing."""
 
 import html
 import json
@@ -33,7 +33,7 @@ onload = () => document.title = JSON.stringify([...document.querySelectorAll("if
 
 
 def title_of(page: str, folder: Path) -> str:
-    """The title that a page has when its scripts have run; `folder` is one for scratch files of this call alone."""
+    """Return the title of a page after its scripts have run; `folder` is an empty folder for temporary files."""
     folder.mkdir(parents=True)
     (folder / "page.html").write_text(page)
     command = [BROWSER, *OPTIONS, f"--user-data-dir={folder / 'user'}", "--dump-dom"]
@@ -44,8 +44,8 @@ def title_of(page: str, folder: Path) -> str:
 
 
 def sticking_out(page: str, widths: Sequence[int], folder: Path) -> list[tuple[int, list[str]]]:
-    """At each width in pixels: by how many the page scrolls sideways, and what stands outside it, except in boxes that scroll."""
-    # A window of Chromium is never narrower than 500 pixels; a frame is.
+    """Return for each width in pixels how far the page scrolls sideways, and the elements outside it, except in scroll boxes."""
+    # A window of Chromium is at least 500 pixels wide; a frame can be narrower.
     frames = "".join(
         f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{html.escape(page)}"></iframe>'
         for width in widths

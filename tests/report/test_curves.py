@@ -1,4 +1,4 @@
-"""Curves: what is missing is said, spread is over seeds, and a picture comes out."""
+"""Curves of runs and arms are plotted with labels, captions and notes on missing metrics."""
 
 import json
 
@@ -42,7 +42,7 @@ def is_png(path):
     return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_run_is_drawn_from_rows_and_from_its_file(tmp_path):
+def test_a_run_can_be_plotted_from_rows_and_from_a_file(tmp_path):
     plot_training(run(), tmp_path / "deep" / "rows.png", "R-Search on miniwiki")
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, run())))
     plot_training(tmp_path / "metrics.jsonl", tmp_path / "file.png", "R-Search on miniwiki")
@@ -51,7 +51,7 @@ def test_a_run_is_drawn_from_rows_and_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(("temperature", "words"), [(0.0, "greedy decoding"), (0.1, "temperature 0.1")])
-def test_held_out_labels_say_how_tokens_were_chosen(tmp_path, monkeypatch, temperature, words):
+def test_held_out_labels_name_the_decoding(tmp_path, monkeypatch, temperature, words):
     drawn = []
     monkeypatch.setattr("rrl.report.curves.save_figure", lambda figure, _: drawn.append(figure))
     plot_training(run(), tmp_path / "x.png", temperature=temperature)
@@ -67,7 +67,7 @@ def figure_of(monkeypatch, rows, **options):
 
 
 def words_in(figure):
-    """The labels of each panel's legend, by the panel's title."""
+    """Return the labels of each panel's legend, by the panel's title."""
     return {axis.get_title("left"): axis.get_legend_handles_labels()[1] for axis in figure.axes}
 
 
@@ -76,7 +76,7 @@ class Own:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_recipe_has_its_own_rewards_and_metrics_in_words(monkeypatch, name):
+def test_each_recipe_labels_its_rewards_and_metrics(monkeypatch, name):
     recipe = RECIPES[name]()
     curves = curves_of(recipe)
     paid = {f"reward/{name}": 0.5 for name in ("total", *curves.rewards)}
@@ -86,7 +86,7 @@ def test_each_recipe_has_its_own_rewards_and_metrics_in_words(monkeypatch, name)
     assert set(curves.metrics.values()) < set(words)
 
 
-def test_rewards_that_no_recipe_declares_are_drawn_by_name_and_equations_are_not_made_up(monkeypatch):
+def test_undeclared_rewards_are_plotted_by_name_without_equations(monkeypatch):
     rows = [{"step": 1, "reward/total": 1.0, "reward/brief": 0.5, "reward/answer": 0.5}]
     assert words_in(figure_of(monkeypatch, rows, curves=curves_of(Own())))["reward"] == [
         "total",
@@ -95,13 +95,13 @@ def test_rewards_that_no_recipe_declares_are_drawn_by_name_and_equations_are_not
     ]
 
 
-def test_a_critic_has_a_panel_where_there_is_one(monkeypatch):
+def test_only_a_run_with_a_critic_has_its_panel(monkeypatch):
     without, critic = run(2), [line | {"critic/explained_variance": 0.5} for line in run(2)]
     assert not any("critic" in title for title in words_in(figure_of(monkeypatch, without)))
     assert any("critic" in title for title in words_in(figure_of(monkeypatch, critic)))
 
 
-def test_legends_cover_no_line_and_pale_lines_are_explained(monkeypatch):
+def test_legends_cover_no_line_and_the_caption_explains_pale_lines(monkeypatch):
     figure = figure_of(monkeypatch, run())
     figure.draw_without_rendering()
     for axis in figure.axes:
@@ -119,12 +119,12 @@ def test_a_short_run_has_no_ticks_between_steps(tmp_path, monkeypatch):
     assert ticks and all(tick == int(tick) for tick in ticks)
 
 
-def test_a_run_of_one_step_with_missing_metrics_is_drawn(tmp_path):
+def test_a_run_of_one_step_with_missing_metrics_can_be_plotted(tmp_path):
     plot_training([{"step": 1, "reward/total": None, "train/em": 0.5}], tmp_path / "short.png")
     assert is_png(tmp_path / "short.png")
 
 
-def test_arms_of_different_lengths_are_drawn_over_minutes(tmp_path):
+def test_arms_of_different_lengths_can_be_plotted_over_minutes(tmp_path):
     arms = {
         "GRPO": [run(seed=seed) for seed in range(4)],
         "SFT continued": [run(90, 9, 0.1), run(80, 8, 0.0)],
@@ -133,7 +133,7 @@ def test_arms_of_different_lengths_are_drawn_over_minutes(tmp_path):
     assert is_png(tmp_path / "spread.png")
 
 
-def test_series_leaves_out_what_was_not_measured_and_sorts():
+def test_series_drops_missing_values_and_sorts():
     rows = [
         {"step": 2, "a": 1.0},
         {"step": 1, "a": 3.0},
@@ -146,25 +146,25 @@ def test_series_leaves_out_what_was_not_measured_and_sorts():
     assert values.tolist() == [3, 1]
 
 
-def test_smoothing_keeps_constants_and_the_mean_of_the_middle():
+def test_smoothing_preserves_constants_and_averages_a_window():
     np.testing.assert_allclose(smooth(np.full(9, 2.0), 4), 2.0)
     np.testing.assert_allclose(smooth(np.arange(9.0), 3)[4], 4.0)
 
 
 @pytest.mark.parametrize("source", ["nowhere/metrics.jsonl", []])
-def test_a_run_without_steps_is_refused_by_name(tmp_path, source):
+def test_a_run_without_steps_is_rejected(tmp_path, source):
     with pytest.raises(UserError, match=r"nowhere|no step"):
         plot_training(source, tmp_path / "x.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_an_arm_without_runs_is_refused(tmp_path):
+def test_an_arm_without_runs_is_rejected(tmp_path):
     with pytest.raises(UserError, match="permuted"):
         plot_spread({"permuted": []}, tmp_path / "x.png")
 
 
 def spread_of(monkeypatch, seeds, steps, arms=1):
-    """What `plot_spread` hands over to be written."""
+    """Return the figure that `plot_spread` would write."""
     drawn = []
     monkeypatch.setattr("rrl.report.curves.save_figure", lambda figure, _: drawn.append(figure))
     plot_spread(
@@ -186,11 +186,11 @@ def spread_of(monkeypatch, seeds, steps, arms=1):
         (1, 10, ""),
     ],
 )
-def test_bands_and_smoothed_lines_over_seeds_are_explained(monkeypatch, seeds, steps, words):
+def test_the_caption_explains_bands_and_smoothed_lines(monkeypatch, seeds, steps, words):
     assert spread_of(monkeypatch, seeds, steps).get_supxlabel() == words
 
 
-def test_many_arms_have_the_words_above_their_legend_and_not_upon_it(monkeypatch):
+def test_the_caption_of_many_arms_does_not_overlap_their_legend(monkeypatch):
     figure = spread_of(monkeypatch, 3, 40, arms=6)
     (legend,) = figure.legends
     assert legend.get_title().get_text().startswith("Lines: mean over seeds and over 3 steps")

@@ -1,4 +1,4 @@
-"""Every page that is written fits a laptop's window and a phone's, whatever stands in it."""
+"""Every page fits the window of a laptop and of a phone, with any content."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Ranked passages as text and as a page: all of them, in order, and nothing that could run."""
+"""Ranked passages are shown completely and in order, as text and as a page, and their text is escaped."""
 
 from rrl.data.passages import Passage
 from rrl.report.search_results import as_text, write_page
@@ -17,7 +17,7 @@ def test_text_has_rank_score_title_and_id() -> None:
     text.encode()
 
 
-def test_a_passage_cannot_command_the_terminal() -> None:
+def test_control_characters_of_a_passage_are_replaced() -> None:
     assert "\x1b" not in as_text(["q"], [[Hit(Passage("1", "\x1b[2J", "x\x9b"), 1)]])
 
 
@@ -31,7 +31,7 @@ def test_the_page_is_escaped_and_marks_the_words_of_the_query(tmp_path) -> None:
     assert page.index("Oslo") < page.index("of the")
 
 
-def test_words_are_marked_as_they_are_searched(tmp_path) -> None:
+def test_words_are_marked_as_bm25_matches_them(tmp_path) -> None:
     hit = Hit(Passage("1", "Presidency", "The president’s office, and the city's origin."), 1)
     write_page(tmp_path / "page.html", ["the presidents of the cities and their origins"], [[hit]], "x")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Cutting a trajectory into pieces keeps the text, the tags' meaning and the tokens."""
+"""Splitting a trajectory into segments preserves the text, the meaning of tags and the tokens."""
 
 import dataclasses
 
@@ -9,19 +9,19 @@ from tests.eval.fakes import FakeTokens, direct, malformed, spouse, winter
 
 
 def kinds(trajectory):
-    return [piece.kind for piece in segments_of(trajectory)]
+    return [segment.kind for segment in segments_of(trajectory)]
 
 
-def test_pieces_follow_the_papers_order():
+def test_segments_follow_the_order_of_the_paper():
     assert kinds(spouse()) == [
         *("prompt", "reasoning", "search", "observation", "reasoning", "search", "observation"),
         *("evidence", "answer"),
     ]
 
 
-def test_a_malformed_box_stays_reasoning_and_its_tags_are_found():
-    cut = segments_of(malformed())
-    assert [piece.kind for piece in cut] == [
+def test_malformed_tags_stay_reasoning_and_are_listed_as_stray():
+    segments = segments_of(malformed())
+    assert [segment.kind for segment in segments] == [
         "prompt",
         "reasoning",
         "message",
@@ -29,10 +29,13 @@ def test_a_malformed_box_stays_reasoning_and_its_tags_are_found():
         "observation",
         "reasoning",
     ]
-    assert [cut[1].text[start:stop] for start, stop in stray_tags(cut[1].text)] == ["<search>", "<answer>"]
+    assert [segments[1].text[start:stop] for start, stop in stray_tags(segments[1].text)] == [
+        "<search>",
+        "<answer>",
+    ]
 
 
-def test_markers_of_another_form_are_cut_and_found_alike():
+def test_pairs_of_markers_are_handled_like_tags():
     query, documents = ((f"<|begin_of_{name}|>", f"<|end_of_{name}|>") for name in ("query", "documents"))
     segments = [
         (POLICY, f"why {query[1]} {query[0]}x{query[0]} y {query[1]}"),
@@ -41,8 +44,8 @@ def test_markers_of_another_form_are_cut_and_found_alike():
         (ENVIRONMENT, "\nI write <answer> and </answer>.\n"),
     ]
     tags = {query: "search", "answer": "answer"}
-    cut = segments_of(dataclasses.replace(direct(), segments=segments), tags)
-    assert [(piece.kind, piece.text) for piece in cut] == [
+    segments = segments_of(dataclasses.replace(direct(), segments=segments), tags)
+    assert [(segment.kind, segment.text) for segment in segments] == [
         ("reasoning", f"why {query[1]} {query[0]}x"),
         ("search", "y"),
         ("observation", "found </answer>"),
@@ -50,22 +53,22 @@ def test_markers_of_another_form_are_cut_and_found_alike():
         ("answer", "z"),
         ("message", "I write <answer> and </answer>."),
     ]
-    text = cut[0].text
+    text = segments[0].text
     assert [text[start:stop] for start, stop in stray_tags(text, tags)] == [query[1], query[0]]
     assert stray_tags(text, {}) == []
 
 
-def test_tags_in_the_prompt_are_not_the_policys():
-    cut = segments_of(direct())
-    assert [piece.kind for piece in cut if piece.role == PROMPT] == ["prompt"]
-    assert cut[0].text == direct().segments[0][1]
+def test_tags_in_the_prompt_make_no_segments():
+    segments = segments_of(direct())
+    assert [segment.kind for segment in segments if segment.role == PROMPT] == ["prompt"]
+    assert segments[0].text == direct().segments[0][1]
 
 
-def test_tokens_join_to_the_text_of_each_policy_piece():
+def test_tokens_join_to_the_text_of_each_policy_segment():
     tokens = FakeTokens()
     trajectory = winter(tokens=tokens)
-    for piece in segments_of(trajectory, token_bytes=tokens.bytes):
-        assert "".join(text for text, _ in piece.spans) == (piece.text if piece.role == POLICY else "")
+    for segment in segments_of(trajectory, token_bytes=tokens.bytes):
+        assert "".join(text for text, _ in segment.spans) == (segment.text if segment.role == POLICY else "")
 
 
 def test_a_character_of_several_tokens_belongs_to_the_last():
@@ -73,21 +76,21 @@ def test_a_character_of_several_tokens_belongs_to_the_last():
     trajectory.tokens, trajectory.roles = trajectory.tokens[:3], trajectory.roles[:3] * 0 + POLICY
     trajectory.tokens[:] = [0, 1, 2]
     trajectory.logps = trajectory.logps[:3] * 0 - [1.0, 2.0, 3.0]
-    (piece,) = segments_of(trajectory, token_bytes=[b"\xc3", b"\xa9", b"!"])
-    assert piece.spans == (("é", -2.0), ("!", -3.0))
+    (segment,) = segments_of(trajectory, token_bytes=[b"\xc3", b"\xa9", b"!"])
+    assert segment.spans == (("é", -2.0), ("!", -3.0))
 
 
 def test_tokens_that_do_not_spell_the_text_are_left_out():
     trajectory = spouse()
-    assert all(not piece.spans for piece in segments_of(trajectory, token_bytes=[b"x"] * 1000))
+    assert all(not segment.spans for segment in segments_of(trajectory, token_bytes=[b"x"] * 1000))
 
 
-def test_other_tags_can_be_named():
+def test_other_tags_can_be_given():
     trajectory = dataclasses.replace(
         direct(), segments=[(POLICY, "<think> why </think><search>x</search>"), (ENVIRONMENT, "y")]
     )
-    cut = segments_of(trajectory, {"think": "reasoning", "search": "search"})
-    assert [(piece.kind, piece.text) for piece in cut] == [
+    segments = segments_of(trajectory, {"think": "reasoning", "search": "search"})
+    assert [(segment.kind, segment.text) for segment in segments] == [
         ("reasoning", "why"),
         ("search", "x"),
         ("message", "y"),
@@ -97,19 +100,19 @@ def test_other_tags_can_be_named():
 STEPS = {("The retrieval query:", ""): "search", ("The final answer:", ""): "answer"}
 
 
-def test_a_heading_holds_what_follows_it_up_to_the_next():
+def test_a_heading_contains_the_text_up_to_the_next_heading():
     text = "Step 1:\nWhy: so\nThe retrieval query: who <search>?\nThe final answer: A: b"
-    cut = policy_segments(text, STEPS)
-    assert [(piece.kind, piece.text) for piece in cut] == [
+    segments = policy_segments(text, STEPS)
+    assert [(segment.kind, segment.text) for segment in segments] == [
         ("reasoning", "Step 1:\nWhy: so"),
         ("search", "who <search>?"),
         ("answer", "A: b"),
     ]
 
 
-def test_boxes_and_headings_go_together():
-    cut = policy_segments("a<x>b</x>c Query: d", {"x": "search", ("Query:", ""): "answer"})
-    assert [(piece.kind, piece.text) for piece in cut] == [
+def test_boxes_and_headings_can_be_mixed():
+    segments = policy_segments("a<x>b</x>c Query: d", {"x": "search", ("Query:", ""): "answer"})
+    assert [(segment.kind, segment.text) for segment in segments] == [
         ("reasoning", "a"),
         ("search", "b"),
         ("reasoning", "c"),
@@ -117,7 +120,7 @@ def test_boxes_and_headings_go_together():
     ]
 
 
-def test_of_a_further_contexts_prompt_only_what_is_new_is_shown():
+def test_only_the_new_text_of_a_further_prompt_is_shown():
     opening = "user\nThe question: Who?{}\nassistant\n"
     said = "Step 1:\nThe retrieval query: x"
     past = f"\n{said}\nDocuments: (Title: T) t"
@@ -131,7 +134,9 @@ def test_of_a_further_contexts_prompt_only_what_is_new_is_shown():
         (POLICY, "The final answer: z"),
     ]
     trajectory = dataclasses.replace(direct(), segments=segments)
-    shown = [(piece.kind, piece.text) for piece in segments_of(trajectory, STEPS) if piece.role == PROMPT]
+    shown = [
+        (segment.kind, segment.text) for segment in segments_of(trajectory, STEPS) if segment.role == PROMPT
+    ]
     assert shown == [
         ("prompt", opening.format("")),
         ("observation", "Documents: (Title: T) t"),

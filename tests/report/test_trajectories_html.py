@@ -1,4 +1,4 @@
-"""The page shows everything, fetches nothing, and survives hostile text."""
+"""The page of trajectories shows everything, loads nothing, and escapes all text."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, Search
-from rrl.report.article import HELD_OUT, TRAINING, UNUSED, article, verdict
+from rrl.report.article import HELD_OUT, TRAINING, UNUSED, article, correctness
 from rrl.report.trajectories_html import fragment, write_html
 from tests.eval.fakes import FakeTokens, direct, malformed, many, spouse, winter
 from tests.report.browser import BROWSER, title_of
@@ -18,7 +18,7 @@ HOSTILE = "</script></style><script>alert(1)</script><img src=x onerror=alert(2)
 
 
 class Balanced(HTMLParser):
-    """Fails on a tag that closes no open one, and collects the text and the tags."""
+    """Collects texts and tags, and fails on a closing tag without an opening one."""
 
     VOID = frozenset({"meta", "input", "br"})
 
@@ -63,7 +63,7 @@ def test_page_is_self_contained(page):
     assert not [attrs for tag, attrs in parsed.tags if "src" in attrs or tag in ("link", "iframe", "img")]
 
 
-def test_article_shows_all_that_was_asked_for():
+def test_an_article_shows_question_answers_rewards_and_searches():
     words = " ".join(parse(article(spouse())).words)
     for expected in (
         *(
@@ -77,7 +77,7 @@ def test_article_shows_all_that_was_asked_for():
             "gave an answer",
             "director of Silver Harbour",
             "Harbour Lights",
-            "never seen: Jonas Asch",
+            "not found: Jonas Asch",
         ),
         *("1.40", "0.50", "1 of 2 gold passages found", "sampled"),
     ):
@@ -91,13 +91,13 @@ def test_gold_titles_are_marked_and_others_not():
 
 def test_only_policy_text_is_shaded_as_sampled():
     text = article(winter())
-    assert len(re.findall(r"class='piece|class=\"piece", text)) == 5 + 4 + 4 + 1 + 1
+    assert len(re.findall(r"class='segment|class=\"segment", text)) == 5 + 4 + 4 + 1 + 1
     assert not re.search(r"(observation|message|prompt) sampled", text)
     assert "observation given" in text and "reasoning sampled" in text
 
 
 @pytest.mark.parametrize(("source", "trained"), [("", 0), (HELD_OUT, 0), (TRAINING, 1), (UNUSED, 0)])
-def test_only_what_was_trained_on_is_said_to_be(source, trained):
+def test_only_training_trajectories_are_labelled_as_trained_on(source, trained):
     text = article(winter(), source=source)
     assert text.count("trained on") == trained
     assert text.count(f'<span class="chip">{source}</span>') == bool(source)
@@ -114,14 +114,14 @@ def test_a_page_is_filtered_by_source(page):
         page(many(3), sources=[HELD_OUT])
 
 
-def test_tokens_carry_their_log_probability():
+def test_tokens_show_their_log_probability():
     tokens = FakeTokens()
     trajectory = winter(tokens=tokens)
     text = article(trajectory, token_bytes=tokens.bytes)
     assert f'title="{trajectory.logps.min():.2f}"' in text
 
 
-def test_hostile_text_stays_text(page):
+def test_markup_in_texts_is_escaped(page):
     question = Question(HOSTILE, HOSTILE, (HOSTILE,), HOSTILE, (HOSTILE,))
     evil = dataclasses.replace(
         direct(),
@@ -144,7 +144,7 @@ def test_hostile_text_stays_text(page):
     assert not [name for _, attrs in parse(text).tags for name in attrs if name.startswith("on")]
 
 
-def test_five_hundred_trajectories_are_quick_and_small(page):
+def test_a_page_of_500_trajectories_is_small_and_fast_to_write(page):
     tokens = FakeTokens()
     trajectories = many(500, tokens)
     start = time.process_time()
@@ -154,31 +154,31 @@ def test_five_hundred_trajectories_are_quick_and_small(page):
     assert text.count("<article>") == 500
 
 
-def test_an_empty_page_is_a_page(page):
+def test_a_page_without_trajectories_is_valid(page):
     parse(page([]))
 
 
-def test_verdicts():
-    assert [verdict(make()) for make in (winter, spouse, malformed, direct)] == [
+def test_correctness_is_right_partly_wrong_or_unscored():
+    assert [correctness(make()) for make in (winter, spouse, malformed, direct)] == [
         "right",
         "partly",
         "wrong",
         "wrong",
     ]
-    assert verdict(dataclasses.replace(direct(), metrics={})) == "unscored"
+    assert correctness(dataclasses.replace(direct(), metrics={})) == "unscored"
 
 
-def test_fragment_is_one_styled_trajectory_without_script():
+def test_a_fragment_is_one_styled_trajectory_without_script():
     tags = [tag for tag, _ in parse(fragment(direct())).tags]
     assert tags.count("article") == 1 and "style" in tags and "script" not in tags
 
 
 def rules(css):
-    """(selector, declarations) of each rule, those of media too."""
+    """Return (selector, declarations) of each rule, including those in media queries."""
     return [(selector.strip(), body) for selector, body in re.findall(r"([^{}]+)\{([^{}]*)\}", css)]
 
 
-def test_a_card_inside_another_page_takes_back_its_styles_and_is_more_specific_than_they():
+def test_a_fragment_resets_the_styles_of_its_page():
     css = re.search(r"<style>(.*?)</style>", fragment(winter()), re.DOTALL)[1]
     (first, body), *others = rules(css)
     assert first == ".rrl.rrl.rrl *" and body.strip() == "all: revert;"
@@ -187,7 +187,7 @@ def test_a_card_inside_another_page_takes_back_its_styles_and_is_more_specific_t
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_card_follows_the_theme_of_the_notebook_it_is_in(theme):
+def test_a_fragment_follows_the_theme_of_its_notebook(theme):
     css = re.search(r"<style>(.*?)</style>", fragment(winter()), re.DOTALL)[1]
     paper = {"light": "#fbfaf8", "dark": "#17181a"}[theme]
     mark = f'[data-jp-theme-light="{str(theme == "light").lower()}"]'
@@ -212,7 +212,7 @@ document.title = JSON.stringify([...document.querySelectorAll(".rrl *")].map(par
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 @pytest.mark.parametrize("light", ["true", "false"])
-def test_a_card_looks_the_same_in_a_notebook_as_alone(tmp_path, light):
+def test_a_fragment_looks_the_same_in_a_notebook_as_alone(tmp_path, light):
     looks = []
     for name in ("jp-RenderedHTMLCommon", "plain"):
         looks.append(title_of(NOTEBOOK % (light, name, fragment(winter())), tmp_path / name))

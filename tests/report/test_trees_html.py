@@ -1,4 +1,4 @@
-"""Drawn trees: every query and document is there, gold hits are marked once, and nothing on the page can run."""
+"""Drawn trees have every query and document, mark each gold hit once, and run no scripts."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -10,7 +10,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY, PROMPT, Search, Trajectory
 from rrl.data.trajectory_files import load_trajectories, save_trajectories
 from rrl.recipes.r2ag import R2AG
-from rrl.report.trees_html import AGAIN, GOLD, OTHER, draw, vertices, write_trees
+from rrl.report.trees_html import AGAIN, GOLD, OTHER, draw_tree, vertices, write_trees
 
 QUESTION = Question(
     "q",
@@ -42,10 +42,10 @@ FULL = tree(
 
 def marks(trajectory):
     levels = vertices(RECIPE.expansions(trajectory), trajectory.question.gold)
-    return [[(v.predicted, v.mark, [mark for _, mark in v.found]) for v in level] for level in levels]
+    return [[(v.predicted, v.mark, [mark for _, mark in v.documents]) for v in level] for level in levels]
 
 
-def test_a_gold_document_is_a_hit_where_it_comes_first_and_known_afterwards():
+def test_a_gold_document_is_marked_as_hit_only_at_its_first_occurrence():
     assert marks(FULL) == [
         [(False, GOLD, [GOLD]), (False, OTHER, [OTHER]), (True, AGAIN, [AGAIN])],
         [(False, GOLD, [GOLD, OTHER]), (False, OTHER, [])],
@@ -54,11 +54,11 @@ def test_a_gold_document_is_a_hit_where_it_comes_first_and_known_afterwards():
 
 
 def svg(trajectory):
-    text = draw(trajectory.question.text, RECIPE.expansions(trajectory), trajectory.question.gold)
+    text = draw_tree(trajectory.question.text, RECIPE.expansions(trajectory), trajectory.question.gold)
     return text, ElementTree.fromstring(text)
 
 
-def test_the_drawing_is_well_formed_and_holds_every_query_and_document():
+def test_the_svg_is_well_formed_and_has_every_query_and_document():
     text, root = svg(FULL)
     words = " ".join(node.text for node in root.iter("text"))
     for said in (
@@ -85,13 +85,13 @@ def test_the_drawing_is_well_formed_and_holds_every_query_and_document():
         (((ASKS.format("none"),),), "length", "cut", "cut"),
     ],
 )
-def test_the_end_shows_whether_it_stopped_in_time(turns, ended, state, word):
+def test_the_last_expansion_shows_whether_it_stopped_in_time(turns, ended, state, word):
     text, root = svg(tree(*turns, ended=ended))
     assert f'class="hub {state}"' in text
     assert word in [node.text for node in root.iter("text")]
 
 
-def test_boxes_lie_inside_the_drawing_and_beside_each_other():
+def test_boxes_are_inside_the_svg_and_do_not_overlap():
     _, root = svg(FULL)
     width, height = float(root.get("width")), float(root.get("height"))
     boxes = [node.find("rect") for node in root.iter("g") if node.get("class").startswith("box")]
@@ -102,7 +102,7 @@ def test_boxes_lie_inside_the_drawing_and_beside_each_other():
             assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
 
 
-def test_the_page_is_self_contained_and_escapes_what_it_shows(tmp_path):
+def test_the_page_is_self_contained_and_escapes_texts(tmp_path):
     missed = tree((ASKS.format("none"), ("<script>alert(1)</script>",), ()), ended="turn_limit")
     save_trajectories(tmp_path / "t.jsonl", [FULL, missed])
     write_trees(load_trajectories(tmp_path / "t.jsonl"), RECIPE, tmp_path / "trees.html", "A & B")
@@ -110,4 +110,4 @@ def test_the_page_is_self_contained_and_escapes_what_it_shows(tmp_path):
     assert page.count("<svg") == 2 and "<script" not in page and "A &amp; B" in page
     assert "&lt;b&gt;the" in page and "all gold documents found" in page and "2 of 2 missed" in page
     assert "http" not in page.replace("http-equiv", "")
-    assert "★ Film" in page  # marked, though a file keeps titles only
+    assert "★ Film" in page  # marked, although a file has only titles

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from rrl.data.passages import Passage
-from rrl.retrieval.encode import Embedded
+from rrl.retrieval.encode import OnBatch
 
 DIM = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class WordEncoder:
-    """Does what `TextEncoder` does for a `Retriever`, in NumPy; a text's vector is the sum of its words' vectors."""
+    """Stands in for a `TextEncoder`, in NumPy. The vector of a text is the sum of its words' vectors."""
 
     name: str = "words"
     fingerprint: str = "f" * 64
@@ -47,11 +47,11 @@ class WordEncoder:
     batch = 4
 
     def embed_tokens(
-        self, texts: Sequence[str], batch: int | None = None, embedded: Embedded = lambda *_: None
+        self, texts: Sequence[str], batch: int | None = None, on_batch: OnBatch = lambda *_: None
     ) -> np.ndarray:
         """As `TextEncoder.embed_tokens`, the last texts first."""
         vectors = self.embed(texts)
         for end in range(len(texts), 0, -self.batch):
             rows = np.arange(max(0, end - self.batch), end)
-            embedded(rows, vectors[rows])
+            on_batch(rows, vectors[rows])
         return vectors

@@ -1,4 +1,4 @@
-"""Many threads ask, few searches are made, and everyone gets their own answer."""
+"""Concurrent requests share few searches, and each request gets its own hits."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from rrl.retrieval.retriever import SearchFailed
 
 
 class Gate:
-    """A retriever whose first search waits until it is let go; it finds the query itself, k times."""
+    """A retriever whose searches wait for the event `go`. The hits of a query are the query itself, k times."""
 
     def __init__(self):
         self.go, self.running, self.calls = threading.Event(), threading.Event(), []
@@ -25,26 +25,26 @@ class Gate:
 
 
 @pytest.fixture
-def asked():
-    """Asks for a first query, then, while that is searched, for others; returns the retriever and their futures."""
+def submit():
+    """A function that submits a first request, then others during its search; it returns the retriever and all futures."""
 
-    def ask(*others, **options):
+    def submit_while_busy(*others, **options):
         gate = Gate()
-        joined, pool = BatchedSearches(gate, **options), ThreadPoolExecutor(16)
-        futures = [pool.submit(joined.search, ["first"], 1)]
+        batched, pool = BatchedSearches(gate, **options), ThreadPoolExecutor(16)
+        futures = [pool.submit(batched.search, ["first"], 1)]
         assert gate.running.wait(60)
         for waiting, (queries, k) in enumerate(others, 1):
-            futures.append(pool.submit(joined.search, queries, k))
-            while joined._asked.qsize() < waiting:
+            futures.append(pool.submit(batched.search, queries, k))
+            while batched._requests.qsize() < waiting:
                 pass
         gate.go.set()
         return gate, futures
 
-    return ask
+    return submit_while_busy
 
 
-def test_what_is_asked_during_a_search_is_one_search_for_each_k(asked):
-    gate, futures = asked(*[([f"q{i}", f"r{i}"], 2) for i in range(8)], (["alone"], 3))
+def test_requests_during_a_search_form_one_search_per_k(submit):
+    gate, futures = submit(*[([f"q{i}", f"r{i}"], 2) for i in range(8)], (["alone"], 3))
     assert [future.result(60) for future in futures] == [
         [["first"]],
         *([[f"q{i}"] * 2, [f"r{i}"] * 2] for i in range(8)),
@@ -53,20 +53,20 @@ def test_what_is_asked_during_a_search_is_one_search_for_each_k(asked):
     assert len(gate.calls) == 3 and {len(queries) for queries, _ in gate.calls} == {1, 16}
 
 
-def test_one_bad_request_spoils_no_other(asked):
-    _, (_, good, bad) = asked((["good"], 1), (["bad"], 1))
+def test_a_failing_request_does_not_fail_others_of_its_batch(submit):
+    _, (_, good, bad) = submit((["good"], 1), (["bad"], 1))
     assert good.result(60) == [["good"]]
     with pytest.raises(SearchFailed):
         bad.result(60)
 
 
-def test_no_more_than_so_many_queries_go_together_but_for_one_request(asked):
-    gate, futures = asked((["a"], 1), (["b"], 1), (["c", "d", "e"], 1), (["f"], 1), most=2)
+def test_a_search_has_at_most_max_queries_unless_one_request_has_more(submit):
+    gate, futures = submit((["a"], 1), (["b"], 1), (["c", "d", "e"], 1), (["f"], 1), max_queries=2)
     assert [row for future in futures for row in future.result(60)] == [[q] for q in ("first", *"abcdef")]
     assert [len(queries) for queries, _ in gate.calls] == [1, 2, 3, 1]
 
 
-def test_nothing_is_found_for_no_queries():
+def test_an_empty_request_returns_no_hits():
     gate = Gate()
     gate.go.set()
     assert BatchedSearches(gate).search([], 1) == []

@@ -1,4 +1,4 @@
-"""BM25: rankings and scores computed by hand, its analysis, and published numbers."""
+"""BM25: scores against the formula and rank_bm25, text analysis against Lucene's rules, recall against published numbers."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from rrl.errors import UserError
 from rrl.retrieval.bm25 import PUBLISHED, Bm25Config, Bm25Index, analyse
 from rrl.retrieval.build import build_index
 from rrl.retrieval.index import make_retriever, open_index
-from rrl.retrieval.ranking import NOTHING
+from rrl.retrieval.ranking import NO_PASSAGE
 from rrl.sft.encoder_recall import recall_at
 from tests.shared_data import shared
 
@@ -45,15 +45,15 @@ def by_hand(query: str, k1: float, b: float) -> np.ndarray:
 
 @pytest.mark.parametrize(("k1", "b"), [(0.9, 0.4), (1.5, 0.75), (1.2, 0.0)])
 @pytest.mark.parametrize("query", ["red", "red hen", "blue fox red", "hen hen"])
-def test_scores_are_the_formula_and_ties_go_by_position(query: str, k1: float, b: float) -> None:
+def test_scores_equal_the_formula_and_ties_are_ordered_by_position(query: str, k1: float, b: float) -> None:
     ids, scores = Bm25Index.build(CORPUS, Bm25Config(k1, b)).search([query], 4)
     expected = by_hand(query.replace("sings", "sing"), k1, b)
     order = [i for i in sorted(range(4), key=lambda i: (-round(expected[i], 6), i)) if expected[i] > 0]
-    assert ids[0].tolist() == order + [NOTHING] * (4 - len(order))
+    assert ids[0].tolist() == order + [NO_PASSAGE] * (4 - len(order))
     np.testing.assert_allclose(scores[0, : len(order)], expected[order], rtol=1e-5)
 
 
-def test_analysis_is_lucenes() -> None:
+def test_analysis_matches_lucene() -> None:
     assert analyse("The Director's films, and O’Brien’s 1931 CITIES") == [
         "director",
         "film",
@@ -90,19 +90,19 @@ UAX_29 = [
 
 @pytest.mark.parametrize(("text", "words"), UAX_29)
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
-def test_words_end_where_uax_29_says_in_each_unicode_form(text: str, words: list[str], form: str) -> None:
+def test_word_boundaries_follow_uax_29_in_each_unicode_form(text: str, words: list[str], form: str) -> None:
     expected = [unicodedata.normalize("NFKC", word) for word in words]
     assert analyse(unicodedata.normalize(form, text), stem=False) == expected
 
 
-def test_ascii_words_are_split_by_the_same_rules_with_and_without_other_characters() -> None:
+def test_ascii_words_are_split_the_same_with_and_without_other_characters() -> None:
     signs = "ab1._:,;'` -"
     texts = ["".join(letters) for letters in itertools.product(signs, repeat=4)]
-    # The last word holds a letter beyond ASCII, which takes the general pattern.
+    # The last word has a letter outside ASCII, so the general pattern is used.
     assert [[*analyse(text), "é"] for text in texts] == [analyse(f"{text} é") for text in texts]
 
 
-def test_full_width_and_composed_characters_are_the_plain_ones() -> None:
+def test_full_width_and_composed_characters_equal_the_plain_ones() -> None:
     assert (
         analyse("Ｒｉｖｅｒ １９１３ ﬁlm Zoe\u0301")
         == analyse("River 1913 film Zoé")
@@ -110,7 +110,7 @@ def test_full_width_and_composed_characters_are_the_plain_ones() -> None:
     )
 
 
-def test_a_query_finds_the_passage_in_another_unicode_form_and_in_chinese() -> None:
+def test_a_query_matches_a_passage_in_another_unicode_form_and_in_chinese() -> None:
     corpus = [
         Passage("1", "", unicodedata.normalize("NFD", "Zoé Lévêque a dessiné le viaduc.")),
         Passage("2", "", "东湖大桥由工程师林远设计，于一九一三年建成。"),
@@ -119,7 +119,7 @@ def test_a_query_finds_the_passage_in_another_unicode_form_and_in_chinese() -> N
     assert index.search(["Lévêque", "东湖大桥是谁设计的？"], 1)[0].tolist() == [[0], [1]]
 
 
-def test_an_index_of_an_older_analysis_is_refused(tmp_path: Path) -> None:
+def test_an_index_of_an_older_analysis_is_rejected(tmp_path: Path) -> None:
     Bm25Index.build(CORPUS).save(tmp_path)
     settings = json.loads((tmp_path / "settings.json").read_text())
     del settings["analysis"]
@@ -128,7 +128,7 @@ def test_an_index_of_an_older_analysis_is_refused(tmp_path: Path) -> None:
         Bm25Index.load(tmp_path)
 
 
-def test_title_weight_lifts_the_passage_about_a_name() -> None:
+def test_title_weight_raises_the_rank_of_the_passage_with_that_title() -> None:
     passages = [
         Passage("0", "Oslo Mill", "Bergen lies near. Bergen is wet. Bergen is old."),
         Passage("1", "Bergen", "A town of fish, rain and mountains in the west."),
@@ -136,12 +136,12 @@ def test_title_weight_lifts_the_passage_about_a_name() -> None:
     weighted = Bm25Index.build(passages, Bm25Config(title_weight=3))
     assert weighted.search(["Bergen"], 2)[0].tolist() == [[1, 0]]
     assert Bm25Index.build(passages, Bm25Config(title_weight=0)).search(["Bergen"], 2)[0].tolist() == [
-        [0, NOTHING]
+        [0, NO_PASSAGE]
     ]
 
 
 @pytest.mark.parametrize("settings", [{"k1": -1}, {"b": 1.5}, {"title_weight": -1}])
-def test_settings_out_of_range_are_refused(settings: dict) -> None:
+def test_settings_out_of_range_are_rejected(settings: dict) -> None:
     with pytest.raises(UserError, match=f"{next(iter(settings))}=.* must"):
         Bm25Config(**settings)
 
@@ -155,11 +155,11 @@ def test_a_saved_index_ranks_the_same(tmp_path: Path) -> None:
         np.testing.assert_array_equal(before, after)
 
 
-def test_passages_without_words_are_never_found() -> None:
+def test_passages_without_words_are_never_returned() -> None:
     texts = ["the of", "", "red", "?"]
     index = Bm25Index.build([Passage(str(i), "", text) for i, text in enumerate(texts)])
-    assert index.search(["red the"], 3)[0].tolist() == [[2, NOTHING, NOTHING]]
-    with pytest.raises(UserError, match="no passage holds a word"):
+    assert index.search(["red the"], 3)[0].tolist() == [[2, NO_PASSAGE, NO_PASSAGE]]
+    with pytest.raises(UserError, match="no passage has a word"):
         Bm25Index.build([Passage("0", "", "the of"), Passage("1", "", "")])
 
 
@@ -184,15 +184,15 @@ def test_published_recall_on_2wiki(
         assert low - 0.5 <= recall <= high + 0.5
 
 
-def test_settings_are_found_by_their_published_names() -> None:
+def test_published_settings_have_the_published_values() -> None:
     assert Bm25Config() == Bm25Config(*PUBLISHED["pyserini"])
     assert all(Bm25Config(*settings) for settings in PUBLISHED.values())
 
 
-def test_words_can_be_left_unstemmed() -> None:
+def test_stemming_can_be_switched_off() -> None:
     assert analyse("The Director's films", stem=False) == ["director", "films"]
     index = Bm25Index.build([Passage("0", "", "many films")], Bm25Config(stem=False))
-    assert index.search(["film", "films"], 1)[0].tolist() == [[NOTHING], [0]]
+    assert index.search(["film", "films"], 1)[0].tolist() == [[NO_PASSAGE], [0]]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_words_can_be_left_unstemmed() -> None:
         ("words", ["the", "cats", "sat", "u", "s", "a"]),
     ],
 )
-def test_published_tokens_are_lower_cased_alone(tmp_path, tokens, found) -> None:
+def test_whitespace_and_word_tokens_are_only_lower_cased(tmp_path, tokens, found) -> None:
     config = Bm25Config(tokens=tokens)
     assert config.analyse("The cats sat, U.S.A.") == found
     passages = [Passage("a", "", "The cats sat,"), Passage("b", "", "a dog"), Passage("c", "", "a cow")]
@@ -213,7 +213,7 @@ def test_published_tokens_are_lower_cased_alone(tmp_path, tokens, found) -> None
     assert hits == {"lucene": [1, 1, 1], "whitespace": [0, 1, 0], "words": [1, 1, 0]}[tokens]
 
 
-def test_tokens_that_there_are_none_of_are_refused() -> None:
+def test_an_unknown_tokenization_is_rejected() -> None:
     with pytest.raises(UserError, match="tokens='bytes'"):
         Bm25Config(tokens="bytes")
 
@@ -227,7 +227,7 @@ RANK_BM25 = {
 "the" is in five of six."""
 
 
-def test_okapi_over_published_tokens_scores_as_rank_bm25(tmp_path: Path) -> None:
+def test_okapi_scores_equal_those_of_rank_bm25(tmp_path: Path) -> None:
     texts = [
         "The red house, near the river.",
         "A house of the king",
@@ -247,6 +247,6 @@ def test_okapi_over_published_tokens_scores_as_rank_bm25(tmp_path: Path) -> None
             np.testing.assert_allclose([scores.get(at, 0) for at in range(6)], expected, atol=2e-6)
 
 
-def test_weights_of_words_that_there_are_none_of_are_refused() -> None:
+def test_an_unknown_idf_is_rejected() -> None:
     with pytest.raises(UserError, match="idf='atire'"):
         Bm25Config(idf="atire")

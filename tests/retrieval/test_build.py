@@ -1,4 +1,4 @@
-"""Building an index: killed anywhere it continues to the same bytes; what it can't do it says by name."""
+"""Building an index: a killed build continues to the same bytes, and errors name the cause."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError
-from rrl.retrieval.build import build_index, sample_queries, tuned
+from rrl.retrieval.build import build_index, sample_queries, tune_recall
 from rrl.retrieval.dense import ScannIndex
 from rrl.retrieval.folder import KINDS, index_identity
 from rrl.retrieval.index import open_index
@@ -58,37 +58,37 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_60_percent_it_continues_to_the_same_index(tmp_path: Path, kind: str) -> None:
+def test_a_build_killed_at_60_percent_continues_to_the_same_index(tmp_path: Path, kind: str) -> None:
     file, out = corpus(tmp_path), tmp_path / "index"
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(file), str(out), kind], cwd=Path(__file__).parents[2]
     )
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
-    told: list[tuple[str, int]] = []
+    progress_calls: list[tuple[str, int]] = []
     build_index(
         file,
         out,
         kind,
         encoder_for(kind),
         block=10,
-        progress=lambda stage, done, _: told.append((stage, done)),
+        progress=lambda stage, done, _: progress_calls.append((stage, done)),
     )
-    assert told[0] == ("count words" if kind == "bm25" else "embed", 60)
+    assert progress_calls[0] == ("count words" if kind == "bm25" else "embed", 60)
     build_index(PASSAGES, tmp_path / "whole", kind, encoder_for(kind), block=10)
     assert contents(out) == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("after", [0.0, 60.0])
-def test_a_build_that_is_killed_within_a_block_keeps_what_is_older_than_a_minute(
+def test_a_build_killed_within_a_block_keeps_the_embeddings_it_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: float
 ) -> None:
     monkeypatch.setattr("rrl.retrieval.build.SAVE_SECONDS", after)
-    asked: list[str] = []
+    embedded: list[str] = []
 
     class Counting(WordEncoder):
         def embed_tokens(self, texts, **options):
-            asked.extend(texts)
+            embedded.extend(texts)
             return super().embed_tokens(texts, **options)
 
     def killed(stage: str, done: int, total: int) -> None:
@@ -99,17 +99,17 @@ def test_a_build_that_is_killed_within_a_block_keeps_what_is_older_than_a_minute
     with pytest.raises(KeyboardInterrupt):
         build_index(corpus(tmp_path), out, "exact", WordEncoder(), progress=killed)  # type: ignore[arg-type]
     build_index(corpus(tmp_path), out, "exact", Counting(), progress=lambda *_: None)  # type: ignore[arg-type]
-    assert len(asked) == (44 if after == 0.0 else 100)  # 14 batches of 4 were on the disk
+    assert len(embedded) == (44 if after == 0.0 else 100)  # 14 batches of 4 were saved
     build_index(corpus(tmp_path), tmp_path / "whole", "exact", WordEncoder())  # type: ignore[arg-type]
     assert contents(out) == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK nonsense", None])
-def test_what_a_killed_build_left_of_a_block_is_not_believed_where_it_is_damaged(
+def test_a_damaged_partial_block_of_a_killed_build_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
 ) -> None:
     monkeypatch.setattr("rrl.retrieval.build.SAVE_SECONDS", 0.0)
-    out, begun = tmp_path / "index", tmp_path / "index.unfinished" / "begun.npz"
+    out, partial = tmp_path / "index", tmp_path / "index.unfinished" / "begun.npz"
 
     def killed(stage: str, done: int, total: int) -> None:
         if stage == "embed" and done >= 60:
@@ -118,15 +118,15 @@ def test_what_a_killed_build_left_of_a_block_is_not_believed_where_it_is_damaged
     with pytest.raises(KeyboardInterrupt):
         build_index(corpus(tmp_path), out, "exact", WordEncoder(), progress=killed)  # type: ignore[arg-type]
     if damage is None:
-        np.savez(begun, start=0, rows=np.arange(3), vectors=np.zeros((3, 1), np.float32))
+        np.savez(partial, start=0, rows=np.arange(3), vectors=np.zeros((3, 1), np.float32))
     else:
-        begun.write_bytes(damage)
+        partial.write_bytes(damage)
     build_index(corpus(tmp_path), out, "exact", WordEncoder())  # type: ignore[arg-type]
     build_index(corpus(tmp_path), tmp_path / "whole", "exact", WordEncoder())  # type: ignore[arg-type]
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_a_changed_corpus_is_embedded_anew(tmp_path: Path) -> None:
+def test_a_changed_corpus_is_embedded_again(tmp_path: Path) -> None:
     class Failing(WordEncoder):
         def embed_tokens(self, texts, **options):
             if "Name 50" in " ".join(texts):
@@ -143,7 +143,7 @@ def test_a_changed_corpus_is_embedded_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_while_it_ends_nothing_is_done_again(
+def test_a_build_killed_while_it_finishes_repeats_no_work(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(self, target):
@@ -166,7 +166,7 @@ def test_killed_while_it_ends_nothing_is_done_again(
     assert files[0] == files[1] and files[0].keys() == contents(out).keys()
 
 
-def test_two_builds_of_one_folder_are_refused(tmp_path: Path) -> None:
+def test_a_second_build_of_the_same_folder_is_rejected(tmp_path: Path) -> None:
     def again(stage: str, done: int, total: int) -> None:
         with pytest.raises(UserError, match=r"index\.unfinished: another process builds it"):
             build_index(PASSAGES, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def test_two_builds_of_one_folder_are_refused(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["index"] and "lock" not in os.listdir(tmp_path / "index")
 
 
-def test_embeddings_of_who_knows_what_are_not_believed(tmp_path: Path) -> None:
+def test_embeddings_without_a_known_corpus_are_discarded(tmp_path: Path) -> None:
     work = tmp_path / "index.unfinished"
     work.mkdir()
     np.save(work / "embeddings.npy", np.zeros((100, 32), np.float32))
@@ -184,7 +184,7 @@ def test_embeddings_of_who_knows_what_are_not_believed(tmp_path: Path) -> None:
     assert np.load(tmp_path / "index/embeddings.npy").any()
 
 
-def test_an_unfinished_build_with_other_settings_is_refused(tmp_path: Path) -> None:
+def test_an_unfinished_build_with_other_settings_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "index.unfinished").mkdir()
     (tmp_path / "index.unfinished/wanted.json").write_text(
         '{"kind": "exact", "block": 8192, "shard": [0, 1]}'
@@ -197,14 +197,16 @@ def test_an_unfinished_build_with_other_settings_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("content", [b"\xff{}", b"{", b"[1]"])
 @pytest.mark.parametrize("name", ["wanted.json", "corpus.json"])
-def test_a_damaged_file_of_an_unfinished_build_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+def test_the_error_names_a_damaged_file_of_an_unfinished_build(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
     (tmp_path / "index.unfinished").mkdir()
     (tmp_path / "index.unfinished" / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"index\.unfinished: damaged, {name} cannot be read .*build again"):
         build_index(PASSAGES, tmp_path / "index", "bm25")
 
 
-def test_a_line_of_cut_passages_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_cut_txt_with_a_line_that_is_not_a_number(tmp_path: Path) -> None:
     file, out = corpus(tmp_path), tmp_path / "index"
 
     def killed(stage: str, done: int, total: int) -> None:
@@ -220,7 +222,9 @@ def test_a_line_of_cut_passages_that_is_no_number_is_named(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("kind", "last"), [("exact", "embed"), ("exact", "read"), ("bm25", "count words")])
-def test_a_folder_that_is_deleted_while_it_is_built_is_named(tmp_path: Path, kind: str, last: str) -> None:
+def test_the_error_names_a_folder_that_is_deleted_during_the_build(
+    tmp_path: Path, kind: str, last: str
+) -> None:
     def deleted(stage: str, done: int, total: int) -> None:
         if stage == last:
             shutil.rmtree(tmp_path / "index.unfinished", ignore_errors=True)
@@ -245,8 +249,8 @@ except UserError as error:
 
 
 @pytest.mark.parametrize("limit", [1000, 10_000])
-def test_a_full_disk_is_told_and_the_build_continues(tmp_path: Path, limit: int) -> None:
-    # A limit on the size of a file stands in for a full disk: it stops the passages, and the embeddings.
+def test_a_full_disk_raises_an_error_and_the_build_can_be_continued(tmp_path: Path, limit: int) -> None:
+    # A limit on file size stands in for a full disk: it stops the writing of passages, or of embeddings.
     file, out = corpus(tmp_path), tmp_path / "index"
     full = subprocess.run(
         [sys.executable, "-c", FULL, str(file), str(out), str(limit)],
@@ -295,11 +299,11 @@ mount("remount,size=8m")
 build_in(disk / "whole")
 index, whole = contents(disk / "index"), contents(disk / "whole")
 assert index.keys() == whole.keys()
-# The clusters of ScaNN's trees are not the same in every build.
+# The clusters of ScaNN's trees differ between builds.
 assert (other := [name for name in whole if index[name] != whole[name] and "scann/0" not in name]) == [], other
-asked = [passage.title for passage in passages]
+queries = [passage.title for passage in passages]
 found, expected = (
-    [[hit.passage for hit in hits] for hits in open_index(disk / name, encoder_for(kind)).search(asked, 3)]
+    [[hit.passage for hit in hits] for hits in open_index(disk / name, encoder_for(kind)).search(queries, 3)]
     for name in ("index", "whole")
 )
 assert found == expected
@@ -308,8 +312,10 @@ print(f"full {(size - 8) // 4} times")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_disk_that_is_full_at_any_moment_is_told_and_the_build_continues(tmp_path: Path, kind: str) -> None:
-    # A disk in memory, seen by this process only, that grows by a page whenever it is full.
+def test_a_disk_full_at_any_write_raises_an_error_and_the_build_can_be_continued(
+    tmp_path: Path, kind: str
+) -> None:
+    # A private tmpfs that grows by one page whenever it is full.
     private = ["unshare", "--user", "--map-root-user", "--mount"]
     probe = [*private, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
@@ -333,7 +339,7 @@ def test_a_disk_that_is_full_at_any_moment_is_told_and_the_build_continues(tmp_p
         (b'{"id": 1, "text": "x"}\n{"id": 2, "text": "\xff"}\n', "line 2: not UTF-8"),
     ],
 )
-def test_a_broken_corpus_is_refused_by_line(tmp_path: Path, data: bytes, message: str) -> None:
+def test_the_error_names_the_line_of_a_broken_record(tmp_path: Path, data: bytes, message: str) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_bytes(data)
     with pytest.raises(UserError, match=message):
@@ -341,7 +347,7 @@ def test_a_broken_corpus_is_refused_by_line(tmp_path: Path, data: bytes, message
     assert not (tmp_path / "index").exists()
 
 
-def test_records_that_were_left_out_are_counted_and_not_forgotten_by_a_build_that_continues(
+def test_a_continued_build_still_counts_the_records_left_out_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(self, target):
@@ -359,7 +365,7 @@ def test_records_that_were_left_out_are_counted_and_not_forgotten_by_a_build_tha
     assert (manifest["passages"], manifest["skipped"]) == (2, 2)
 
 
-def test_the_columns_of_a_table_are_part_of_what_was_read(
+def test_other_columns_make_a_continued_build_read_the_corpus_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(self, target):
@@ -377,21 +383,21 @@ def test_the_columns_of_a_table_are_part_of_what_was_read(
     assert index.search(["title"], 1)[0][0].passage == Passage("1", "A long title", "short text")
 
 
-def test_passages_that_were_cut_are_counted(tmp_path: Path) -> None:
+def test_the_manifest_counts_cut_passages(tmp_path: Path) -> None:
     long = [Passage("long", "Long", "word " * 60), *PASSAGES, Passage("longer", "Longer", "word " * 70)]
     manifest = build_index(long, tmp_path / "index", "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
     assert manifest["cut"] == 2
 
 
-def test_leaves_are_added_until_the_recall_is_right() -> None:
-    points, asked = clustered(5000, 50)
+def test_tuning_searches_more_leaves_until_the_target_recall() -> None:
+    points, queries = clustered(5000, 50)
     index = ScannIndex.build(points, ScannConfig(leaves=100, leaves_to_search=1, reorder=20))
-    better, measured = tuned(index, asked)
+    better, measured = tune_recall(index, queries)
     assert measured["recall"] >= 0.99 and measured["queries"] == 50
     assert 1 < better.config.leaves_to_search <= 100
 
 
-def test_the_manifest_says_how_well_scann_finds(tmp_path: Path) -> None:
+def test_the_manifest_records_the_recall_of_scann(tmp_path: Path) -> None:
     manifest = build_index(PASSAGES, tmp_path / "index", "scann", WordEncoder())  # type: ignore[arg-type]
     assert manifest["scann"]["measured"]["recall"] == 1
     assert manifest == {
@@ -401,16 +407,18 @@ def test_the_manifest_says_how_well_scann_finds(tmp_path: Path) -> None:
     }
 
 
-def test_a_build_that_had_too_little_memory_continues_with_other_settings(
+def test_a_build_that_lacked_memory_can_be_continued_with_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[int] = []
+    progress_calls: list[int] = []
 
     def killed(stage: str, done: int, total: int) -> None:
         if stage == "ScaNN" and 0 < done < total:
             raise KeyboardInterrupt
 
-    def build(memory_gb: float, progress=lambda stage, done, _: stage == "ScaNN" and told.append(done)):
+    def build(
+        memory_gb: float, progress=lambda stage, done, _: stage == "ScaNN" and progress_calls.append(done)
+    ):
         return build_index(
             PASSAGES,
             tmp_path / "index",
@@ -427,7 +435,7 @@ def test_a_build_that_had_too_little_memory_continues_with_other_settings(
         with pytest.raises(KeyboardInterrupt):
             build(memory_gb, killed)
     assert build(50)["scann"]["part"] == 50
-    assert told == [0, 50, 100]
+    assert progress_calls == [0, 50, 100]
     assert len(open_index(tmp_path / "index", WordEncoder()).search(["Name 3"], 100)[0]) == 100  # type: ignore[arg-type]
 
 
@@ -436,7 +444,7 @@ def test_sample_queries_are_titles_or_first_words() -> None:
     assert sorted(sample_queries(passages)) == sorted(["Title", " ".join(["one two"] * 6)])  # type: ignore[arg-type]
 
 
-def test_opening_and_searching_takes_the_passages_that_are_returned_only(tmp_path: Path) -> None:
+def test_opening_and_searching_reads_only_the_returned_passages(tmp_path: Path) -> None:
     build_index(PASSAGES, tmp_path / "index", "bm25")
     retriever = open_index(tmp_path / "index")
     read: list[int] = []
@@ -449,7 +457,7 @@ def test_opening_and_searching_takes_the_passages_that_are_returned_only(tmp_pat
     assert len(read) == 2 == len(hits)
 
 
-def test_embeddings_continue_after_the_last_whole_block(tmp_path: Path) -> None:
+def test_embeddings_continue_after_the_last_complete_block(tmp_path: Path) -> None:
     from rrl.retrieval.vectors import VectorFile
 
     rows = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -478,7 +486,7 @@ def test_shards_share_the_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["scann", "exact"])
-def test_embeddings_of_texts_alone_are_another_index_by_name(tmp_path: Path, kind: str) -> None:
+def test_an_index_without_titles_has_another_identity(tmp_path: Path, kind: str) -> None:
     alone = dataclasses.replace(WordEncoder(), titles=False)
     whole = build_index(PASSAGES, tmp_path / "whole", kind, WordEncoder())
     texts = build_index(PASSAGES, tmp_path / "texts", kind, alone)
@@ -490,7 +498,7 @@ def test_embeddings_of_texts_alone_are_another_index_by_name(tmp_path: Path, kin
     assert identities[1] == identities[0] | {"title_weight": 0}
 
 
-def test_an_unfinished_build_with_titles_is_not_continued_without(tmp_path: Path) -> None:
+def test_an_unfinished_build_with_titles_cannot_be_continued_without_them(tmp_path: Path) -> None:
     def stop(stage: str, done: int, total: int) -> None:
         if stage == "embed":
             raise KeyboardInterrupt

@@ -63,17 +63,17 @@ def text_encoder(**settings: int) -> TextEncoder:
 PASSAGES = [Passage(str(i), ["oslo", "rome"][i % 2], "rain of town " * i) for i in range(19)]
 
 
-def test_queries_have_their_prefix_a_fixed_width_and_their_closing_token() -> None:
+def test_queries_have_prefix_fixed_width_and_closing_token() -> None:
     tokens = text_encoder(query_tokens=6).tokenize_queries(["oslo", "", "rain rain rain rain rain sun"])
     assert tokens.dtype == np.int32
     assert tokens.tolist() == [[1, 4, 6, 2, 0, 0], [1, 4, 2, 0, 0, 0], [1, 4, 8, 8, 8, 2]]
 
 
-def test_a_tokenizer_without_special_tokens_is_only_cut() -> None:
+def test_without_special_tokens_a_long_text_is_only_cut() -> None:
     assert token_cutter(tokenizer(special=False))(["oslo rain sun", ""], 2) == ([[6, 8], []], 1)
 
 
-def test_batches_hold_every_row_once_the_longest_first_in_little_more_than_its_length() -> None:
+def test_batches_have_every_row_once_longest_first_with_little_padding() -> None:
     lengths = [0, 1, 16, 17, 32, 33, 50, 50, 65, 81, 97]
     assert [(width, [lengths[row] for row in rows]) for width, rows in length_batches(lengths, 100, 2)] == [
         (100, [97, 81]),
@@ -88,7 +88,7 @@ def test_batches_hold_every_row_once_the_longest_first_in_little_more_than_its_l
 
 
 @pytest.mark.parametrize("batch", [4, 64])
-def test_bucketing_and_batching_do_not_change_an_embedding(batch: int) -> None:
+def test_buckets_and_batches_do_not_change_an_embedding(batch: int) -> None:
     encoder = text_encoder(passage_tokens=40)
     together = encoder.embed_passages(PASSAGES, batch)
     alone = np.concatenate([encoder.embed_passages([passage], 1) for passage in PASSAGES])
@@ -97,7 +97,7 @@ def test_bucketing_and_batching_do_not_change_an_embedding(batch: int) -> None:
 
 
 @pytest.mark.parametrize("devices", [3, 8])
-def test_embeddings_over_many_devices_are_those_of_one(devices: int) -> None:
+def test_embeddings_on_many_devices_equal_those_on_one(devices: int) -> None:
     one = text_encoder(passage_tokens=40)
     many = dataclasses.replace(one, devices=tuple(jax.devices()[:devices]))
     np.testing.assert_allclose(many.embed_passages(PASSAGES, 4), one.embed_passages(PASSAGES, 4), atol=2e-6)
@@ -110,11 +110,11 @@ def test_long_passages_are_cut_and_counted(caplog: pytest.LogCaptureFixture) -> 
     embeddings = encoder.embed_passages(PASSAGES)
     assert "of 19 passages cut at 12 tokens" in caplog.text
     np.testing.assert_allclose(embeddings[16], embeddings[18], atol=2e-6)
-    kept = np.array([[1, 5, 6, *[8, 10, 11] * 2, 8, 10, 2]])  # [CLS] passage: oslo rain of town ... [SEP]
-    np.testing.assert_allclose(embeddings[16], encoder.encoder.embed(kept, kept != 0)[0], atol=2e-6)
+    cut = np.array([[1, 5, 6, *[8, 10, 11] * 2, 8, 10, 2]])  # [CLS] passage: oslo rain of town ... [SEP]
+    np.testing.assert_allclose(embeddings[16], encoder.encoder.embed(cut, cut != 0)[0], atol=2e-6)
 
 
-def test_queries_embed_as_the_caller_embeds_their_tokens() -> None:
+def test_embedding_queries_equals_embedding_their_tokens() -> None:
     encoder = text_encoder(query_tokens=8)
     tokens = encoder.tokenize_queries(["oslo rain", "sun"])
     np.testing.assert_allclose(
@@ -130,7 +130,7 @@ def test_tokenizing_is_thread_safe() -> None:
         assert [tokens.tolist() for tokens in pool.map(encoder.tokenize_queries, jobs)] == expected
 
 
-def test_a_folder_comes_back_with_its_settings_and_another_is_told_apart(tmp_path: Path) -> None:
+def test_a_saved_folder_keeps_its_settings_and_another_encoder_is_rejected(tmp_path: Path) -> None:
     saved = save_text_encoder(tmp_path / "first", text_encoder(query_tokens=9))
     opened = load_text_encoder(tmp_path / "first")
     assert (opened.settings, opened.name, opened.fingerprint) == (saved.settings, "first", saved.fingerprint)
@@ -148,13 +148,13 @@ def test_a_folder_comes_back_with_its_settings_and_another_is_told_apart(tmp_pat
         open_index(tmp_path / "index", other)
 
 
-def test_the_shipped_folder_has_the_fingerprint_that_indexes_of_it_remember() -> None:
+def test_the_shipped_encoder_has_the_fingerprint_in_its_indexes() -> None:
     fingerprint = folder_fingerprint(Path("assets/miniwiki-encoder"))
     assert fingerprint == "85713baf5accaf7d5536130634ec60edc44432e0b2e540181d6b96b9e006fddd"
     assert load_text_encoder("assets/miniwiki-encoder").fingerprint == fingerprint
 
 
-def test_pooling_survives_in_the_folder_and_other_settings_make_another_encoder(tmp_path: Path) -> None:
+def test_pooling_is_saved_and_other_settings_change_the_fingerprint(tmp_path: Path) -> None:
     pooling = Pooling("cls", normalize=False)
     config = EncoderConfig(len(WORDS), hidden=4, layers=1, heads=1, mlp=4, max_positions=64, pooling=pooling)
     encoder = TextEncoder(Encoder(config, rngs=nnx.Rngs(0)), tokenizer(), TextSettings())
@@ -168,7 +168,7 @@ def test_pooling_survives_in_the_folder_and_other_settings_make_another_encoder(
     assert other.fingerprint != saved.fingerprint
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_vocabulary_is_rejected(tmp_path: Path) -> None:
     encoder = text_encoder()
     encoder.tokenizer.add_tokens(["paris"])
     save_text_encoder(tmp_path, encoder)
@@ -178,7 +178,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
         load_text_encoder(tmp_path)
 
 
-def test_a_folder_without_settings_says_what_to_write(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_settings_shows_what_to_write(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"encoder=.* is no Hugging Face folder \(no config.json there\)"):
         load_text_encoder(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -189,7 +189,7 @@ def test_a_folder_without_settings_says_what_to_write(tmp_path: Path) -> None:
         load_text_encoder(tmp_path)
 
 
-def test_passages_are_embedded_by_their_texts_alone_where_asked() -> None:
+def test_passages_can_be_embedded_without_titles() -> None:
     encoder = text_encoder(passage_tokens=40)
     alone = dataclasses.replace(encoder, titles=False)
     untitled = [dataclasses.replace(passage, title="") for passage in PASSAGES]

@@ -1,4 +1,4 @@
-"""Coverage of gold passages: against the definitions written out as loops, and R2AG's published figures."""
+"""Coverage of gold passages, against loops over the definitions and R2AG's published numbers."""
 
 import random
 
@@ -7,11 +7,11 @@ import pytest
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.retrieval.gold import IDS, TITLES, gold_efficiency, gold_hits, hits_by, hits_by_answer
+from rrl.retrieval.gold import IDS, TITLES, gold_efficiency, gold_hits, hits_by_answer, hits_by_key
 
 
 def loops(found: list[str], gold: set[str], k: int) -> dict[str, float]:
-    """The metrics of one question, a passage at a time."""
+    """Compute the metrics of one question in a loop over its passages."""
     seen: list[str] = []
     for name in found:
         if name not in seen:
@@ -32,7 +32,7 @@ def loops(found: list[str], gold: set[str], k: int) -> dict[str, float]:
     }
 
 
-def test_every_metric_is_its_definition_on_random_rankings() -> None:
+def test_every_metric_equals_its_definition_on_random_rankings() -> None:
     draw = random.Random(0)
     names = [f"p{i}" for i in range(12)]
     found = [draw.choices(names, k=draw.randrange(9)) for _ in range(300)]
@@ -44,30 +44,30 @@ def test_every_metric_is_its_definition_on_random_rankings() -> None:
             np.testing.assert_allclose(
                 getattr(hits, metric)(k), [row[metric] for row in expected], err_msg=metric
             )
-    np.testing.assert_array_equal(hits.found, [len(set(names)) for names in found])
+    np.testing.assert_array_equal(hits.retrieved, [len(set(names)) for names in found])
     report = hits.report((2,))
     assert report["recall@2"] == pytest.approx(np.mean(hits.recall(2)))
     assert report["recall"] == pytest.approx(np.mean(hits.recall()))
-    assert report["passages"] == pytest.approx(np.mean(hits.found))
+    assert report["passages"] == pytest.approx(np.mean(hits.retrieved))
 
 
-def test_a_worked_example() -> None:
+def test_metrics_equal_a_worked_example() -> None:
     hits = gold_hits([["A", "x", " a ", "B", "y"]], [["a", "B", "C", "b"]])
-    assert hits.found.tolist() == [4] and hits.gold.tolist() == [3]  # A once, and B once
+    assert hits.retrieved.tolist() == [4] and hits.gold.tolist() == [3]  # A and B count once each
     assert hits.recall().item() == pytest.approx(2 / 3)
     assert hits.average_precision().item() == pytest.approx((1 + 2 / 3) / 3)
     assert hits.recall(1).item() == pytest.approx(1 / 3)
     assert hits.full_recall().item() == 0
 
 
-def test_questions_without_gold_are_left_out_and_not_counted_as_wrong() -> None:
+def test_questions_without_gold_passages_are_left_out_of_means() -> None:
     hits = gold_hits([["A"], ["A"], []], [["A"], [], ["B"]])
     assert np.isnan(hits.recall()).tolist() == [False, True, False]
     assert hits.report()["recall"] == 0.5
     assert hits.report()["passages"] == 0.5
     assert hits.report()["eta_re"] == gold_efficiency(
         0.5, 0.5, 1.0
-    )  # its oracle answers the others alone, too
+    )  # its oracle leaves out the other questions too
     assert gold_hits([["A"]], [[]]).report() == {}
     assert gold_hits([[]], [["A"]]).report()["mrr"] == 0
     assert gold_hits([], []).report() == {}
@@ -86,12 +86,12 @@ def test_questions_without_gold_are_left_out_and_not_counted_as_wrong() -> None:
         (98.4, 13.599, 28.94),
     ],
 )
-def test_efficiency_gives_table_a6(recall: float, passages: float, expected: float) -> None:
+def test_gold_efficiency_reproduces_table_a6(recall: float, passages: float, expected: float) -> None:
     """R2AG, Table A.6, all rows; its oracle finds 4 passages."""
     assert 100 * gold_efficiency(recall / 100, passages, 4) == pytest.approx(expected, abs=0.04)
 
 
-def test_hits_by_answer_take_the_first_passage_that_holds_one() -> None:
+def test_hits_by_answer_count_the_first_passage_with_an_answer() -> None:
     found = [["about Rome", "in Paris, France", "Paris"], ["x", "x", "the art"], []]
     hits = hits_by_answer(found, [["Lyon", "Paris"], ["art"], ["y"]])
     np.testing.assert_allclose(hits.reciprocal_rank(), [1 / 2, 1 / 2, 0])
@@ -99,14 +99,14 @@ def test_hits_by_answer_take_the_first_passage_that_holds_one() -> None:
     assert hits.recall().tolist() == [1, 1, 0]
 
 
-def test_ids_that_differ_in_case_are_different_passages_and_titles_are_not() -> None:
+def test_ids_are_case_sensitive_and_titles_are_not() -> None:
     question = Question("q", "Who?", ("A",), gold=("Oslo",), gold_ids=("aB",))
     for key, recall in ((IDS, 0), (TITLES, 1)):
-        assert hits_by(key, [["AB"]], [["OSLO"]], [question]).recall().tolist() == [recall]
+        assert hits_by_key(key, [["AB"]], [["OSLO"]], [question]).recall().tolist() == [recall]
 
 
-def test_wrong_use_is_refused() -> None:
-    with pytest.raises(UserError, match=r"cuts=\[0\]: must be 1 or more"):
+def test_wrong_arguments_are_rejected() -> None:
+    with pytest.raises(UserError, match=r"cuts=\[0\]: each must be 1 or more"):
         gold_hits([["A"]], [["A"]]).report((0,))
     with pytest.raises(ValueError):
         gold_hits([["A"]], [])

@@ -1,4 +1,4 @@
-"""Index folders: what is written comes back, can be moved, and is refused where it does not fit."""
+"""Index folders: a written folder gives the same hits, can be moved, and is rejected if it is damaged or does not match."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from rrl.retrieval.build import build_index
 from rrl.retrieval.folder import KINDS, PassageFile
 from rrl.retrieval.index import make_retriever, open_index, stored_retriever
 from rrl.retrieval.retriever import Retriever
-from rrl.retrieval.sizing import SMALL, ScannConfig
+from rrl.retrieval.sizing import BRUTE_FORCE_BELOW, ScannConfig
 from tests.retrieval.fakes import WordEncoder
 
 CORPUS = [Passage(f"p{i}", f"Name {i}", f"fact {i * i} of {chr(97 + i % 26)} Ærø\n\ud800") for i in range(60)]
@@ -34,7 +34,7 @@ def found(retriever: Retriever) -> list:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_moved_folder_answers_as_the_index_in_memory(
+def test_a_moved_folder_returns_the_hits_of_the_index_in_memory(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_index(CORPUS, tmp_path / "index", kind, encoder_for(kind))
@@ -50,7 +50,7 @@ def test_a_moved_folder_answers_as_the_index_in_memory(
         retriever.passages[60]
 
 
-def test_a_scann_tree_is_moved_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_a_scann_tree_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rrl.retrieval.build.choose_scann", lambda *_: ScannConfig(5, 5, 50))
     build_index(CORPUS, tmp_path / "index", "scann", WordEncoder())  # type: ignore[arg-type]
     assert str(tmp_path).encode() not in b"".join(
@@ -62,7 +62,7 @@ def test_a_scann_tree_is_moved_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_the_manifest_says_what_the_index_is(tmp_path: Path) -> None:
+def test_the_manifest_describes_the_index(tmp_path: Path) -> None:
     build_index(CORPUS, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
     manifest = json.loads((tmp_path / "index/manifest.json").read_text())
     assert (manifest["kind"], manifest["passages"], manifest["dim"]) == ("exact", 60, 32)
@@ -73,7 +73,7 @@ def test_the_manifest_says_what_the_index_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["scann", "exact"])
-def test_another_encoder_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_the_error_names_another_encoder(tmp_path: Path, kind: str) -> None:
     build_index(CORPUS, tmp_path / "index", kind, encoder_for(kind))
     with pytest.raises(
         UserError, match=r"built with the encoder 'words' \(ffffffffffff\), got 'e5' \(eeeeeeeeeeee\)"
@@ -83,14 +83,16 @@ def test_another_encoder_is_refused_by_name(tmp_path: Path, kind: str) -> None:
         open_index(tmp_path / "index")
 
 
-def test_an_encoder_given_with_an_index_of_words_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_encoder_for_a_bm25_index_is_rejected(tmp_path: Path) -> None:
     build_index(CORPUS, tmp_path / "index", "bm25")
-    with pytest.raises(UserError, match=r"index: bm25, which searches words; the encoder 'words' has no"):
+    with pytest.raises(
+        UserError, match=r"index: a bm25 index searches words and takes no encoder; got 'words'"
+    ):
         open_index(tmp_path / "index", WordEncoder())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
+def test_the_error_names_each_damaged_file(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "index"
     build_index(CORPUS, folder, kind, encoder_for(kind))
     for file in [file for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json"]:
@@ -110,11 +112,11 @@ def test_every_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_large_file_that_is_partly_gone_is_named(
+def test_the_error_names_a_large_file_that_is_partly_overwritten(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rrl.retrieval.folder.HASHED_BYTES", 1024)
-    monkeypatch.setattr("rrl.retrieval.folder.PIECE_BYTES", 16)
+    monkeypatch.setattr("rrl.retrieval.folder.SAMPLE_BYTES", 16)
     folder = tmp_path / "index"
     build_index(CORPUS, folder, kind, encoder_for(kind))
     files = [file for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json"]
@@ -134,7 +136,7 @@ def test_a_large_file_that_is_partly_gone_is_named(
     open_index(folder, encoder_for(kind))
 
 
-def test_an_unfinished_or_existing_folder_is_refused(tmp_path: Path) -> None:
+def test_an_unfinished_or_existing_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no manifest\.json"):
         open_index(tmp_path)
     with pytest.raises(UserError, match="exists"):
@@ -161,8 +163,8 @@ def test_embeddings_are_memory_mapped(tmp_path: Path) -> None:
 
 @pytest.fixture
 def a_tree_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ScaNN takes a tree for the 60 passages of `CORPUS`."""
-    monkeypatch.setattr("rrl.retrieval.index.SMALL", 60)
+    """Make ScaNN use a tree for the 60 passages of `CORPUS`."""
+    monkeypatch.setattr("rrl.retrieval.index.BRUTE_FORCE_BELOW", 60)
     monkeypatch.setattr("rrl.retrieval.build.choose_scann", lambda *_: ScannConfig(5, 1, 10))
 
 
@@ -171,7 +173,7 @@ def stored(folder: Path, kind: str = "scann", passages: list[Passage] = CORPUS, 
 
 
 @pytest.mark.usefixtures("a_tree_for_few")
-def test_a_stored_index_is_built_once_and_opened_after_that(
+def test_a_stored_index_is_built_once_and_then_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = found(stored(tmp_path))
@@ -181,7 +183,7 @@ def test_a_stored_index_is_built_once_and_opened_after_that(
 
 
 @pytest.mark.usefixtures("a_tree_for_few")
-def test_another_corpus_or_encoder_has_a_stored_index_of_its_own(tmp_path: Path) -> None:
+def test_another_corpus_or_encoder_has_another_stored_index(tmp_path: Path) -> None:
     other = [*CORPUS[:-1], Passage("new", "Name new", "fact 49")]
     for passages, encoder in (
         (CORPUS, {}),
@@ -194,20 +196,20 @@ def test_another_corpus_or_encoder_has_a_stored_index_of_its_own(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("a_tree_for_few")
-def test_processes_that_want_a_stored_index_at_once_build_it_once(
+def test_concurrent_processes_build_a_stored_index_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = []
     monkeypatch.setattr(
         "rrl.retrieval.index.build_index", lambda *given: (built.append(given), build_index(*given))
     )
-    with ThreadPoolExecutor(4) as pool:  # flock holds between open files, of one process or several
+    with ThreadPoolExecutor(4) as pool:  # flock works between open files, so threads stand in for processes
         results = list(pool.map(lambda _: found(stored(tmp_path)), range(4)))
     assert len(built) == 1 and results == [results[0]] * 4
 
 
 @pytest.mark.usefixtures("a_tree_for_few")
-def test_a_damaged_stored_index_is_built_again_with_a_warning(
+def test_a_damaged_stored_index_is_rebuilt_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = stored(tmp_path, "exact")
@@ -222,7 +224,7 @@ def test_a_damaged_stored_index_is_built_again_with_a_warning(
 
 
 @pytest.mark.usefixtures("a_tree_for_few")
-def test_a_run_that_goes_on_without_its_stored_index_is_told_so(
+def test_a_resumed_run_without_its_stored_index_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -231,7 +233,7 @@ def test_a_run_that_goes_on_without_its_stored_index_is_told_so(
         shutil.rmtree(tmp_path / "indexes")
         (tmp_path / "checkpoints" / "3").mkdir(parents=True)
         stored(tmp_path / "indexes", "exact")
-    assert "is gone, or was made by an older version" in caplog.text
+    assert "is missing, or an older version made it" in caplog.text
 
 
 def _as_file(index: Path) -> None:
@@ -266,20 +268,20 @@ def _files(value: object):
 @pytest.mark.parametrize(
     "damage", [_as_file, _as_lost_link, _without("passages"), _without("encoder"), _files([1]), _files({})]
 )
-def test_a_stored_index_is_built_again_whatever_is_in_its_place(tmp_path: Path, damage) -> None:
+def test_a_stored_index_is_rebuilt_whatever_replaced_it(tmp_path: Path, damage) -> None:
     first = stored(tmp_path, "exact")
     (index,) = (path for path in tmp_path.iterdir() if path.is_dir())
     damage(index)
     assert found(stored(tmp_path, "exact")) == found(first)
 
 
-def test_an_index_that_always_comes_out_the_same_is_not_stored(tmp_path: Path) -> None:
+def test_a_deterministic_index_is_not_stored(tmp_path: Path) -> None:
     assert found(stored(tmp_path)) == found(make_retriever(CORPUS, "scann", WordEncoder()))  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
 class TableEncoder(WordEncoder):
-    """The same with directions from a table: quick enough for a large corpus."""
+    """A `WordEncoder` with vectors from a table, which is fast enough for a large corpus."""
 
     def embed(self, texts):
         """As `WordEncoder.embed`."""
@@ -291,10 +293,11 @@ class TableEncoder(WordEncoder):
 
 
 @pytest.mark.slow
-def test_every_query_finds_the_same_in_a_large_stored_index_after_a_restart(tmp_path: Path) -> None:
-    """With ScaNN's own settings, as from 20,000 passages on; of two that were made in memory, 219 of 500 rankings
-    differed."""
-    passages = [Passage(str(i), f"Name {i % 997} {i % 991}", f"fact {i % 983}") for i in range(SMALL)]
+def test_a_large_stored_index_returns_the_same_hits_after_a_restart(tmp_path: Path) -> None:
+    """From 20,000 passages on, ScaNN uses a tree. Of two such indexes built in memory, 219 of 500 rankings differed."""
+    passages = [
+        Passage(str(i), f"Name {i % 997} {i % 991}", f"fact {i % 983}") for i in range(BRUTE_FORCE_BELOW)
+    ]
     queries = [f"Name {i} fact {7 * i % 983}" for i in range(500)]
     runs = []
     for _ in range(2):
@@ -304,13 +307,13 @@ def test_every_query_finds_the_same_in_a_large_stored_index_after_a_restart(tmp_
     assert runs[0] == runs[1]
 
 
-def test_the_passages_of_an_index_are_closed_when_the_interpreter_ends(
+def test_the_passage_file_is_closed_when_the_interpreter_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_index(CORPUS, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
     passages = PassageFile(tmp_path / "index", len(CORPUS))
     opened = passages._file
-    monkeypatch.setattr("rrl.retrieval.folder.os", None)  # as at the end, when modules are cleared
+    monkeypatch.setattr("rrl.retrieval.folder.os", None)  # as at interpreter exit, when modules are cleared
     del passages
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(opened)

@@ -1,4 +1,4 @@
-"""Postings: counts and scores are bm25s's own, whatever the blocks; counting continues after a kill."""
+"""Postings: counts and scores equal those of bm25s for any blocks, and counting continues after a kill."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
-from rrl.retrieval.postings import BlockFolder, Vocabulary, count
+from rrl.retrieval.postings import PostingsFolder, Vocabulary, count
 
 RNG = np.random.default_rng(0)
 TEXTS = [" ".join(f"w{i}" for i in RNG.zipf(1.3, RNG.integers(0, 30)) if i < 200) for _ in range(300)]
@@ -16,11 +16,11 @@ PASSAGES = [Passage(str(i), "", text) for i, text in enumerate(TEXTS)]
 CONFIG = Bm25Config(1.2, 0.75, stem=False)
 
 
-def in_blocks(folder: Path, *cuts: int) -> BlockFolder:
+def in_blocks(folder: Path, *cuts: int) -> PostingsFolder:
     for start, stop in zip((0, *cuts), (*cuts, len(PASSAGES))):
-        # Opened anew each time, as after a kill.
-        BlockFolder(folder).add([CONFIG.words(passage) for passage in PASSAGES[start:stop]])
-    return BlockFolder(folder)
+        # Open the folder again each time, as after a kill.
+        PostingsFolder(folder).add([CONFIG.words(passage) for passage in PASSAGES[start:stop]])
+    return PostingsFolder(folder)
 
 
 def test_a_block_counts_words() -> None:
@@ -30,7 +30,7 @@ def test_a_block_counts_words() -> None:
     assert [part.tolist() for part in vars(block).values()] == [[0, 1, 1], [0, 0, 2], [2, 1, 1], [3, 0, 1]]
 
 
-def test_scores_are_those_of_bm25s() -> None:
+def test_scores_equal_those_of_bm25s() -> None:
     model = bm25s.BM25(k1=1.2, b=0.75)
     model.index([text.split() for text in TEXTS], create_empty_token=False, show_progress=False)
     ours = Bm25Index.build(PASSAGES, CONFIG)._model
@@ -40,7 +40,7 @@ def test_scores_are_those_of_bm25s() -> None:
 
 
 @pytest.mark.parametrize("cuts", [(), (100, 101, 250)])
-def test_an_index_counted_on_disk_is_the_one_counted_in_memory(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+def test_an_index_counted_on_disk_equals_one_counted_in_memory(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     blocks = in_blocks(tmp_path / "blocks", *cuts)
     assert blocks.passages == len(PASSAGES)
     Bm25Index.build_folder(blocks, tmp_path / "bm25", CONFIG)
@@ -52,4 +52,4 @@ def test_an_index_counted_on_disk_is_the_one_counted_in_memory(tmp_path: Path, c
 def test_a_half_written_block_is_counted_again(tmp_path: Path) -> None:
     blocks = in_blocks(tmp_path, 100)
     (tmp_path / "000002.npz.part").write_bytes(b"half")
-    assert BlockFolder(tmp_path).passages == blocks.passages
+    assert PostingsFolder(tmp_path).passages == blocks.passages

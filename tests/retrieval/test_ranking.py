@@ -1,4 +1,4 @@
-"""The order of rankings: scores, then positions, whatever else is in the batch."""
+"""Rankings are ordered by score, then position, independent of the rest of the batch."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrl.retrieval import ranking
-from rrl.retrieval.ranking import NOTHING, rescore, top_k
+from rrl.retrieval.ranking import NO_PASSAGE, rescore, top_k
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -23,11 +23,11 @@ def test_rescoring_pads_and_breaks_ties_by_position() -> None:
     ids, scores = rescore(
         embeddings, np.float32([[1, 0], [0, 1]]), [np.array([3, 2, 0]), np.array([], int)], 4
     )
-    assert ids.tolist() == [[0, 2, 3, NOTHING], [NOTHING] * 4]
+    assert ids.tolist() == [[0, 2, 3, NO_PASSAGE], [NO_PASSAGE] * 4]
     assert scores[0].tolist() == [1, 1, 0.5, -np.inf]
 
 
-def test_rescoring_reads_no_more_vectors_at_once_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rescoring_bounds_the_vectors_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Watched(np.ndarray):
         most = 0
 
@@ -52,7 +52,7 @@ def test_rescoring_reads_no_more_vectors_at_once_than_it_may(monkeypatch: pytest
     assert whole[0][7].tolist() == sorted(candidates[7].tolist(), key=lambda i: -scores[i])[:5]
 
 
-def test_rescoring_a_query_gives_the_same_bits_in_any_batch() -> None:
+def test_rescoring_a_query_is_bitwise_equal_in_any_batch() -> None:
     rng = np.random.default_rng(0)
     embeddings, queries = (
         rng.normal(size=(500, 64)).astype(np.float32),

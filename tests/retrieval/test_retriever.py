@@ -1,4 +1,4 @@
-"""The `Retriever`: one behaviour over every kind of index."""
+"""The `Retriever` behaves the same over every kind of index."""
 
 import threading
 import time
@@ -35,20 +35,20 @@ def ids(retriever: Retriever, queries: list[str], k: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_right_passage_comes_first_and_ties_go_by_position(kind: str) -> None:
+def test_the_best_passage_is_first_and_ties_are_ordered_by_position(kind: str) -> None:
     assert ids(opened(kind), ["Rome capital of the south", "Bergen town of rain"], 2)[1] == ["p1", "p3"]
     assert ids(opened(kind), ["Rome capital of the south"], 1) == [["p2"]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_k_beyond_the_corpus_is_no_error(kind: str) -> None:
+def test_k_beyond_the_corpus_returns_the_whole_corpus(kind: str) -> None:
     for k in (9, 10**12):
         (found,) = ids(opened(kind), ["Bergen capital"], k)
         assert sorted(found) == ["p0", "p1", "p2", "p3"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_query_finds_nothing_and_disturbs_no_other(kind: str) -> None:
+def test_an_empty_query_has_no_hits_and_does_not_affect_others(kind: str) -> None:
     retriever = opened(kind)
     found = ids(retriever, ["", "Oslo", " \n"], 1)
     assert found == [[], ["p0"], []]
@@ -57,7 +57,7 @@ def test_an_empty_query_finds_nothing_and_disturbs_no_other(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (3, 3), (2, 1)])
-def test_an_index_that_answers_with_another_number_of_rows_has_failed(rows: tuple[int, int]) -> None:
+def test_a_ranking_with_a_wrong_number_of_rows_is_a_failed_search(rows: tuple[int, int]) -> None:
     class Wrong:
         kind, needs_embeddings = "wrong", False
 
@@ -80,7 +80,7 @@ def test_repeated_and_cached_queries_are_searched_once(kind: str) -> None:
     assert retriever.stats.searched == 4, "another k is another search"
 
 
-def test_the_cache_forgets_the_least_recently_used() -> None:
+def test_the_cache_drops_the_least_recently_used_query() -> None:
     retriever = Retriever(CORPUS, opened("bm25")._index, cache_size=2)
     for query in ["Oslo", "Rome", "Oslo", "Bergen", "Oslo", "Rome"]:
         retriever.search([query], 1)
@@ -88,14 +88,14 @@ def test_the_cache_forgets_the_least_recently_used() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_runaway_query_is_cut(kind: str) -> None:
+def test_a_very_long_query_is_cut(kind: str) -> None:
     retriever = opened(kind)
     assert ids(retriever, ["Oslo " + "x" * 10_000_000], 1) == [["p0"]]
     assert all(len(text) <= MAX_QUERY_CHARACTERS for text, _ in retriever._cache)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_threads_get_the_answers_of_one(kind: str) -> None:
+def test_many_threads_get_the_hits_of_one(kind: str) -> None:
     words = ["Oslo", "Bergen", "Rome", "capital", "town", "south", "rain", "north"]
     rng = np.random.default_rng(0)
     jobs = [[" ".join(rng.choice(words, 2)) for _ in range(5)] for _ in range(200)]
@@ -115,11 +115,11 @@ def test_many_threads_get_the_answers_of_one(kind: str) -> None:
     assert retriever.stats.calls == 200
 
 
-def test_wrong_arguments_are_refused_by_name() -> None:
+def test_errors_name_the_wrong_argument() -> None:
     dense = opened("exact")
     with pytest.raises(UserError, match="k: got 0"):
         dense.search(["x"], 0, dense.embed(["x"]))
-    with pytest.raises(UserError, match=r"embeddings: got shape \(2, 3\), wanted \(1, 32\)"):
+    with pytest.raises(UserError, match=r"embeddings: got shape \(2, 3\), expected \(1, 32\)"):
         dense.search(["x"], 1, np.zeros((2, 3), np.float32))
     with pytest.raises(UserError, match="no query encoder"):
         opened("bm25").tokenize(["x"])
@@ -133,22 +133,22 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("query", ["\ud800", "\x00", "𝕺slo Ωmega", "((((", "<search>x</search>"])
 @pytest.mark.parametrize("kind", ["bm25"])
-def test_strange_text_is_no_error(kind: str, query: str) -> None:
+def test_unusual_text_is_searched_without_error(kind: str, query: str) -> None:
     assert isinstance(ids(opened(kind), [query], 1)[0], list)
 
 
 class Faulty:
-    """An index that fails, or dawdles, as often as it is told."""
+    """An index whose first `failures` searches raise an error, or take `seconds`."""
 
     kind = "faulty"
     needs_embeddings = False
 
     def __init__(self, failures: int = 0, seconds: float = 0.0):
-        self.failures, self.seconds, self.asked = failures, seconds, 0
+        self.failures, self.seconds, self.calls = failures, seconds, 0
 
     def search(self, queries, k, embeddings=None):
-        self.asked += 1
-        if self.asked <= self.failures:
+        self.calls += 1
+        if self.calls <= self.failures:
             time.sleep(self.seconds)
             if not self.seconds:
                 raise OSError("broken pipe")
@@ -156,7 +156,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 2.0])
-def test_a_failing_or_slow_search_is_tried_again(seconds: float) -> None:
+def test_a_failing_or_slow_search_is_retried(seconds: float) -> None:
     retry_policy = RetryPolicy(time_out=0.5, retries=2, pause=0.01)
     retriever = Retriever(CORPUS, Faulty(2, seconds), retry_policy=retry_policy)
     assert [hit.passage.id for hit in retriever.search(["x"], 1)[0]] == ["p0"]
@@ -164,7 +164,7 @@ def test_a_failing_or_slow_search_is_tried_again(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "reason"), [(0.0, "broken pipe"), (2.0, "no answer within 0.5 s")])
-def test_a_search_that_fails_for_good_says_so_and_leaves_nothing_behind(seconds: float, reason: str) -> None:
+def test_a_search_that_always_fails_raises_and_caches_nothing(seconds: float, reason: str) -> None:
     index = Faulty(2, seconds)
     retriever = Retriever(CORPUS, index, retry_policy=RetryPolicy(time_out=0.5, retries=1, pause=0.01))
     with pytest.raises(SearchFailed, match=f"failed 2 times in the faulty index: .*{reason}"):
@@ -174,7 +174,7 @@ def test_a_search_that_fails_for_good_says_so_and_leaves_nothing_behind(seconds:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_change_nothing(kind: str) -> None:
+def test_the_batch_size_does_not_change_hits(kind: str) -> None:
     queries = ["Oslo", "Rome capital", "Bergen rain", "", "north", "Oslo", "south town"]
     whole = opened(kind)
     parts = Retriever(CORPUS, opened(kind)._index, whole.text_encoder, retry_policy=RetryPolicy(batch=2))
@@ -182,15 +182,15 @@ def test_batches_change_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["exact", "scann"])
-def test_embeddings_that_are_not_given_are_made_for_what_is_searched_only(kind: str) -> None:
+def test_only_queries_that_must_be_searched_are_embedded(kind: str) -> None:
     retriever = opened(kind)
     given = retriever.search(["Oslo", "Rome"], 2, retriever.embed(["Oslo", "Rome"]))
-    asked: list[str] = []
-    retriever.embed = lambda queries: asked.extend(queries) or WordEncoder().embed(queries)  # type: ignore
+    embedded: list[str] = []
+    retriever.embed = lambda queries: embedded.extend(queries) or WordEncoder().embed(queries)  # type: ignore
     assert retriever.search(["Oslo", "Rome"], 2) == given
-    assert asked == [], "both are cached"
+    assert embedded == [], "both are cached"
     retriever.search(["Oslo", "Bergen"], 2)
-    assert asked == ["Bergen"]
+    assert embedded == ["Bergen"]
 
 
 def test_the_next_batch_is_embedded_while_one_is_searched() -> None:
@@ -214,7 +214,7 @@ def test_the_next_batch_is_embedded_while_one_is_searched() -> None:
     assert [len(hits) for hits in retriever.search(["first", "second"], 1)] == [1, 1]
 
 
-def test_stats_tell_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_report_latency_percentiles(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [0.0]
     monkeypatch.setattr(
         "rrl.retrieval.retriever.time", types.SimpleNamespace(perf_counter=lambda: seconds[0])
@@ -222,7 +222,7 @@ def test_stats_tell_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Timed(Faulty):
         def search(self, queries, k, embeddings=None):
-            seconds[0] += 0.1 if self.asked == 0 else 0.01
+            seconds[0] += 0.1 if self.calls == 0 else 0.01
             return super().search(queries, k)
 
     retriever = Retriever(CORPUS, Timed())
@@ -233,14 +233,14 @@ def test_stats_tell_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "10 queries in 10 calls, 0 cached" in str(stats)
 
 
-def test_patience_out_of_range_is_refused() -> None:
+def test_a_retry_policy_out_of_range_is_rejected() -> None:
     for settings in ({"time_out": 0.0}, {"retries": -1}, {"batch": 0}, {"pause": -1.0}):
         with pytest.raises(UserError, match=f"{next(iter(settings))}="):
             RetryPolicy(**settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_the_corpus_own_in_memory_and_from_a_folder(kind: str, tmp_path: Path) -> None:
+def test_hits_have_the_ids_of_the_corpus_in_memory_and_from_a_folder(kind: str, tmp_path: Path) -> None:
     encoder = None if kind == "bm25" else WordEncoder()
     build_index(CORPUS, tmp_path / "index", kind, encoder)  # type: ignore[arg-type]
     for retriever in (opened(kind), open_index(tmp_path / "index", encoder)):  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The embeddings of sentence-transformers, from the folders that it saves, on random weights."""
+"""Folders saved by sentence-transformers, with random weights, give its embeddings."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def build(folder: Path, kind: str, mode: str, normalize: bool, prompts: dict[str
     modules = [transformer, parts.Pooling(24, pooling_mode=mode), *[parts.Normalize()][: int(normalize)]]
     saved = library.SentenceTransformer(modules=modules, device="cpu", prompts=prompts)
     saved.save(str(folder / "saved"))
-    if lower:  # as older versions left it to the reader
+    if lower:  # older versions write this flag in place of a normalizer
         file = folder / "saved" / "sentence_bert_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"do_lower_case": True}))
     return library.SentenceTransformer(str(folder / "saved"), device="cpu")
@@ -85,7 +85,7 @@ def build(folder: Path, kind: str, mode: str, normalize: bool, prompts: dict[str
         ("xlm-roberta", "mean", True, {"query": "Instruct: Find\nQuery: ", "document": "passage: "}, False),
     ],
 )
-def test_a_saved_folder_gives_the_same_embeddings_and_cuts_long_texts_the_same(
+def test_a_saved_folder_gives_the_embeddings_of_sentence_transformers(
     kind: str, mode: str, normalize: bool, prompts: dict[str, str], lower: bool, tmp_path: Path
 ) -> None:
     theirs = build(tmp_path, kind, mode, normalize, prompts, lower)

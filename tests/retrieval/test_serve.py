@@ -1,4 +1,4 @@
-"""Our service and our client speak the forms of Search-R1 and FlashRAG's users, and fail by name."""
+"""The service and the client use the formats of Search-R1, FlashRAG and R1-Searcher, and their errors name the cause."""
 
 import contextlib
 import json
@@ -15,8 +15,8 @@ from rrl.errors import UserError
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.remote import RemoteIndex, open_remote
 from rrl.retrieval.retriever import Retriever, RetryPolicy, SearchFailed
-from rrl.retrieval.serve import MOST_BYTES, make_server
-from rrl.retrieval.wire import document, read_answer
+from rrl.retrieval.serve import MAX_BODY_BYTES, make_server
+from rrl.retrieval.wire import document, parse_response
 
 CORPUS = [
     Passage("a", "Oslo", "capital of the north"),
@@ -44,18 +44,18 @@ def post(url: str, body: object) -> object:
 BERGEN = {"id": "b", "contents": '"The ""Bergen"""\ntown of rain\nand fish'}
 
 
-def test_search_r1s_form(served: tuple[Retriever, str]) -> None:
+def test_search_r1_requests_are_answered_in_its_format(served: tuple[Retriever, str]) -> None:
     # As search_r1/search/retrieval_server.py of PeterGriffinJin/Search-R1 answers.
     _, url = served
-    asked = {"queries": ["fish", "nothing"], "topk": 1, "return_scores": True}
-    answer = post(f"{url}/retrieve", asked)
+    request = {"queries": ["fish", "nothing"], "topk": 1, "return_scores": True}
+    answer = post(f"{url}/retrieve", request)
     assert isinstance(answer, dict)
     ((hit,), none) = answer["result"]
     assert hit["document"] == BERGEN and hit["score"] > 0 and none == []
     assert post(f"{url}/retrieve", {"queries": ["fish"]}) == {"result": [[BERGEN]]}
 
 
-def test_flashrags_form(served: tuple[Retriever, str]) -> None:
+def test_flashrag_requests_are_answered_in_its_format(served: tuple[Retriever, str]) -> None:
     # As scripts/serving/retriever_serving.py of Agent-RL/ReSearch answers.
     _, url = served
     assert post(f"{url}/search", {"query": "fish", "top_n": 1}) == [BERGEN]
@@ -67,7 +67,7 @@ def test_flashrags_form(served: tuple[Retriever, str]) -> None:
 
 
 @pytest.mark.parametrize("form", ["search-r1", "flashrag"])
-def test_the_client_finds_what_the_served_index_finds(served: tuple[Retriever, str], form: str) -> None:
+def test_the_client_returns_the_hits_of_the_served_index(served: tuple[Retriever, str], form: str) -> None:
     retriever, url = served
     queries = ["rain", "capital", "", "rain", "rain \ud800"]
     remote = open_remote(url, form)
@@ -92,7 +92,7 @@ def test_the_client_finds_what_the_served_index_finds(served: tuple[Retriever, s
         ("/elsewhere", {}, 404, "POST /retrieve"),
     ],
 )
-def test_a_wrong_request_is_answered_by_its_fault(
+def test_the_answer_to_a_bad_request_names_the_fault(
     served: tuple[Retriever, str], path: str, body: object, status: int, reason: str
 ) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
@@ -102,21 +102,23 @@ def test_a_wrong_request_is_answered_by_its_fault(
     assert post(f"{served[1]}/retrieve", {"queries": ["fish"]}) == {"result": [[BERGEN]]}
 
 
-def test_a_request_that_is_too_long_is_not_read(served: tuple[Retriever, str]) -> None:
-    request = urllib.request.Request(f"{served[1]}/retrieve", b"x", {"Content-Length": str(MOST_BYTES + 1)})
+def test_a_request_that_is_too_long_is_rejected_unread(served: tuple[Retriever, str]) -> None:
+    request = urllib.request.Request(
+        f"{served[1]}/retrieve", b"x", {"Content-Length": str(MAX_BODY_BYTES + 1)}
+    )
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=60)
     with caught.value as error:
         assert error.code == 413
 
 
-def test_it_says_how_it_is(served: tuple[Retriever, str]) -> None:
+def test_health_and_stats_are_served(served: tuple[Retriever, str]) -> None:
     for path, name, value in (("/health", "status", "healthy"), ("/stats", "calls", 0)):
         with urllib.request.urlopen(served[1] + path, timeout=60) as reply:
             assert json.loads(reply.read())[name] == value
 
 
-def test_an_address_in_use_is_refused(served: tuple[Retriever, str]) -> None:
+def test_an_address_in_use_is_rejected(served: tuple[Retriever, str]) -> None:
     with pytest.raises(UserError, match=r"cannot serve on .*give another"):
         make_server(served[0], port=int(served[1].rpartition(":")[2]))
 
@@ -126,11 +128,11 @@ def test_an_address_in_use_is_refused(served: tuple[Retriever, str]) -> None:
     [
         (500, b"out of memory", "answered 500 .*out of memory"),
         (200, b"<html>", "Expecting value"),
-        (200, b'{"result": [[{"score": 1}]]}', "another form than search-r1"),
+        (200, b'{"result": [[{"score": 1}]]}', "not have the format of search-r1"),
         (200, b'{"result": []}', "0 results for 1 queries"),
     ],
 )
-def test_a_service_that_fails_is_told_after_the_retries(status: int, answer: bytes, reason: str) -> None:
+def test_a_failing_service_raises_after_the_retries(status: int, answer: bytes, reason: str) -> None:
     with answering(status, answer) as address:
         remote = open_remote(address, retry_policy=RetryPolicy(retries=1, pause=0.01))
         with pytest.raises(SearchFailed, match=reason):
@@ -140,7 +142,7 @@ def test_a_service_that_fails_is_told_after_the_retries(status: int, answer: byt
 
 @contextlib.contextmanager
 def answering(status: int, answer: bytes) -> Iterator[str]:
-    """The address of a service that gives one answer to everything."""
+    """Yield the address of a service that always returns this answer."""
 
     class Service(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -161,7 +163,7 @@ def answering(status: int, answer: bytes) -> Iterator[str]:
         server.server_close()
 
 
-def test_nobody_there_and_no_address_are_told() -> None:
+def test_a_missing_service_and_a_bad_address_raise() -> None:
     with pytest.raises(SearchFailed, match="does not answer"):
         open_remote("http://127.0.0.1:9", retry_policy=RetryPolicy()).search(["x"], 1)
     with pytest.raises(UserError, match="must begin with http"):
@@ -170,7 +172,7 @@ def test_nobody_there_and_no_address_are_told() -> None:
         open_remote("http://localhost", "solr")
 
 
-def test_r1_searchers_form(served: tuple[Retriever, str]) -> None:
+def test_r1_searcher_requests_are_answered_in_its_format(served: tuple[Retriever, str]) -> None:
     # As the retrieval service of RUCAIBox/R1-Searcher answers.
     retriever, url = served
     answer = post(f"{url}/queries", {"queries": ["fish", "nothing"], "k": 1})
@@ -183,7 +185,7 @@ def test_r1_searchers_form(served: tuple[Retriever, str]) -> None:
     ]
     assert [h.score for h in found[0]] == [1, 0.5]
     published = {"answers": [["1\tTitle: Orla Viaduct Text: Marta Quell designed it.", "only text", "\t "]]}
-    first, second, nothing = read_answer("r1-searcher", published, 1)[0]
+    first, second, nothing = parse_response("r1-searcher", published, 1)[0]
     assert first == (Passage("1", "Orla Viaduct", "Marta Quell designed it."), 1)
     assert second is not None and (second[0].title, second[0].text, second[1]) == ("", "only text", 0.5)
     assert nothing is None
@@ -213,31 +215,33 @@ ONE, TWO = (
         ("flashrag", [[[ONE, TWO]], [[None, None]]]),
     ],
 )
-def test_documents_are_found_in_their_order_with_and_without_scores(form: str, answer: object) -> None:
-    (found,) = read_answer(form, answer, 1)
+def test_documents_keep_their_order_with_and_without_scores(form: str, answer: object) -> None:
+    (found,) = parse_response(form, answer, 1)
     hits = [hit for hit in found if hit is not None]
     assert [passage.title for passage, _ in hits] == ["Orla Viaduct", "Sela River"]
     assert hits[0][1] > hits[1][1]
     assert hits[0][0].id != hits[1][0].id
 
 
-def test_flashrags_answer_to_two_queries_without_scores_is_no_pair_of_documents_and_scores() -> None:
-    one, two = read_answer("flashrag", [[ONE], [TWO]], 2)
+def test_two_flashrag_rows_without_scores_are_not_read_as_documents_and_scores() -> None:
+    one, two = parse_response("flashrag", [[ONE], [TWO]], 2)
     assert [row[0][0].title for row in (one, two) if row[0]] == ["Orla Viaduct", "Sela River"]
     assert (
-        read_answer("flashrag", [[], []], 2) == read_answer("flashrag", [[[], []], [[], []]], 2) == [[], []]
+        parse_response("flashrag", [[], []], 2)
+        == parse_response("flashrag", [[[], []], [[], []]], 2)
+        == [[], []]
     )
 
 
 def test_a_document_without_an_id_is_the_same_passage_at_every_rank() -> None:
     a, b = {"contents": "a"}, {"contents": "b"}
-    one, two = read_answer("search-r1", {"result": [[a, b], [b, a]]}, 2)
+    one, two = parse_response("search-r1", {"result": [[a, b], [b, a]]}, 2)
     assert {hit[0].id for hit in one if hit} == {hit[0].id for hit in two if hit}
 
 
-def test_a_document_has_the_id_that_it_was_given_under_any_name() -> None:
+def test_a_documents_id_is_read_under_any_of_its_names() -> None:
     answer = {"result": [[{"docid": 7, "contents": "x"}, {"doc_id": "d", "contents": "y"}]]}
-    ((first, second),) = read_answer("search-r1", answer, 1)
+    ((first, second),) = parse_response("search-r1", answer, 1)
     assert first and second and (first[0].id, second[0].id) == ("7", "d")
 
 
@@ -248,11 +252,11 @@ def test_a_document_without_title_and_text_is_left_out_and_counted(caplog: pytes
         retriever = Retriever(index.passages, index)
         assert [hit.passage.id for hit in retriever.search(["x"], 4)[0]] == ["1", "2"]
         assert index.skipped == 2 and "neither title nor text" in caplog.text
-    with pytest.raises(ValueError, match=r"another form than search-r1's.*id, what"):
-        read_answer("search-r1", {"result": [[{"document": {"id": "1", "what": "x"}, "score": 1}]]}, 1)
+    with pytest.raises(ValueError, match=r"not have the format of search-r1 .*id, what"):
+        parse_response("search-r1", {"result": [[{"document": {"id": "1", "what": "x"}, "score": 1}]]}, 1)
 
 
-def test_a_document_keeps_title_and_text_on_the_way() -> None:
+def test_title_and_text_survive_the_round_trip() -> None:
     for passage in CORPUS:
-        ((found,),) = read_answer("flashrag", [[[document(passage)]], [[1]]], 1)
+        ((found,),) = parse_response("flashrag", [[[document(passage)]], [[1]]], 1)
         assert found == (passage, 1.0)

@@ -1,4 +1,4 @@
-"""What a folder says about texts, or what its name and the user do; nothing is guessed silently."""
+"""Settings of an encoder come from its folder, its name or the user, and a guess is logged."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ def write(folder: Path, **files: Any) -> Path:
 
 
 def sentence(folder: Path, **files: Any) -> Path:
-    """A folder as sentence-transformers before version 5 wrote it."""
+    """A folder in the format of sentence-transformers before version 5."""
     flags = {"word_embedding_dimension": 4, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
     return write(folder, **({"modules": MODULES, "1_Pooling__config": flags} | files))
 
@@ -49,7 +49,7 @@ def sentence(folder: Path, **files: Any) -> Path:
         ),
     ],
 )
-def test_a_plain_folder_of_a_known_name_gets_its_family_and_says_so(
+def test_a_folder_with_a_known_name_gets_the_settings_of_its_family(
     name: str, query: str, passage: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = read_settings(write(tmp_path / name))
@@ -58,9 +58,7 @@ def test_a_plain_folder_of_a_known_name_gets_its_family_and_says_so(
     assert repr(query) in caplog.text
 
 
-def test_the_user_picks_a_family_or_gives_the_strings(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_user_can_give_a_family_or_prefixes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, text_encoder={"family": "e5-instruct", "task": "Find films", "passage_tokens": 99})
     found = read_settings(tmp_path)
     assert found.text == TextSettings("Instruct: Find films\nQuery: ", "", 128, 99)
@@ -69,15 +67,15 @@ def test_the_user_picks_a_family_or_gives_the_strings(
     found = read_settings(tmp_path, given)
     assert found.text == TextSettings("Find films? ", "p ", 32, 99)
     assert found.pooling == Pooling(normalize=False)
-    assert not caplog.records  # certain: nobody is warned
+    assert not caplog.records  # the source is certain, so there is no warning
 
 
-def test_our_own_file_alone_keeps_its_meaning(tmp_path: Path) -> None:
+def test_text_encoder_json_alone_is_sufficient(tmp_path: Path) -> None:
     write(tmp_path / "e5-base", text_encoder={"query_prefix": "a ", "passage_prefix": "b "})
     assert read_settings(tmp_path / "e5-base") == FolderSettings(TextSettings("a ", "b ", 32, 128), Pooling())
 
 
-def test_sentence_transformers_files_are_read_as_they_are(tmp_path: Path) -> None:
+def test_sentence_transformers_files_give_the_settings(tmp_path: Path) -> None:
     sentence(
         tmp_path,
         sentence_bert_config={"max_seq_length": 77, "do_lower_case": True},
@@ -88,11 +86,11 @@ def test_sentence_transformers_files_are_read_as_they_are(tmp_path: Path) -> Non
     write(tmp_path, modules=MODULES[:2], **{"1_Pooling__config": {"pooling_mode": "mean"}})
     assert read_settings(tmp_path).pooling == Pooling("mean", normalize=False)
     assert read_settings(tmp_path, {"family": "e5"}).text == TextSettings("query: ", "passage: ", 77, 77)
-    # A family brings its prefixes; how this model pools, its own files know.
+    # The family gives the prefixes; the model's own files give the pooling.
     assert read_settings(tmp_path, {"family": "bge-en-v1.5"}).pooling == Pooling("mean", normalize=False)
 
 
-def test_lengths_come_from_the_tokenizer_or_the_position_table_where_no_file_has_them(tmp_path: Path) -> None:
+def test_lengths_default_to_those_of_the_tokenizer_or_the_position_table(tmp_path: Path) -> None:
     sentence(tmp_path, tokenizer_config={"model_max_length": 55})
     assert read_settings(tmp_path).text.passage_tokens == 55
     roberta = PLAIN | {"model_type": "xlm-roberta", "pad_token_id": 1}
@@ -100,12 +98,15 @@ def test_lengths_come_from_the_tokenizer_or_the_position_table_where_no_file_has
     assert read_settings(tmp_path).text.passage_tokens == 298
 
 
-def test_an_unknown_sentence_transformers_folder_without_prompts_warns_that_there_are_none(
+def test_a_sentence_transformers_folder_without_prompts_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sentence(tmp_path, config_sentence_transformers={"prompts": {"query": "", "document": ""}})
     assert read_settings(tmp_path).text.query_prefix == ""
-    assert "prefixes '' and '' (no file tells any; if it wants some, add a text_encoder.json" in caplog.text
+    assert (
+        "prefixes '' and '' (no file gives prefixes; if the model needs some, add a text_encoder.json"
+        in caplog.text
+    )
     caplog.clear()
     caplog.set_level(logging.INFO)
     assert read_settings(tmp_path, {"family": "minilm"}).text.passage_prefix == ""
@@ -122,12 +123,10 @@ def test_an_unknown_sentence_transformers_folder_without_prompts_warns_that_ther
         ({"modules": [*MODULES, {"path": "3_Dense", "type": "sentence_transformers.models.Dense"}]}, "models.Dense"),
         ({"modules": [MODULES[0] | {"type": "remote.Transformer"}, *MODULES[1:]]}, "remote.Transformer"),
         ({"modules": [MODULES[0] | {"path": "0_Transformer"}, *MODULES[1:]]}, "'0_Transformer'; move it"),
-        ({"modules": {"type": "x"}}, "no list of modules"),
+        ({"modules": {"type": "x"}}, "not a list of modules"),
     ],
 )  # fmt: skip
-def test_modules_that_the_encoder_does_not_have_are_refused_by_name(
-    files: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_the_error_names_unsupported_modules(files: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         read_settings(sentence(tmp_path, **files))
 
@@ -147,6 +146,6 @@ def test_modules_that_the_encoder_does_not_have_are_refused_by_name(
         ({}, r"no text_encoder.json with its prefixes .* no modules.json .*\"family\": \"e5\""),
     ],
 )
-def test_wrong_settings_are_refused_by_name(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_errors_name_the_wrong_setting(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         read_settings(write(tmp_path), given)

@@ -1,4 +1,4 @@
-"""A corpus on two hosts: each process serves its half, and the merged rankings are those of the whole."""
+"""A corpus on two hosts: each process serves one half, and the merged rankings equal those of one index."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ PASSAGES = [
 QUERIES = ["w1 w2 w3", "Name 7", "w59 w4", "Name 8 w1"]
 
 
-def test_two_processes_find_together_what_one_index_finds(tmp_path: Path) -> None:
+def test_two_shards_together_return_the_hits_of_one_index(tmp_path: Path) -> None:
     processes, urls = [], []
     try:
         for part in range(2):

@@ -1,4 +1,4 @@
-"""ScaNN's settings: they fit the memory, follow the size, and the documented table is what the code says."""
+"""ScaNN's settings fit the memory and follow the corpus size, and the documented table matches the code."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.retrieval.sizing import (
+    BRUTE_FORCE_BELOW,
     GB,
-    SMALL,
     ScannConfig,
     building_bytes,
     choose_scann,
@@ -17,18 +17,18 @@ from rrl.retrieval.sizing import (
 
 
 def test_a_small_corpus_needs_no_tree() -> None:
-    assert choose_scann(SMALL - 1, 768, memory_gb=0.001).leaves == 0
-    assert choose_scann(SMALL, 768, memory_gb=8).leaves > 0
+    assert choose_scann(BRUTE_FORCE_BELOW - 1, 768, memory_gb=0.001).leaves == 0
+    assert choose_scann(BRUTE_FORCE_BELOW, 768, memory_gb=8).leaves > 0
 
 
-def test_a_leaf_of_the_tree_has_about_a_quarter_as_many_passages_as_there_are_leaves() -> None:
+def test_a_leaf_has_about_a_quarter_as_many_passages_as_there_are_leaves() -> None:
     config = choose_scann(1_000_000, 384, memory_gb=64)
     assert config.leaves == 2000 and config.leaves_to_search == 100
 
 
 @pytest.mark.parametrize("passages", [20_000, 1_000_000, 21_000_000, 100_000_000])
 @pytest.mark.parametrize("memory_gb", [4, 8, 32, 128, 512])
-def test_what_is_chosen_fits_the_memory_or_is_refused(passages: int, memory_gb: float) -> None:
+def test_chosen_settings_fit_the_memory_or_raise(passages: int, memory_gb: float) -> None:
     try:
         config = choose_scann(passages, 768, memory_gb)
     except UserError as error:
@@ -55,6 +55,6 @@ def test_parts_cover_the_corpus_once() -> None:
     assert ScannConfig(10, 10, 10).parts(1000) == [(0, 1000)]
 
 
-def test_the_table_in_the_docs_is_the_codes() -> None:
+def test_the_table_in_the_docs_matches_the_code() -> None:
     text = (Path(__file__).parents[2] / "docs/retrieval.md").read_text(encoding="utf-8")
     assert sizing_table() in text

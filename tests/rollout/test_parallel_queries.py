@@ -38,7 +38,7 @@ class NamedPassages:
     def tokenize(self, queries):
         return np.zeros((len(queries), 2), np.int32)
 
-    def recall(self, query, k):
+    def cached_hits(self, query, k):
         return [Hit(Passage(query, "known", ""), 1.0)] if query in self.cached else None
 
     def search(self, queries, k, vectors=None):

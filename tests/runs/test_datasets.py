@@ -134,7 +134,7 @@ def test_an_unused_encoder_is_refused(tmp_path):
 
 
 def test_a_resumed_run_over_a_large_corpus_reuses_its_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("rrl.retrieval.index.SMALL", 4)
+    monkeypatch.setattr("rrl.retrieval.index.BRUTE_FORCE_BELOW", 4)
     monkeypatch.setattr("rrl.runs.datasets.load_retriever_encoder", lambda config: WordEncoder())
     data, workdir = tmp_path / "data", tmp_path / "run"
     data.mkdir()

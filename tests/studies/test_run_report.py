@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.comparison import as_markdown, coverage_table, group_table, load_runs, paired, records
+from rrl.eval.comparison import (
+    as_markdown,
+    comparison_rows,
+    coverage_table,
+    group_table,
+    load_runs,
+    paired_test,
+)
 from rrl.files import SaveError
 from rrl.studies.report_html import most_different_questions
 from rrl.studies.run_report import write_run_report
@@ -41,7 +48,7 @@ def test_the_table_has_intervals_paired_tests_and_costs(tmp_path: Path) -> None:
 def test_a_run_with_other_questions_gets_its_own_row_of_question_counts(tmp_path: Path) -> None:
     runs = load_runs([finished(tmp_path / "first", RIGHT), finished(tmp_path / "other", RIGHT)])
     assert group_table(runs, "by_kind")[3:] == [("questions", "2", "2")]
-    runs[1].found["by_kind"] = {
+    runs[1].report["by_kind"] = {
         "one_hop": {"em": 1.0, "questions": 9},
         "comparison": {"em": 0.0, "questions": 4},
     }
@@ -52,13 +59,13 @@ def test_a_run_with_other_questions_gets_its_own_row_of_question_counts(tmp_path
 
 def test_hits_by_gold_passage_and_by_answer_have_separate_fields(tmp_path: Path) -> None:
     (run,) = load_runs([finished(tmp_path / "run", RIGHT)])
-    plain = records([run])[0]
-    run.found["retrieval_by_answer"] = {"hits": 0.0, "mrr": 0.0}
-    row = records([run])[0]
+    plain = comparison_rows([run])[0]
+    run.report["retrieval_by_answer"] = {"hits": 0.0, "mrr": 0.0}
+    row = comparison_rows([run])[0]
     assert row["hits"] == plain["hits"] > 0 and row["mrr"] == plain["mrr"] > 0
     assert (row["hits_by_answer"], row["mrr_by_answer"]) == (0.0, 0.0)
-    del run.found["retrieval"]
-    assert coverage_table(records([dataclasses.replace(run, coverage={})])) == [
+    del run.report["retrieval"]
+    assert coverage_table(comparison_rows([dataclasses.replace(run, coverage={})])) == [
         ("run", "hits by answer", "mrr by answer"),
         ("run", "0.0", "0.0"),
     ]
@@ -73,21 +80,21 @@ def test_retrieval_metrics_have_intervals_and_a_paired_test(tmp_path: Path) -> N
     lines[3]["full_recall"] = None  # no gold passage: left out of both means and of the test
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     runs = load_runs([second, first])
-    test = paired(*runs, "full_recall")
+    test = paired_test(*runs, "full_recall")
     assert test is not None and (test.better, test.worse, test.same) == (0, 2, 1)
     assert test.p == 0.5  # McNemar: two coins
-    row = records(runs)[1]
+    row = comparison_rows(runs)[1]
     assert (row["full_recall_low"], row["full_recall_high"]) == (0.0, 1.0)
-    table = coverage_table(records(runs))
+    table = coverage_table(comparison_rows(runs))
     assert table[0][-1] == "full recall against the first" and table[2][-1].endswith("p = 0.5")
     assert table[2][2] == "50.0 [0.0, 100.0]"
-    test = paired(*reversed(runs), "full_recall")  # the same question lacks a value on the other side
+    test = paired_test(*reversed(runs), "full_recall")  # the same question lacks a value on the other side
     assert test is not None and (test.better, test.worse, test.same) == (2, 0, 1)
 
 
 def test_tokens_are_reported_by_role(tmp_path: Path) -> None:
     text = write_run_report([finished(tmp_path / "run", RIGHT)], tmp_path / "out")
-    head = "| a question | searches | turns | tokens | prompt tokens | environment tokens |"
+    head = "| per question | searches | turns | tokens | prompt tokens | environment tokens |"
     assert head in text and "\n| run | 1.00 | " in text
 
 
@@ -95,14 +102,14 @@ def test_different_corpora_are_noted_and_different_questions_get_no_paired_test(
     first = finished(tmp_path / "first", RIGHT)
     other = finished(tmp_path / "other", {}, corpus_sha256="e" * 64, questions_sha256="f" * 64)
     text = write_run_report([first, other], tmp_path / "out")
-    assert "| other \\* |" in text and "not comparable with the first row as it stands" in text
+    assert "| other \\* |" in text and "not directly comparable with the first row" in text
     assert (
         "- corpus differs: first: wiki (100 passages, cccccccccccc); other: wiki (100 passages, eeeeeeeeeeee)"
         in text
     )
     assert "not directly comparable with the first row" in (tmp_path / "out/report.html").read_text()
     runs = load_runs([first, other])
-    assert paired(*runs, "em") is None and "em_p" not in records(runs)[1]
+    assert paired_test(*runs, "em") is None and "em_p" not in comparison_rows(runs)[1]
 
 
 def test_recall_is_tested_only_if_the_gold_passages_are_the_same(tmp_path: Path) -> None:
@@ -110,10 +117,10 @@ def test_recall_is_tested_only_if_the_gold_passages_are_the_same(tmp_path: Path)
     other = finished(tmp_path / "other", RIGHT, gold_sha256="b" * 64)
     older = finished(tmp_path / "older", RIGHT)
     runs = load_runs([first, other, older])
-    assert paired(runs[0], runs[1], "recall") is None and paired(runs[0], runs[1], "em") is not None
-    assert paired(runs[0], runs[2], "recall") is not None
+    assert paired_test(runs[0], runs[1], "recall") is None and paired_test(runs[0], runs[1], "em") is not None
+    assert paired_test(runs[0], runs[2], "recall") is not None
     assert "gold passages differs: first: aaaaaaaaaaaa; other: bbbbbbbbbbbb" in as_markdown(
-        runs, records(runs)
+        runs, comparison_rows(runs)
     )
 
 
@@ -122,9 +129,9 @@ def test_failed_searches_and_missing_predictions_are_noted_for_each_run(tmp_path
     found = json.loads((other / "metrics.json").read_text())
     (other / "metrics.json").write_text(json.dumps(found | {"searches_failed": 1100, "missing": 2}))
     runs = load_runs([first, other])
-    text, rows = as_markdown(runs, records(runs)), records(runs)
+    text, rows = as_markdown(runs, comparison_rows(runs)), comparison_rows(runs)
     assert "| other \\* |" in text and "| first |" in text
-    assert "- other: 1,100 searches failed, and nothing was found by them" in text
+    assert "- other: 1,100 searches failed and returned no passages" in text
     assert "- other: 2 questions without a prediction count as wrong" in text
     assert [(row["searches_failed"], row["missing"], row["comparable"]) for row in rows] == [
         (0, 0, True),
@@ -136,10 +143,12 @@ def test_a_search_service_with_unknown_corpus_is_noted(tmp_path: Path) -> None:
     unknown = {"corpus": "http://localhost:1", "corpus_sha256": "", "passages": 0}
     folders = [finished(tmp_path / name, RIGHT, **unknown) for name in ("first", "other")]
     runs = load_runs(folders)
-    text = as_markdown(runs, records(runs))
-    assert "- corpus: http://localhost:1 (its service does not say what it holds)" in text
-    assert "- corpus not known of first, other: its service does not say what it holds, and may have" in text
-    assert "corpus not known" not in as_markdown(runs[:1], records(runs[:1]))
+    text = as_markdown(runs, comparison_rows(runs))
+    assert "- corpus: http://localhost:1 (the search service does not identify its corpus)" in text
+    assert (
+        "- corpus not known of first, other: the search service does not identify its corpus, so it" in text
+    )
+    assert "corpus not known" not in as_markdown(runs[:1], comparison_rows(runs[:1]))
 
 
 def test_the_page_is_valid_html_escapes_text_and_shows_disagreements_first(tmp_path: Path) -> None:
@@ -180,7 +189,7 @@ def test_a_folder_without_a_finished_run_is_refused_and_nothing_is_written(tmp_p
         ([run, run], "is given twice"),
         ([run, unfinished], r"unfinished: not finished \(4 questions are answered\)"),
         ([run, damaged], "damaged: its metrics.json or scores.jsonl is damaged"),
-        ([run, tmp_path / "none"], "none: no evaluation"),
+        ([run, tmp_path / "none"], "none: not an evaluation"),
     ]
     for folders, words in cases:
         with pytest.raises(UserError, match=words):
@@ -198,7 +207,7 @@ def test_missing_or_reordered_answers_and_scores_are_refused_by_name(tmp_path: P
     for folder, words in (
         (cut, "run .*cut: results.jsonl has no answer to the question 'a'"),
         (short, "run .*short: scores.jsonl has 3 lines for 4 questions"),
-        (turned, "the runs run and turned have their scores.jsonl in different orders"),
+        (turned, "the scores.jsonl of the runs run and turned are in different orders"),
     ):
         with pytest.raises(UserError, match=words):
             write_run_report([run, folder], tmp_path / "out")
@@ -258,7 +267,7 @@ def test_the_sweep_plot_has_each_metric_and_each_cost(
     runs = load_runs([finished(tmp_path / name, RIGHT) for name in ("naive", "react")])
     drawn = []
     monkeypatch.setattr("rrl.studies.sweep.save_figure", lambda figure, _: drawn.append(figure))
-    plot_sweep("method", ["naive", "react"], runs, records(runs), tmp_path / "x.png")
+    plot_sweep("method", ["naive", "react"], runs, comparison_rows(runs), tmp_path / "x.png")
     axes = [axis for axis in drawn[0].axes if axis.axison]
     titles = [axis.get_title(loc="left") for axis in axes]
     assert titles[0] == "percent" and "recall of gold passages" in titles

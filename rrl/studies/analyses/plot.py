@@ -9,9 +9,9 @@ import numpy as np
 
 from rrl.report.curves import (
     COLOURS,
+    add_caption,
     band,
-    band_words,
-    explain,
+    band_caption,
     legend_below,
     new_figure,
     save_figure,
@@ -76,7 +76,7 @@ def draw(
     for axis in panels:
         axis.set_axis_off()
     if drawn:
-        explain(figure, band_words(max(map(len, logs.values()), default=1), smoothed))
+        add_caption(figure, band_caption(max(map(len, logs.values()), default=1), smoothed))
     save_figure(figure, png)
 
 

@@ -10,7 +10,16 @@ import numpy as np
 from jaxtyping import Float
 
 from rrl.errors import UserError
-from rrl.eval.comparison import COSTS, RETRIEVAL, EvaluationRun, as_csv, common, load_run, records, remarks
+from rrl.eval.comparison import (
+    COSTS,
+    RETRIEVAL,
+    EvaluationRun,
+    as_csv,
+    comparability_notes,
+    comparison_rows,
+    load_run,
+    shared_settings,
+)
 from rrl.eval.intervals import Interval, bootstrap, student
 from rrl.studies.analyses.catalogue import Analysis, AnalysisPoint
 from rrl.studies.reproduction.page import SMOKE, markdown
@@ -88,7 +97,7 @@ def _share(of: Interval) -> Interval:
 
 
 def _against(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -> Interval | None:
-    main = first[0].main
+    main = first[0].main_metric
     if any(
         run.card.questions_sha256 != first[0].card.questions_sha256 or main not in run.metrics for run in runs
     ):
@@ -98,7 +107,7 @@ def _against(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -> I
 
 
 def _facts(runs: Sequence[EvaluationRun]) -> dict[str, float]:
-    measured = [{**run.found.get("retrieval", {}), **run.found.get("cost", {})} for run in runs]
+    measured = [{**run.report.get("retrieval", {}), **run.report.get("cost", {})} for run in runs]
     names = [name for name in (*COSTS, *RETRIEVAL) if all(name in each for each in measured)]
     return {name: float(np.mean([each[name] for each in measured])) for name in names}
 
@@ -117,7 +126,7 @@ def as_text(
     lines = [f"# {analysis.title}: {analysis.source}", "", f"Made by `{command}`.", ""]
     lines += [SMOKE, ""] * smoke
     lines += [f"- dataset: {first.runs[0].card.dataset}"]
-    lines += [f"- {part}: {value}" for part, value in common(runs)]
+    lines += [f"- {part}: {value}" for part, value in shared_settings(runs)]
     lines += [f"- limits of {system}: {limits}" for system, limits in _limits(rows).items()]
     seeds = max(len(row.runs) for row in rows)
     over = (
@@ -131,7 +140,7 @@ def as_text(
     coverage = [
         name for name in ("recall", "full_recall", "passages") if any(name in row.facts for row in rows)
     ]
-    main = first.runs[0].main
+    main = first.runs[0].main_metric
     varied = [analysis.varies.replace("_", " ")] if analysis.varies else []
     head = [
         "",
@@ -148,7 +157,7 @@ def as_text(
         cells += [_fact(row.facts, name) for name in costs + coverage]
         table.append(cells)
     lines += markdown(table)
-    if notes := remarks(runs):
+    if notes := comparability_notes(runs):
         lines += ["", "Rows differ in:", "", *(f"- {note}" for note in notes)]
     if missing:
         lines += ["", "Not measured yet:", "", *(f"- {name}" for name in missing)]
@@ -159,7 +168,7 @@ def csv_of(rows: Sequence[AnalysisRow]) -> str:
     """Return one CSV line per run, with all fields of its report record."""
     runs = [run for row in rows for run in row.runs]
     keys = [{"system": row.point.system, "value": row.point.value} for row in rows for _ in row.runs]
-    return as_csv([{**which, **record} for which, record in zip(keys, records(runs), strict=True)])
+    return as_csv([{**which, **record} for which, record in zip(keys, comparison_rows(runs), strict=True)])
 
 
 def _limits(rows: Sequence[AnalysisRow]) -> dict[str, str]:

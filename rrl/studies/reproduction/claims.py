@@ -148,7 +148,7 @@ def higher_recall_at_equal_passages(results: ReproductionResults, runs: Sequence
     left, right = [], []
     for steps in results.evaluations(runs[0]):
         hits = steps.hits
-        cut = [titles[:count] for titles, count in zip(ranked, hits.found.tolist(), strict=True)]
+        cut = [titles[:count] for titles, count in zip(ranked, hits.retrieved.tolist(), strict=True)]
         left.append(hits.full_recall(most))
         right.append(gold_hits(cut, single.gold).full_recall())
     return _evidence(left, right, 1)

@@ -17,7 +17,7 @@ import numpy as np
 
 from rrl.errors import UserError
 from rrl.eval.comparison import EvaluationRun, load_run
-from rrl.eval.result_card import ResultCard, card_of
+from rrl.eval.result_card import ResultCard, card_from_json
 from rrl.eval.scoring import CUTS, costs
 from rrl.files import atomic_stream
 from rrl.runs.metrics import read_metrics
@@ -71,7 +71,7 @@ class StoredMeasurement:
                 columns = {name: np.array(column, float) for name, column in evaluation["columns"].items()}
                 evaluation = EvaluationResult(**{**evaluation, "columns": columns})
             needs = {name: RunManifest(**manifest) for name, manifest in values["needs"].items()}
-            card = None if card is None else card_of(card)
+            card = None if card is None else card_from_json(card)
             return StoredMeasurement(
                 RunManifest(**values["record"]), needs, evaluation, card, values["training"]
             )
