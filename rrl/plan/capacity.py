@@ -180,7 +180,7 @@ def plan_capacity(
         )
         if critic is not None and settings.train.critic is not None:
             counts = [_count(part) for part in (critic.params, critic.fixed)]
-            body = settings.train.critic.body(shape)
+            body = settings.train.critic.decoder_config(shape)
             critic_bytes = estimate_temporaries(
                 settings, body, devices, remat=remat, parameters=sum(counts), trained=counts[0]
             )

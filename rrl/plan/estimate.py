@@ -133,7 +133,7 @@ def step_costs(
         ),
     }
     if (critic := settings.train.critic) is not None:
-        body = critic.body(config)
+        body = critic.decoder_config(config)
         headless = forward_flops(body, tokens, mean_keys, 0.0)
         times = critic.epochs * forward_backward + 1  # plus 1 for the values before the update
         size = matrix_parameters(body) + config.hidden * config.vocab_size

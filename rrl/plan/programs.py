@@ -101,7 +101,7 @@ class ModelShapes:
         )
         critic = None
         if (critic_config := settings.train.critic) is not None:
-            value_model = nnx.eval_shape(lambda: build(ValueModel, critic_config.body(config)))
+            value_model = nnx.eval_shape(lambda: build(ValueModel, critic_config.decoder_config(config)))
             head, *states = split_trained(value_model, critic_config.optim.frozen)
             critic = CriticShapes(head, *(_sharded(state, mesh) for state in states))
         params, reference, fixed = (_sharded(state, mesh) for state in (params, reference, fixed))
@@ -241,7 +241,7 @@ def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -
 def _accumulate(
     name: str, accumulator: GradientAccumulator, params: PyTree, frozen: PyTree, batch: Batch, mesh: Mesh
 ) -> CompiledProgram:
-    sums = {key: _replicated((), jnp.float32, mesh) for key in accumulator.sums}
+    sums = {key: _replicated((), jnp.float32, mesh) for key in accumulator.sum_names}
     return _compile(name, accumulator.accumulate, (params, frozen, params, sums, batch), mesh)
 
 

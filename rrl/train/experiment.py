@@ -272,7 +272,7 @@ def load(settings: TrainSettings, log: TimedLog, workdir: pathlib.Path) -> Train
     if settings.train.critic is not None:
         value_model = load_value_model(
             settings.policy,
-            layers=settings.train.critic.body(decoder.config).layers,
+            layers=settings.train.critic.decoder_config(decoder.config).layers,
             dtype=jnp.dtype(compute.dtype),
             param_dtype=jnp.dtype(compute.param_dtype),
             mesh=mesh if mesh.size > 1 else None,

@@ -16,13 +16,13 @@ from rrl.models.decoder import Decoder, cast_params
 from rrl.models.heads import ValueModel
 from rrl.rl.critic import CriticState, ValueEstimate, make_critic
 from rrl.rl.optim import (
+    applied_updates,
     init_optimizer,
     make_optimizer,
     make_schedule,
     running_mean,
     skipped_updates,
     split_trained,
-    taken_updates,
 )
 from rrl.rl.update import Advantages, ReferenceLogprobs, Updater
 from rrl.train.rl_config import RLConfig
@@ -206,7 +206,7 @@ class Learner:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the last update that was not skipped; 0 before the first."""
-        taken = taken_updates(self._opt_state)
+        taken = applied_updates(self._opt_state)
         return float(self._schedule(taken - 1)) if taken else 0.0
 
     @property
