@@ -60,6 +60,7 @@ from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.report.trajectories_html import write_html
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.gold import hits_from_ranks
+from rrl.rewards.judge import Judge
 from rrl.rewards.judge_settings import SECTIONS as JUDGE
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
@@ -215,16 +216,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     settings = EvaluationSettings.of(config)
     enable_compilation_cache()
     data = load_dataset(settings.data, settings.retriever, settings.searches, log)
-    policy_card = read_card(settings.policy)
-    if (
-        policy_card is not None
-        and isinstance(settings.method, TrainedAgent)
-        and policy_card.recipe != settings.method.recipe_name
-    ):
-        log(
-            f"warning: policy {settings.policy} was trained with the recipe {policy_card.recipe}, and is evaluated with "
-            f"{settings.method.recipe_name}, whose protocol it was not trained on; method={policy_card.recipe} is its recipe"
-        )
+    _warn_of_other_recipe(settings, log)
     identity = identity_of(settings, data)
     refuse_other_config(workdir, identity)
     refuse_locked(workdir, FOLDERS, FILES)
@@ -242,23 +234,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         with saving(workdir / "questions.jsonl"):
             save_questions(workdir / "questions.jsonl", data.questions)
         answer_questions(settings, _with_reader(settings), data, engine, params, workdir)
-        verdicts: dict[str, bool | None] = {}
-        short: dict[str, AnswerScores | None] = {}
-        judged = ""
-        if judge is not None and settings.judge is not None:
-            lines = read_lines(workdir / "results.jsonl", "id", "prediction")
-            answers = {line["id"]: line["prediction"] for line in lines}
-            file = verdicts_file(
-                workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt}, answers
-            )
-            judged, began = file.name, time.perf_counter()
-            before = len(read_lines(file))
-            verdicts = judge_correctness(file, judge, settings.eval.judge_prompt, data.questions, answers)
-            if settings.method.long_answers and not any(question.choices for question in data.questions):
-                name = settings.eval.normalization
-                file = verdicts_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
-                short = score_short_answers(file, judge, rule_named(name), data.questions, answers)
-            append_timing(workdir, len(verdicts) - before, judged, judge=time.perf_counter() - began)
+        verdicts, short, judged = _judge_answers(settings, judge, data, workdir)
         card = make_result_card(settings, data, command, workdir)
         summary = finish(workdir, card, data.questions, settings, verdicts, short, judged)
     print(as_text(summary))
@@ -269,6 +245,44 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         )
     print(f"\n{_settings_text(card)}\n{workdir}")
     return summary
+
+
+def _warn_of_other_recipe(settings: EvaluationSettings, log: TimedLog) -> None:
+    """Log a warning if the policy was trained with another recipe than the one it is evaluated with."""
+    policy_card = read_card(settings.policy)
+    if (
+        policy_card is not None
+        and isinstance(settings.method, TrainedAgent)
+        and policy_card.recipe != settings.method.recipe_name
+    ):
+        log(
+            f"warning: policy {settings.policy} was trained with the recipe {policy_card.recipe}, and is evaluated with "
+            f"{settings.method.recipe_name}, whose protocol it was not trained on; method={policy_card.recipe} is its recipe"
+        )
+
+
+def _judge_answers(
+    settings: EvaluationSettings, judge: Judge | None, data: Dataset, workdir: Path
+) -> tuple[dict[str, bool | None], dict[str, AnswerScores | None], str]:
+    """Judge all answers in results.jsonl, if there is a judge.
+
+    Returns the verdicts, the scores of short forms (for methods with long answers), and the name of the verdicts' file.
+    """
+    if judge is None or settings.judge is None:
+        return {}, {}, ""
+    short: dict[str, AnswerScores | None] = {}
+    lines = read_lines(workdir / "results.jsonl", "id", "prediction")
+    answers = {line["id"]: line["prediction"] for line in lines}
+    file = verdicts_file(workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt}, answers)
+    judged, began = file.name, time.perf_counter()
+    before = len(read_lines(file))
+    verdicts = judge_correctness(file, judge, settings.eval.judge_prompt, data.questions, answers)
+    if settings.method.long_answers and not any(question.choices for question in data.questions):
+        name = settings.eval.normalization
+        file = verdicts_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
+        short = score_short_answers(file, judge, rule_named(name), data.questions, answers)
+    append_timing(workdir, len(verdicts) - before, judged, judge=time.perf_counter() - began)
+    return verdicts, short, judged
 
 
 def identity_of(settings: EvaluationSettings, data: Dataset) -> dict[str, Any]:

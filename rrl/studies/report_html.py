@@ -36,7 +36,7 @@ def report_page(
 
     Args:
       runs: finished evaluations. The others are compared with the first.
-      rows: one record per run (`rrl.eval.comparison.records`).
+      rows: one record per run (`rrl.eval.comparison.comparison_rows`).
       title: title and heading of the page.
       curves: a PNG of training curves; empty: no such section.
       shown: number of questions whose trajectories are shown, starting with those on which the runs
