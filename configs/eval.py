@@ -60,6 +60,9 @@ def get_config(arg: str = "") -> ConfigDict:
     card = read_card(policy)
     tiny = not real or (card is not None and 0 < card.context <= 1024)
 
+    # What a service or BM25 searches has no encoder.
+    words = real or args.retriever == "bm25" or args.index.startswith("http")
+
     config = ConfigDict()
     # The name, and so the default workdir, depends on the arguments.
     config.name = run_name("eval", arg)
@@ -94,7 +97,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.retriever = {
         "kind": args.retriever or ("bm25" if real and not args.encoder else "scann"),
-        "encoder": args.encoder or ("" if real or args.retriever == "bm25" else "assets/miniwiki-encoder"),
+        "encoder": args.encoder or ("" if words else "assets/miniwiki-encoder"),
         "title_weight": 1 if real else 3,
         "index": args.index,
     }

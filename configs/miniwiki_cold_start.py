@@ -11,7 +11,8 @@
 Cost: about 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 
 R-Search trains on 500 demonstrations. The other recipes train on 75 to 150 and start from R-Search's policy (`init`); after
-500 demonstrations reinforcement learning would gain little. `demonstrations=N` sets another number.
+500 demonstrations reinforcement learning would gain little. `demonstrations=N` sets another number. `recipe=MODULE:CLASS` is a
+recipe of your own (docs/your_own_recipe.md).
 
 `minutes=M` trains for M minutes at a lower constant learning rate, without early stopping, and keeps the parameters with the
 lowest held-out loss. This is the control arm that continues supervised training for as long as reinforcement learning took.
@@ -23,6 +24,7 @@ from ml_collections import ConfigDict
 
 from rrl.config.arguments import parse
 from rrl.config.shared import refuse_unused_encoder
+from rrl.errors import UserError
 
 SINGLE_CONTEXT = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
 """Environment of the recipes with one growing context. The expert's demonstrations contain no corrections."""
@@ -54,7 +56,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/miniwiki_cold_start.py:ARG`."""
     args = parse(
         arg,
-        recipe=tuple(PROTOCOL_FIELDS),
+        recipe="rsearch",
         init="runs/pretrain/model",
         out="",
         demonstrations=0,
@@ -65,6 +67,12 @@ def get_config(arg: str = "") -> ConfigDict:
         encoder="",
     )
     refuse_unused_encoder(args)
+    if args.recipe not in PROTOCOL_FIELDS and ":" not in args.recipe:
+        raise UserError(
+            f"config argument recipe={args.recipe!r} is unknown; choose one of {', '.join(PROTOCOL_FIELDS)}, or MODULE:CLASS for "
+            "your own"
+        )
+    recipe_options, environment = PROTOCOL_FIELDS.get(args.recipe, ({}, {}))
     config = ConfigDict()
     config.stage = "demonstrations"
     config.init = args.init
@@ -76,13 +84,14 @@ def get_config(arg: str = "") -> ConfigDict:
         "held_out_worlds": 4,
         "world_size": 200,
         "demonstrations": {
-            "number": args.demonstrations or DEMONSTRATIONS.get(args.recipe, 500),
+            "number": args.demonstrations
+            or DEMONSTRATIONS.get(args.recipe, 150 if ":" in args.recipe else 500),
             "held_out": 100,
             "top_k": 2,
             "card_top_k": 1 if args.recipe == "r2ag" else 0,
             "recipe": args.recipe,
-            "recipe_options": PROTOCOL_FIELDS[args.recipe][0],
-            "environment": PROTOCOL_FIELDS[args.recipe][1],
+            "recipe_options": recipe_options,
+            "environment": environment,
         },
         "retriever": {
             "kind": args.retriever,

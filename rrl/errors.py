@@ -15,7 +15,7 @@ class UserError(ValueError):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return `repr(error)`, or the name of the error's type if its `repr` fails."""
+    """Return `repr(error)`, or the name of the error's type if its `repr` fails, as that of a user-defined error may."""
     try:
         return repr(error)
     except Exception:

@@ -26,17 +26,18 @@ MAX_NAME_BYTES = 255
 LOCK = "lock"
 """Name of the file on which a folder's lock is taken."""
 CHECKOUT = Path(__file__).resolve().parents[1]
-"""Folder that contains this package and the folders of `SHIPPED`."""
+"""Root of the source tree: the folder that contains this package and the folders of `SHIPPED`."""
 SHIPPED = ("assets", "configs", "launch")
-"""Folders of the checkout whose files are found from every current folder."""
+"""Folders of the source tree whose files `shipped` finds from every current folder."""
 _logged_folders: set[str] = set()
-"""Current folders for which the log has named the checkout."""
+"""Current folders for which `shipped` has already logged its warning."""
 
 
 def shipped(path: str | os.PathLike[str]) -> Path:
-    """Returns the path, or its counterpart in the checkout if it is in one of `SHIPPED` and missing in the current folder.
+    """Return the path of a file that comes with rrl, wherever the program was started.
 
-    So configs, launchers and notebooks name shipped files alike in every current folder. The first use in a folder is logged.
+    A path such as configs/x.py that is in one of `SHIPPED` but missing in the current folder becomes its path in `CHECKOUT`. Any
+    other path is returned as it is. The first replacement in a current folder is logged.
     """
     path = Path(path)
     if not _is_shipped(path) or path.exists() or not (CHECKOUT / path).exists():
@@ -48,7 +49,7 @@ def shipped(path: str | os.PathLike[str]) -> Path:
 
 
 def looked_in(path: str | os.PathLike[str]) -> str:
-    """Where `shipped` looks for a path, in words, for the error about a missing one."""
+    """Return a text that says where `shipped` looks for a path, for the error message about a missing path."""
     path = Path(path)
     if not _is_shipped(path):
         return "there"
@@ -109,38 +110,37 @@ def _is_file_system_error(error: Exception) -> bool:
     """
     return (
         isinstance(error, OSError)
-        or type(error) is Exception
+        or type(error) is Exception  # the bare class, no subclass
         or (isinstance(error, ValueError) and re.match("[A-Z_]{5,}: ", str(error)) is not None)
     )
 
 
 @contextlib.contextmanager
 def atomic_stream(file: Path, suffix: str = ".part") -> Iterator[BinaryIO]:
-    """Yield a binary stream for `file`, which gets its name only when the block ends without an error.
+    """Yield a binary stream to a temporary file, which replaces `file` when the block ends without an error.
 
-    Until then the data is in `file` + `suffix` in the same folder. An error removes that file and leaves an older `file` as
-    it was.
+    The temporary file is `file` + `suffix`. An error removes it and leaves an existing `file` unchanged.
 
     Raises:
         OSError: the write failed; the error names the file.
     """
-    work = file.with_name(file.name + suffix)
+    temporary = file.with_name(file.name + suffix)
     try:
-        with work.open("wb") as stream:
+        with temporary.open("wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        work.replace(file)
+        temporary.replace(file)
     except BaseException as error:
         _add_file_name(file, error)
         # If the folder is gone, this fails too; the first error gives the reason.
         with contextlib.suppress(OSError):
-            work.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Write a text file atomically. Several processes may write it at once; one of their versions remains.
+    """Write a text file atomically. If several processes write it at once, the last to finish wins.
 
     A file that already has this content is not touched.
     """
@@ -195,8 +195,8 @@ def _refuse_unless_lockless(error: OSError) -> None:
 def exclusive_lock(folder: Path, refusal: str) -> Iterator[int]:
     """Hold the folder's lock within the block and yield its file descriptor.
 
-    The system releases the lock when this process ends, in whatever way, and when every process that inherited the descriptor
-    has ended. On a file system without locks nothing is locked.
+    The operating system releases the lock when this process and all processes that inherited the descriptor have ended, even by
+    a kill. On a file system without locks nothing is locked.
 
     Raises:
         UserError: another process holds the lock; `refusal` is the message.

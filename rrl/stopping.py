@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C set a flag that a loop checks at its next safe place, instead of ending the process."""
+"""Stop a run cleanly: SIGTERM and Ctrl-C set a flag, which a loop checks where it can save and end."""
 
 import contextlib
 import signal
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 
 class ServiceUnavailable(OSError):
-    """A service did not answer after all retries, or the run is stopping. A later request may succeed."""
+    """A service did not answer after all retries, or a stop signal cut the retries short. A later request may succeed."""
 
 
 class RunStopped(Exception):
-    """A signal stopped a run that this process had started; the run saved before it ended. The same command continues it."""
+    """A signal stopped a run that this process waited for. The run has saved its state; the same command continues it."""
 
 
 class StopSignal:

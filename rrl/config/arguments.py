@@ -3,11 +3,11 @@
 A config file declares its arguments with their defaults, and the defaults fix the types:
 
     def get_config(arg: str = ""):
-        arg = parse(arg, size=("tiny", "3b", "7b"), steps=80, lr=1e-4, data="", quick=False)
+        args = parse(arg, size=("tiny", "3b", "7b"), steps=80, lr=1e-4, data="", quick=False)
 
-A tuple lists the allowed values; the first is the default. A type alone (`steps=int`) makes the default None. The form follows
-big_vision's configs. It is stricter: every wrong argument raises a `UserError` that names the argument, the value and what is
-allowed.
+A tuple lists the allowed values; the first is the default. A type alone (`steps=int`) makes the default None. The syntax
+is that of big_vision's config arguments. Every wrong argument raises a `UserError` that names the argument, the value and what
+is allowed.
 """
 
 import difflib
@@ -40,7 +40,7 @@ def parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
         UserError: an argument is not declared, is given twice, or has a value that does not fit its type or choices.
         TypeError: a default has another type (a mistake in the config file, not by its user).
     """
-    values = {key: _first(key, default) for key, default in defaults.items()}
+    values = {key: _default_value(key, default) for key, default in defaults.items()}
     seen: set[str] = set()
     for part in filter(None, (p.strip() for p in (arg or "").split(","))):
         key, equals, text = part.partition("=")
@@ -74,7 +74,8 @@ def run_name(stem: str, arg: str) -> str:
     return f"{name.encode()[: MAX_NAME_BYTES - 13].decode(errors='ignore')}-{digest}"
 
 
-def _first(key: str, default: Any) -> Any:
+def _default_value(key: str, default: Any) -> Any:
+    """Return the value of an argument that is not given. Raises TypeError if the declaration is wrong."""
     if default in _KINDS:
         return None
     value = default[0] if isinstance(default, tuple) else default
@@ -88,8 +89,8 @@ def _first(key: str, default: Any) -> Any:
 def _unknown(key: str, defaults: dict[str, Any]) -> str:
     near = difflib.get_close_matches(key, defaults, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    first = {k: _first(k, d) for k, d in defaults.items()}
-    known = ", ".join(f"{k}={'' if v is None else v}" for k, v in first.items()) or "none"
+    values = {k: _default_value(k, d) for k, d in defaults.items()}
+    known = ", ".join(f"{k}={'' if v is None else v}" for k, v in values.items()) or "none"
     return f"unknown config argument {key!r}.{hint} Known arguments, with their defaults: {known}."
 
 

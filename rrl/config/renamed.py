@@ -35,7 +35,7 @@ LAST_RELEASE = "0.2"
 def new_name(path: str) -> str:
     """Return the dotted path of a field under its new name: "rollout.feeds" -> "rollout.wake_threshold"."""
     section, _, field = path.rpartition(".")
-    new = _fields_of(section).get(field)
+    new = _renamed_fields(section).get(field)
     return f"{section}.{new}" if new else path
 
 
@@ -44,9 +44,10 @@ def rename_fields(section: str, values: MutableMapping[str, Any]) -> None:
 
     Args:
       section: dotted path of the section, such as "rollout" or "recipe.environment".
-      values: its fields. The value under the old name wins, because the user gave it; the other may be a default.
+      values: its fields. If both names are present, the old name's value is used: the user gave it, and the new name's value
+        may be a default.
     """
-    for old, new in _fields_of(section).items():
+    for old, new in _renamed_fields(section).items():
         if old in values:
             _warn(f"{section}.{old}", f"{section}.{new}")
             value = values[old]
@@ -69,7 +70,7 @@ def rename_overrides(argv: Sequence[str]) -> list[str]:
 
 def rename_stored(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Return the settings of a config.json under their new names, in all sections, without a warning."""
-    fields = _fields_of(section)
+    fields = _renamed_fields(section)
     return {
         fields.get(name, name): rename_stored(value, f"{section}.{name}".lstrip("."))
         if isinstance(value, dict)
@@ -86,7 +87,8 @@ def _override(argument: str) -> str:
     return match[1] + new_name(match[2]) + argument[match.end() :]
 
 
-def _fields_of(section: str) -> Mapping[str, str]:
+def _renamed_fields(section: str) -> Mapping[str, str]:
+    """Return old field -> new field for the renamed fields of a section."""
     return next(
         (fields for name, fields in RENAMED.items() if re.search(rf"(^|[._]){re.escape(name)}$", section)),
         {},

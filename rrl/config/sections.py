@@ -21,8 +21,8 @@ def fill_defaults(section: ConfigDict, kind: type) -> None:
     """Add to a config section, in place, the fields of its dataclass that the section does not list, with their defaults.
 
     The command line can only override fields that a locked config contains. Fields without a default are not added, nor are
-    fields that hold a dataclass, which are separate sections. A field that may be None accepts any literal on the command
-    line, including `None`; `build` checks its type.
+    fields that hold a dataclass, which are separate sections. A field that may be None accepts a value of any type on the
+    command line, so that `None` is possible; `build` checks the type.
     """
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -63,20 +63,21 @@ def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any
         if kinds and not _is_a(value, kinds):
             allowed = " or ".join("None" if k is types.NoneType else k.__name__ for k in kinds)
             raise UserError(f"{where}.{name}={value!r} must be {allowed}")
-        item = typing.get_args(hints[name])[0] if typing.get_origin(hints[name]) is tuple else None
-        if item in (int, float, str) and not (
-            isinstance(value, tuple) and all(_is_a(v, (item,)) for v in value)
+        item_type = typing.get_args(hints[name])[0] if typing.get_origin(hints[name]) is tuple else None
+        if item_type in (int, float, str) and not (
+            isinstance(value, tuple) and all(_is_a(v, (item_type,)) for v in value)
         ):
             raise UserError(
-                f"{where}.{name}={value!r} must be a tuple, each item of which is {item.__name__}"
+                f"{where}.{name}={value!r} must be a tuple, each item of which is {item_type.__name__}"
             )
     try:
         return kind(**plain, **more)
     except UserError as error:
         if str(error).startswith(f"{where}."):
             raise
-        kind_of, _, rest = str(error).partition(".")  # "optim.lr=..." of the section critic_optim
-        text = rest if where.endswith(f"_{kind_of}") else str(error)
+        # A dataclass names its usual section, such as "optim.lr=..." for the section critic_optim.
+        usual_section, _, rest = str(error).partition(".")
+        text = rest if where.endswith(f"_{usual_section}") else str(error)
         raise UserError(f"{where}.{text}") from error
     except TypeError as error:
         raise UserError(f"{where}: {error}") from error

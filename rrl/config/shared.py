@@ -29,7 +29,10 @@ RUN_ARGUMENTS: Mapping[str, Any] = {
 
 
 def parse_run_arguments(arg: str, **more: Any) -> types.SimpleNamespace:
-    """Parse the arguments of a training config: `RUN_ARGUMENTS` and `more`. Raises UserError for a wrong argument."""
+    """Parse the arguments of a training config: `RUN_ARGUMENTS`, and those that the config declares in `more` (see `parse`).
+
+    Raises UserError for a wrong argument.
+    """
     args = parse(arg, **RUN_ARGUMENTS, **more)
     if args.steps is not None and args.steps < 0:
         raise UserError(f"config argument steps={args.steps} must be at least 0; 0 only evaluates")
@@ -46,7 +49,13 @@ def refuse_unused_encoder(args: types.SimpleNamespace) -> None:
 
 
 def refuse_unused_with_ablation(args: types.SimpleNamespace, ablation: str, **defaults: str) -> None:
-    """Raise UserError if an argument that `ablation` makes unused differs from its default, given in `defaults`."""
+    """Raise UserError if the user sets an argument that has no effect in an ablation.
+
+    Args:
+        args: parsed arguments.
+        ablation: value of the argument `ablation` for which the others have no effect.
+        **defaults: these arguments, each with its default.
+    """
     for name, value in defaults.items():
         if args.ablation == ablation and (given := getattr(args, name)) != value:
             raise UserError(
@@ -64,8 +73,8 @@ def base_config(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
             a smoke run does not block the main run.
         args: the same arguments, parsed by `parse_run_arguments`.
     """
-    tiny, real = args.size == "tiny", args.data != "miniwiki"
-    kind = args.retriever or ("bm25" if real and not args.encoder else "scann")
+    tiny, real_data = args.size == "tiny", args.data != "miniwiki"
+    kind = args.retriever or ("bm25" if real_data and not args.encoder else "scann")
     config = ConfigDict()
     config.name = run_name(f"{stem}_{args.size}", arg)
     config.reader = ""
@@ -79,12 +88,12 @@ def base_config(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
     }
     config.retriever = {
         "kind": "off" if args.control == "search_off" else kind,
-        "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
-        "title_weight": 1 if real else 3,
+        "encoder": args.encoder or ("assets/miniwiki-encoder" if not real_data else ""),
+        "title_weight": 1 if real_data else 3,
     }
     config.mesh = {"fsdp": 1 if tiny else -1, "tensor": TENSOR_PARALLEL[args.size]}
     config.compute = {"dtype": "float32" if tiny else "auto", "remat": "none" if tiny else "full"}
-    # With a rank above 0 only the adapters are trained, and policy and reference share all other parameters.
+    # With a rank above 0 only the LoRA parameters are trained; policy and reference share all other parameters.
     config.lora = {"rank": 0}
     # Warns if reward or entropy stay at zero or the KL diverges; action=stop ends the run at its last good checkpoint.
     config.guard = {"action": "warn", "steps": 10}
@@ -99,7 +108,8 @@ def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recip
     """
     config.recipe = dict(recipe)
     config.recipe.environment = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256}
-    config.recipe.environment.correction = ""  # the cold start shows the policy no correction
+    # No message after a turn without search and answer: the cold-start data have none.
+    config.recipe.environment.correction = ""
     config.rollout = {
         "rows": 64,
         "oversubscribed_slots": 32,
@@ -110,7 +120,7 @@ def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recip
         "top_k": 2,
         "top_p": 0.95,
     }
-    # A third more than R-Search's steps: groups that are all right or all wrong give no gradient here.
+    # A third more steps than R-Search takes, since groups with equal rewards give no gradient here.
     steps = 90 if args.steps is None else args.steps
     config.train = {
         "steps": steps,
@@ -154,11 +164,12 @@ def shrink_to_smoke(config: ConfigDict) -> None:
     config.train.questions = 16
     config.objective.row_lengths = config.objective.row_lengths[-1:]
     config.train.eval_every = config.train.steps
-    # References: the note has the numbers of the run, which may be changed after this.
-    config.note = (
+    # Field references: the note shows the final values of fields that are overridden after this call.
+    note = (
         f"smoke run (steps={config.train.steps}; 1 to 5 make one): "
         + config.train.get_ref("questions").to_str()
         + " questions per update, "
-        + config.data.get_ref("held_out_per_kind").to_str()
-        + " held-out questions of each kind, rows of one length. Its numbers differ from the first steps of a longer run"
     )
+    if config.data.path == "miniwiki":  # a folder has its own held-out questions
+        note += config.data.get_ref("held_out_per_kind").to_str() + " held-out questions of each kind, "
+    config.note = note + "rows of one length. Its numbers differ from the first steps of a longer run"

@@ -1,6 +1,7 @@
 """Open data files and decode their lines: plain, gzip or bzip2; UTF-8 with or without a byte order mark."""
 
 import bz2
+import codecs
 import dataclasses
 import gzip
 from pathlib import Path
@@ -37,4 +38,6 @@ def decode(line: bytes) -> str | BrokenRecord:
     try:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            return BrokenRecord("UTF-16, not UTF-8")
         return BrokenRecord(f"not UTF-8 (byte {error.start + 1} of the line)")

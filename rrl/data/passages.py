@@ -128,7 +128,7 @@ def passage_of(position: int, record: Any) -> Passage:
     if title is not None and not isinstance(title, str):
         raise ValueError(f"title: got {title!r}, not a string")
     title = (title or "").strip()
-    name = next((name for name in (*TEXTS, "contents") if fields.get(name)), "")
+    name = next((name for name in (*TEXTS, "contents") if _filled(fields.get(name))), "")
     known = "title" in fields and not fields.keys() - {*PASSAGE_IDS, *_METADATA_FIELDS}
     if not known and not {*TEXTS, "contents"} & fields.keys():
         present = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
@@ -145,6 +145,10 @@ def _passage(identity: str, title: str, text: str) -> Passage:
     if not title.strip() and not text.strip():
         raise ExcludedRecord("neither a title nor a text")
     return Passage(identity, title.strip(), text.strip())
+
+
+def _filled(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
 
 
 def _flat(entry: Any) -> list[Any]:

@@ -206,6 +206,8 @@ def _answers(
         for answer in _answer_values(fields, name):
             if choices and type(answer) is int and 0 <= answer < len(choices):
                 answer = string.ascii_uppercase[answer]  # FlashRAG's golden_answers are indices of choices
+            if answer is None:
+                continue
             text = answer_text(name, answer)
             if text.strip():
                 gold_answers.setdefault(_letter(name, text.strip(), choices) if choices else text.strip())
@@ -236,7 +238,12 @@ def _unanswerable(fields: dict[str, Any]) -> bool:
     Tables hold them as words.
     """
     words = {name: str(fields.get(name)).strip().lower() for name in ("answerable", "is_impossible")}
-    if words["answerable"] in ("false", "0") or words["is_impossible"] in ("true", "1"):
+    if words["answerable"] in ("false", "no", "0", "0.0") or words["is_impossible"] in (
+        "true",
+        "yes",
+        "1",
+        "1.0",
+    ):
         return True
     answers = fields.get("answers")
     return isinstance(answers, dict) and answers.get("text") == []

@@ -290,6 +290,10 @@ def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple
     if not good:
         return list(columns), rows
     head = good[0]
+    if any("\r" in cell for cell in head.cells):
+        raise UserError(
+            f"{path}: its lines end in carriage returns alone. Save it with line feeds, or with both, at their ends."
+        )
     head_cells = [cell.strip() for cell in head.cells]
     names = list(columns)
     header = _is_header(head_cells) or (bool(columns) and _is_unknown_header(good, columns))
@@ -302,7 +306,7 @@ def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple
                 "Rename one."
             )
     elif not names:
-        names = _infer_columns(path, good)
+        names = _infer_columns(path, good, rows[0].broken)
     logging.getLogger(__name__).info(
         "%s: %s; %s",
         path,
@@ -355,18 +359,24 @@ def _is_unknown_header(rows: Sequence[_Row], columns: Sequence[str]) -> bool:
     return len(ids) > 1 and not ids[0].isdigit() and all(identity.isdigit() for identity in ids[1:])
 
 
-def _infer_columns(path: Path, rows: Sequence[_Row]) -> list[str]:
+def _infer_columns(path: Path, rows: Sequence[_Row], broken: str) -> list[str]:
     """Infer the meaning of the columns from the first records.
 
     The supported forms are a question with a list of answers (DPR), an id with a text, and an id with a text and a title that is
-    at most half as long. Raises UserError for other forms.
+    at most half as long. Raises UserError for other forms, and if the first record may be a header with other names.
+
+    Args:
+      path: the file, for errors.
+      rows: the first records.
+      broken: what is wrong with the first line, if anything is.
     """
     cells = [row.cells for row in rows]
     size = len(cells[0])
     if all(len(row) == size for row in cells):
         if size == 2 and all(re.fullmatch(r"\[.*\]", row[1].strip(), re.S) for row in cells):
             return ["question", "answers"]
-        if size in (2, 3) and all(re.fullmatch(r"\S{1,64}", row[0]) for row in cells):
+        ids = all(re.fullmatch(r"\S{1,64}", row[0]) for row in cells) and not _may_be_header(cells)
+        if size in (2, 3) and ids:
             if size == 2 and all(_is_text(row[1]) for row in cells):
                 return ["id", "text"]
             for title, text in ((1, 2), (2, 1)) if size == 3 else ():
@@ -375,9 +385,16 @@ def _infer_columns(path: Path, rows: Sequence[_Row]) -> list[str]:
     shown = ", ".join(repr(cell if len(cell) <= 30 else cell[:27] + "...") for cell in cells[0][:8])
     raise UserError(
         f"{path}, line {rows[0].line}: {shown} is not a header with names such as id, title and text, or question and answer, "
-        "and it is not clear what each column holds. Put a line with such names above it. For a corpus, you can instead give "
+        f"and it is not clear what each column holds{f' (the first line, which may name them, is {broken})' if broken else ''}. "
+        "Put a line with such names above it, or in its place if it has other names. For a corpus, you can instead give "
         "launch/build_index.py --columns=id,text,title (in the order of the file)."
     )
+
+
+def _may_be_header(cells: Sequence[Sequence[str]]) -> bool:
+    """Return whether all ids but the first have a digit."""
+    has_digit = [any(letter.isdigit() for letter in row[0]) for row in cells]
+    return len(cells) > 1 and not has_digit[0] and all(has_digit[1:])
 
 
 def _is_text(cell: str) -> bool:

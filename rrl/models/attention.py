@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-ReadGroups = tuple[Int[Array, "G P/G"] | None, Int[Array, "G N"]]
-"""(indices of the entries that read the cache together, number of blocks that each of them needs in descending order).
+ReadGroups = tuple[Int[Array, "G P/G"] | None, Int[Array, "G P/G"]]
+"""(order, needed): G groups of entries that read the cache together. An entry is one sequence of a step's batch.
 
-Indices None: all P entries form one group in their order, and the second array [1, 1] holds the largest number of blocks."""
+`order` holds the indices of each group's entries. `needed` holds the number of blocks that each of them reads, in descending
+order. If `order` is None, all P entries form one group in the order of the batch, and `needed` [1, 1] holds the largest
+number."""
 MIN_QUERY_BLOCK = 32
 MAX_QUERY_BLOCKS = 8
 """Training processes queries in blocks. A block computes scores only for keys up to its own end, which saves nearly half of
@@ -30,8 +32,8 @@ def causal_attention(
 ) -> Float[Array, "B T N H"]:
     """Attention of a packed batch.
 
-    Each token attends to itself and to the earlier tokens of its segment that are in the trunk (branch 0) or in its own
-    branch.
+    A segment is one sequence, or a prefix tree of several sequences that share tokens: a trunk (branch 0) and branches 1, 2,
+    ... Each token attends to itself and to the earlier tokens of its segment that are in the trunk or in its own branch.
 
     Args:
         q: queries, already scaled.
@@ -73,8 +75,9 @@ def softmax_attention(
 ) -> Float[Array, "B K T G H"]:
     """Softmax attention whose backward pass recomputes the weights (Dao et al., 2022).
 
-    A column of ones appended to the values makes the matrix product sum the weights too. A column appended to the output's
-    gradient makes it subtract the softmax's correction. Both save passes over [T, S].
+    Forward: the values get a column of ones, so that the product with the weights also gives the sum of the weights. Backward:
+    the scores' gradient is weights * (dO V^T - D) with D = rowsum(dO * O), and dO gets the column -D, so that the product with
+    the same extended values gives dO V^T - D. Both save passes over [T, S].
     """
     return _forward(q, k, v, mask)[0]
 
@@ -92,26 +95,26 @@ def _forward(q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, tuple[Ar
     scores = _scores(q, k, mask)
     peak = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - peak).astype(v.dtype)
-    mixed = jnp.einsum(
+    weighted_sum = jnp.einsum(
         "BKTGS,BKSH->BKTGH",
         weights,
         _append_column(v, jnp.ones_like(v[..., :1])),
         preferred_element_type=jnp.float32,
     )
-    total = mixed[..., -1:]
-    out = (mixed[..., :-1] / total).astype(v.dtype)
+    total = weighted_sum[..., -1:]
+    out = (weighted_sum[..., :-1] / total).astype(v.dtype)
     return out, (q, k, v, mask, out, peak + jnp.log(total))
 
 
 def _backward(residuals: tuple[Array, ...], grad: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, mask, out, norm = residuals
-    weights = jnp.exp(_scores(q, k, mask) - norm)
+    q, k, v, mask, out, logsumexp = residuals
+    weights = jnp.exp(_scores(q, k, mask) - logsumexp)
     correction = (grad.astype(jnp.float32) * out).sum(axis=-1, keepdims=True)
-    grad_column, ones = (
+    extended_grad, extended_v = (
         _append_column(grad.astype(jnp.float32), -correction),
         _append_column(v, jnp.ones_like(v[..., :1])).astype(jnp.float32),
     )
-    score_grad = (weights * jnp.einsum("BKTGH,BKSH->BKTGS", grad_column, ones)).astype(q.dtype)
+    score_grad = (weights * jnp.einsum("BKTGH,BKSH->BKTGS", extended_grad, extended_v)).astype(q.dtype)
     dv = jnp.einsum(
         "BKTGS,BKTGH->BKSH", weights.astype(grad.dtype), grad, preferred_element_type=jnp.float32
     ).astype(v.dtype)
@@ -138,10 +141,10 @@ def cache_attention(
     """Attention over one layer of a cache: each query attends to the slots up to its own position.
 
     Reads the cache block by block with a running softmax (Milakov & Gimelshein 2018), for one group of entries at a time
-    (`rrl.models.cache.KVCache.read_groups`). All `readers[0]` entries of a group read a block together until at most
-    `readers[1]` of them need another one, then those continue, and so on. A block beyond a query's position adds exact
-    zeros, so the result does not depend on how many blocks are read. Hence a row's bits do not depend on its neighbours, if
-    the matrix product's bits are equal for all numbers in `readers`.
+    (`rrl.models.cache.KVCache.read_groups`). All `readers[0]` entries of a group read the first blocks together. As soon as at
+    most `readers[1]` entries need further blocks, only these continue, and so on. A block beyond a query's position adds exact
+    zeros, so the result does not depend on how many blocks are read. Hence an entry's result is bitwise independent of the
+    other entries, if the matrix products of all batch sizes in `readers` are bitwise equal.
 
     Args:
         q: queries, already scaled.
@@ -149,30 +152,30 @@ def cache_attention(
         v: values of all layers.
         layer: which layer to read.
         positions: position of each query.
-        rows: cache row of each entry; None: entry p reads row p.
+        rows: cache row of each of the P entries, the sequences of the batch; None: entry p reads row p.
         groups: from `KVCache.read_groups`.
-        readers: numbers of entries that read a block together, in descending order.
+        readers: batch sizes of the reads: numbers of entries that read a block together, in descending order.
         slots_last: layout of `k`.
     """
     time, heads, width = q.shape[1:]
     kv_heads, slots = v.shape[3:5]
-    products = "PKTGH,PKHS->PKTGS" if slots_last else "PKTGH,PKSH->PKTGS"
+    score_axes = "PKTGH,PKHS->PKTGS" if slots_last else "PKTGH,PKSH->PKTGS"
     grouped = jnp.swapaxes(q.reshape(-1, time, kv_heads, heads // kv_heads, width), 1, 2)
     order, needed = groups
 
     def attend_group(entries: Array | None, needed: Array) -> Float[Array, "P/G K T G H"]:
-        sizes: tuple[int, ...]
+        batch_sizes: tuple[int, ...]
         if entries is None:
-            queries, last_slot, cache_rows, sizes = grouped, positions, rows, (len(q),)
+            queries, last_slot, cache_rows, batch_sizes = grouped, positions, rows, (len(q),)
         else:
             cache_rows = entries if rows is None else rows[entries]
-            queries, last_slot, sizes = grouped[entries], positions[entries], tuple(readers)
+            queries, last_slot, batch_sizes = grouped[entries], positions[entries], tuple(readers)
 
         def one_block(state: tuple[Array, ...], count: int) -> tuple[Array, ...]:
-            index, peak, total, mixed = state
+            index, peak, total, weighted_sum = state
             which = slice(None) if cache_rows is None else cache_rows[:count]
             keys, values = (part[layer, index, which].astype(q.dtype) for part in (k, v))
-            scores = jnp.einsum(products, queries[:count], keys, preferred_element_type=jnp.float32)
+            scores = jnp.einsum(score_axes, queries[:count], keys, preferred_element_type=jnp.float32)
             mask = index * slots + jnp.arange(slots) <= last_slot[:count, :, None]
             scores = jnp.where(mask[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
             higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
@@ -181,13 +184,14 @@ def cache_attention(
                 "PKTGS,PKSH->PKTGH", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
             )
             total = total * shrink + weights.sum(axis=-1, keepdims=True)
-            return index + 1, higher, total, mixed * shrink + added
+            return index + 1, higher, total, weighted_sum * shrink + added
 
         shape = queries.shape[:-1]
         peak = jnp.full((*shape, 1), jnp.finfo(jnp.float32).min)
         sums = jnp.zeros((*shape, 1), jnp.float32), jnp.zeros((*shape, width), jnp.float32)
         index, state = jnp.int32(0), (peak, *sums)
-        for count, next_count in zip(sizes, (*sizes[1:], 0), strict=True):
+        # Entries are sorted by need. While needed[next_count] > index, more than next_count entries still need block `index`.
+        for count, next_count in zip(batch_sizes, (*batch_sizes[1:], 0), strict=True):
             index, *updated = jax.lax.while_loop(
                 lambda state, next_count=next_count: needed[next_count] > state[0],
                 functools.partial(one_block, count=count),
@@ -196,8 +200,9 @@ def cache_attention(
             state = tuple(
                 jnp.concatenate([new, old[count:]]) for new, old in zip(updated, state, strict=True)
             )
-        _, total, mixed = state
-        return (mixed / jnp.maximum(total, 1.0)).astype(q.dtype)
+        _, total, weighted_sum = state
+        # The largest weight is 1, so the total is at least 1, or 0 if no block was read. Then the output is 0.
+        return (weighted_sum / jnp.maximum(total, 1.0)).astype(q.dtype)
 
     if order is None:
         out = attend_group(None, needed[0])

@@ -87,11 +87,11 @@ def packed_attention(
             raise UserError(_NO_BRANCHES)
         return splash_attention(q, k, v, segment_ids)
     if backend == "blocks":
-        return over_mesh(block_attention, q, k, v, segment_ids, branches)
+        return shard_map_kernel(block_attention, q, k, v, segment_ids, branches)
     return causal_attention(q, k, v, segment_ids, branches)
 
 
-def over_mesh(
+def shard_map_kernel(
     kernel: Callable[..., Array],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -99,9 +99,10 @@ def over_mesh(
     segment_ids: Int[Array, "B T"] | None,
     branches: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Runs a kernel that the partitioner cannot split: rows over data and fsdp, heads over tensor of the current mesh.
+    """Runs a kernel under `shard_map`, since XLA cannot partition the kernel itself.
 
-    If the tensor axis does not divide the number of key heads, they are repeated for each query head.
+    Rows are split over the axes data and fsdp of the current mesh, heads over tensor. If the tensor axis does not divide the
+    number of key heads, they are repeated for each query head.
     """
     segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
     labels = (segments,) if branches is None else (segments, branches)
@@ -110,6 +111,7 @@ def over_mesh(
         return kernel(q, k, v, *labels)
     if k.shape[2] % mesh.shape["tensor"]:
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    # Axes that do not divide their dimension are dropped.
     spec = fit("attention", PartitionSpec(ROW_AXES, None, "tensor", None), k.shape, mesh)
     return jax.shard_map(
         kernel,
@@ -154,7 +156,7 @@ def splash_attention(
     pad_length, pad_width = -length % LANES, -width % LANES
     q, k, v = (jnp.pad(x, ((0, 0), (0, pad_length), (0, 0), (0, pad_width))) for x in (q, k, v))
     segments = jnp.pad(segments, ((0, 0), (0, pad_length)), constant_values=-1)
-    out = over_mesh(functools.partial(_splash, interpret=interpret), q, k, v, segments)
+    out = shard_map_kernel(functools.partial(_splash, interpret=interpret), q, k, v, segments)
     return out[:, :length, :, :width]
 
 

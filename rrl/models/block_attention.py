@@ -55,13 +55,13 @@ def _visible_blocks(labels: Labels, block: int) -> VisibleBlocks:
     """Finds the key blocks that may hold a visible key for each query block."""
 
     def overlaps(
-        x: Int[Array, "B T"], counts: Bool[Array, "B T"] | bool = True
+        x: Int[Array, "B T"], included: Bool[Array, "B T"] | bool = True
     ) -> Bool[Array, "B blocks blocks"]:
-        """[query block, key block]: whether the ranges of `x`, taken where `counts`, overlap."""
+        """[query block, key block]: whether the ranges of `x` in both blocks overlap; only tokens in `included` count."""
         limits = jnp.iinfo(jnp.int32)
         blocks = (
-            jnp.where(counts, x, ignored).reshape(x.shape[0], -1, block)
-            for ignored in (limits.max, limits.min)
+            jnp.where(included, x, excluded).reshape(x.shape[0], -1, block)
+            for excluded in (limits.max, limits.min)
         )
         low, high = (reduce(part, axis=-1) for reduce, part in zip((jnp.min, jnp.max), blocks, strict=True))
         return (low[:, None] <= high[:, :, None]) & (low[:, :, None] <= high[:, None])
@@ -110,8 +110,8 @@ class _Queries(NamedTuple):
 def _query_block(q: Array, labels: Labels, row: Array, block: Array, size: int) -> _Queries:
     part = _slice_block(q, row, block, size)
     groups = part.shape[2]
-    own = tuple(jnp.tile(_slice_block(x, row, block, size), groups) for x in labels)
-    return _Queries(_queries_last(part), own, block * size + jnp.tile(jnp.arange(size), groups))
+    query_labels = tuple(jnp.tile(_slice_block(x, row, block, size), groups) for x in labels)
+    return _Queries(_queries_last(part), query_labels, block * size + jnp.tile(jnp.arange(size), groups))
 
 
 def _scores(
@@ -119,10 +119,10 @@ def _scores(
 ) -> Float[Array, "K s L"]:
     """Scores of a key block with a query block; the lowest float32 if the query may not see the key."""
     size = k.shape[1]
-    of_keys = tuple(_slice_block(x, row, block, size)[:, None] for x in labels)
-    mask = (queries.column >= block * size + jnp.arange(size)[:, None]) & (queries.labels[0] == of_keys[0])
+    key_labels = tuple(_slice_block(x, row, block, size)[:, None] for x in labels)
+    mask = (queries.column >= block * size + jnp.arange(size)[:, None]) & (queries.labels[0] == key_labels[0])
     if len(labels) > 1:
-        mask &= (of_keys[1] == 0) | (of_keys[1] == queries.labels[1])
+        mask &= (key_labels[1] == 0) | (key_labels[1] == queries.labels[1])
     scores = jnp.einsum("KSH,KHL->KSL", k, queries.q, preferred_element_type=jnp.float32)
     return jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
 
@@ -149,62 +149,67 @@ def _forward(
     q: Array, k: Array, v: Array, labels: Labels, visible: VisibleBlocks
 ) -> tuple[Array, tuple[Any, ...]]:
     order, count = visible
-    number, groups = count.shape[1], q.shape[3]
-    size, ones = q.shape[2] // number, _append_ones(v)
+    blocks_per_row, groups = count.shape[1], q.shape[3]
+    size, extended_v = q.shape[2] // blocks_per_row, _append_ones(v)
 
-    def one_block(item: Array, state: State) -> State:
-        (out, norm), row, at = state, item // number, item % number
-        queries = _query_block(q, labels, row, at, size)
+    def one_query_block(item: Array, state: State) -> State:
+        (out, logsumexp), row, query_block = state, item // blocks_per_row, item % blocks_per_row
+        queries = _query_block(q, labels, row, query_block, size)
 
-        def add(place: Array, carry: State) -> State:
-            block = order[row, at, place]
-            peak, mixed = carry
+        def add_key_block(rank: Array, carry: State) -> State:
+            block = order[row, query_block, rank]
+            peak, weighted_sum = carry
             scores = _scores(_slice_block(k, row, block, size), queries, labels, row, block)
             higher = jnp.maximum(peak, scores.max(axis=1, keepdims=True))
             weights = jnp.exp(scores - higher).astype(v.dtype)
-            values = _slice_block(ones, row, block, size).swapaxes(1, 2)
+            values = _slice_block(extended_v, row, block, size).swapaxes(1, 2)
             added = jnp.einsum("KHS,KSL->KHL", values, weights, preferred_element_type=jnp.float32)
-            return higher, mixed * jnp.exp(peak - higher) + added
+            return higher, weighted_sum * jnp.exp(peak - higher) + added
 
         heads, _, length = queries.q.shape
         start = (
             jnp.full((heads, 1, length), jnp.finfo(jnp.float32).min),
-            jnp.zeros((heads, ones.shape[-1], length), jnp.float32),
+            jnp.zeros((heads, extended_v.shape[-1], length), jnp.float32),
         )
-        peak, mixed = jax.lax.fori_loop(0, count[row, at], add, start)
-        total = mixed[:, -1:]
-        attended = (mixed[:, :-1] / total).astype(out.dtype)
+        peak, weighted_sum = jax.lax.fori_loop(0, count[row, query_block], add_key_block, start)
+        total = weighted_sum[:, -1:]
+        attended = (weighted_sum[:, :-1] / total).astype(out.dtype)
         return tuple(
-            _update_block(x, _queries_first(part, groups), row, at)
-            for x, part in ((out, attended), (norm, peak + jnp.log(total)))
+            _update_block(x, _queries_first(part, groups), row, query_block)
+            for x, part in ((out, attended), (logsumexp, peak + jnp.log(total)))
         )
 
     start = jnp.zeros_like(q), jnp.zeros((*q.shape[:-1], 1), jnp.float32)
-    out, norm = jax.lax.fori_loop(0, count.size, one_block, start)
-    return out, (q, k, v, labels, visible, out, norm)
+    out, logsumexp = jax.lax.fori_loop(0, count.size, one_query_block, start)
+    return out, (q, k, v, labels, visible, out, logsumexp)
 
 
 def _backward(residuals: tuple[Any, ...], grad: Array) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, labels, (order, count), out, norm = residuals
-    number, groups = count.shape[1], q.shape[3]
-    size, ones = q.shape[2] // number, _append_ones(v).astype(jnp.float32)
-    # The column appended to the output's gradient makes the product with `ones` subtract the softmax's correction.
+    q, k, v, labels, (order, count), out, logsumexp = residuals
+    blocks_per_row, groups = count.shape[1], q.shape[3]
+    size, extended_v = q.shape[2] // blocks_per_row, _append_ones(v).astype(jnp.float32)
+    # The scores' gradient is weights * (dO V^T - D) with D = rowsum(dO * O). The column -D appended to dO makes the product with
+    # the extended values give dO V^T - D.
     grad32 = grad.astype(jnp.float32)
-    grad_column = jnp.concatenate([grad32, -sum_products(grad32, out)], axis=-1)
+    extended_grad = jnp.concatenate([grad32, -sum_products(grad32, out)], axis=-1)
 
-    def one_block(item: Array, state: State) -> State:
-        (dq, dk, dv), row, at = state, item // number, item % number
-        queries = _query_block(q, labels, row, at, size)
-        grads_column, norms = (_queries_last(_slice_block(x, row, at, size)) for x in (grad_column, norm))
+    def one_query_block(item: Array, state: State) -> State:
+        (dq, dk, dv), row, query_block = state, item // blocks_per_row, item % blocks_per_row
+        queries = _query_block(q, labels, row, query_block, size)
+        extended_grads, logsumexps = (
+            _queries_last(_slice_block(x, row, query_block, size)) for x in (extended_grad, logsumexp)
+        )
         q_block = queries.q.swapaxes(1, 2)
-        grads = grads_column[:, :-1].swapaxes(1, 2).astype(grad.dtype)
+        grads = extended_grads[:, :-1].swapaxes(1, 2).astype(grad.dtype)
 
-        def add(place: Array, carry: State) -> State:
-            block = order[row, at, place]
+        def add_key_block(rank: Array, carry: State) -> State:
+            block = order[row, query_block, rank]
             dq, dk, dv = carry
             keys = _slice_block(k, row, block, size)
-            weights = jnp.exp(_scores(keys, queries, labels, row, block) - norms)
-            score_grad = jnp.einsum("KSH,KHL->KSL", _slice_block(ones, row, block, size), grads_column)
+            weights = jnp.exp(_scores(keys, queries, labels, row, block) - logsumexps)
+            score_grad = jnp.einsum(
+                "KSH,KHL->KSL", _slice_block(extended_v, row, block, size), extended_grads
+            )
             score_grad = (weights * score_grad).astype(q.dtype)
             dq += jnp.einsum(
                 "KHS,KSL->KHL", keys.swapaxes(1, 2), score_grad, preferred_element_type=jnp.float32
@@ -217,11 +222,11 @@ def _backward(residuals: tuple[Any, ...], grad: Array) -> tuple[Array, Array, Ar
             return dq, _update_block(dk, summed[0], row, block), _update_block(dv, summed[1], row, block)
 
         start = jnp.zeros(queries.q.shape, jnp.float32), dk, dv
-        dq_block, dk, dv = jax.lax.fori_loop(0, count[row, at], add, start)
-        return _update_block(dq, _queries_first(dq_block, groups).astype(dq.dtype), row, at), dk, dv
+        dq_block, dk, dv = jax.lax.fori_loop(0, count[row, query_block], add_key_block, start)
+        return _update_block(dq, _queries_first(dq_block, groups).astype(dq.dtype), row, query_block), dk, dv
 
     start = jnp.zeros_like(q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dq, dk, dv = jax.lax.fori_loop(0, count.size, one_block, start)
+    dq, dk, dv = jax.lax.fori_loop(0, count.size, one_query_block, start)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 

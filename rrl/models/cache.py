@@ -32,6 +32,8 @@ KeyValue = tuple[Array, Array]
 class KVCache:
     """Keys (after RoPE) and values of R rows with S slots each. The token at position p is stored in slot p.
 
+    A step has a batch of P entries. An entry is a sequence with T new tokens; it reads and writes one row.
+
     Slot p of a layer is slot p % BLOCK of [layer, p // BLOCK, row]. The layers are stacked, and a loop over layers carries
     the whole cache, so that XLA updates it in place; a slice per layer would be copied.
     """
@@ -45,9 +47,10 @@ class KVCache:
     """Whether slots are the last axis of `k`. On a CPU the matrix product then needs no transpose; on a TPU writing one key
     would copy all keys."""
     cpu_kernel: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether `rrl.models.cpu.layers` reads the cache and, on a single device, also writes it. Needs a CPU and `slots_last`."""
+    """Whether the C++ kernels of `rrl.models.cpu.layers` compute attention over the cache. On a single device they also compute
+    all layers (`Decoder.extend`) and copy rows. Needs a CPU and `slots_last`."""
     threads: int = dataclasses.field(default=1, metadata={"static": True})
-    """Most threads that the CPU kernel uses; the result's bits do not depend on it."""
+    """Maximum number of threads of the CPU kernels; the result is bitwise independent of it."""
 
     @classmethod
     def create(
@@ -74,12 +77,12 @@ class KVCache:
         return self.k.shape[2]
 
     def read_groups(self, positions: Int[Array, "P T"], readers: Sequence[int] = ()) -> ReadGroups:
-        """Divides the P entries into groups of `readers[0]` that read the cache together (`cache_attention`).
+        """Divides the P entries into groups of `readers[0]` entries that read the cache together (`cache_attention`).
 
-        Entries are sorted by the number of blocks up to their last position below S, most first, so that short entries do not
-        wait for long ones. All entries form a single group in their order if `readers` is empty, if its first number does not
-        divide P, if it is just (P,), or with the CPU kernel, in which each entry reads independently. If rows are split over
-        devices, each device groups its own entries.
+        Entries are sorted by the number of blocks that they read, the largest first, so that short entries do not wait for long
+        ones. An entry reads the blocks up to its last position below S. The entries are not sorted and form one group in three
+        cases: `readers` is empty or (P,); `readers[0]` does not divide P; or the CPU kernel is used, which reads each entry
+        separately. If rows are split over devices, each device groups its own entries.
         """
 
         def on_device(positions: Array) -> ReadGroups:
@@ -108,7 +111,7 @@ class KVCache:
         readers: Sequence[int],
         reads: bool = True,
     ) -> tuple[Float[Array, "P T N H"], "KVCache"]:
-        """Writes keys and values of new tokens into one layer of the cache, then attends to all tokens up to each of them.
+        """Writes keys and values of new tokens into one layer of the cache. Each new token attends to its row up to itself.
 
         If rows are split over devices, so are the P entries, and each belongs to a row of its device.
 
@@ -173,8 +176,8 @@ class KVCache:
             source: row to copy from.
             target: row to copy to; targets >= R are ignored.
             slots: number of slots to copy; the rest of the last block is copied too.
-            shared: number of first slots that the target already shares with the source; blocks with only such slots are
-                not copied.
+            shared: number of leading slots in which the target already equals the source; blocks of only such slots are not
+                copied.
         """
         mesh = jax.sharding.get_abstract_mesh()
         begin, end = jnp.broadcast_to(shared, slots.shape) // BLOCK, (slots + BLOCK - 1) // BLOCK
@@ -219,8 +222,8 @@ def _attend_on_device(
     def write(old: Array, index: tuple[Any, ...], new: Array) -> Array:
         return old.at[layer, block, row, *index].set(new.astype(old.dtype), mode="drop")
 
-    # A value that is not finite would make even masked queries NaN, since 0 * NaN is NaN. So the value becomes 0 and the key
-    # NaN: masked scores stay finite, and only queries that see the slot become NaN.
+    # 0 * NaN is NaN, so a value that is not finite would make even the queries NaN that do not see its slot. So the value
+    # becomes 0 and the key NaN. The mask replaces the NaN scores, and only queries that see the slot become NaN.
     finite = jnp.isfinite(v).all(axis=-1, keepdims=True)
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     pair = write(pair[0], key_index, k), write(pair[1], (every, slot), v)
@@ -247,9 +250,9 @@ def _copy_blocks(
         k, v = (a.at[:, block, to].set(a[:, block, source - first], mode="drop") for a in arrays)
         return k, v
 
-    return jax.lax.fori_loop(
-        jnp.min(jnp.where(end > 0, begin, jnp.max(end))), jnp.max(end), one_block, arrays
-    )
+    last = jnp.max(end)
+    first_block = jnp.min(jnp.where(end > 0, begin, last))  # entries without slots do not count
+    return jax.lax.fori_loop(first_block, last, one_block, arrays)
 
 
 def _shard(array: Float[Array, "L blocks R K ..."]) -> Float[Array, "L blocks R K ..."]:

@@ -176,7 +176,7 @@ class EncoderFamily:
     architecture: str
     """Class name in transformers."""
     prefix: str
-    """Prefix of the tensors' names in a checkpoint with a head."""
+    """Prefix of the tensors' names in a checkpoint of a class with a task head, such as BertForMaskedLM."""
     pad_token_id: int
     """Used if config.json has none."""
     positions_follow_padding: bool

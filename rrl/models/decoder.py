@@ -30,10 +30,10 @@ Remat = Literal["none", "dots", "full"]
 LORA_A, LORA_B = "_lora_a", "_lora_b"
 """Suffixes of the parameter names of a kernel's LoRA adapters (see rrl.models.lora)."""
 MAX_UNROLLED_LAYERS = 8
-"""Largest number of layers for which the packed pass unrolls the scan over layers (`Decoder._unroll_layers`)."""
+"""Largest number of layers for which `Decoder.__call__` unrolls the scan over layers (`Decoder._unroll_layers`)."""
 MAX_DECODE_TOKENS = 8
-"""Most tokens per row in a decode step. Up to this number, devices exchange activations; with more tokens, as in prefill, they
-gather the weights."""
+"""Maximum number of tokens per row in a decode step. Up to this number, devices exchange activations; with more tokens, as in
+prefill, they gather the weights."""
 Hidden = Float[Array, "B T D"]
 Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
@@ -43,15 +43,15 @@ Attend = Callable[
 class Layer(nnx.Module):
     """Attention and SwiGLU with their norms. `Decoder.layers` holds all L layers, stacked on a leading axis."""
 
-    def __init__(self, config: DecoderConfig, stack: int, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
-        c, residual = config, (2 * config.layers) ** -0.5
+    def __init__(self, config: DecoderConfig, layer_count: int, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
+        c, residual_scale = config, (2 * config.layers) ** -0.5
 
         def kernel(*shape: int, fan_in: int, scale: float = 1.0) -> nnx.Param:
-            draw = jax.random.normal(rngs.params(), (stack, *shape), param_dtype)
+            draw = jax.random.normal(rngs.params(), (layer_count, *shape), param_dtype)
             return nnx.Param(draw * jnp.asarray(scale * fan_in**-0.5, param_dtype))
 
         def constant(value: float, *shape: int) -> nnx.Param:
-            return nnx.Param(jnp.full((stack, *shape), value, param_dtype))
+            return nnx.Param(jnp.full((layer_count, *shape), value, param_dtype))
 
         self.config = config
         self.lora_scale = 1.0
@@ -66,11 +66,11 @@ class Layer(nnx.Module):
         if c.qk_norm:
             self.q_norm = constant(1.0, c.head_dim)
             self.k_norm = constant(1.0, c.head_dim)
-        self.o = kernel(c.heads, c.head_dim, c.hidden, fan_in=c.heads * c.head_dim, scale=residual)
+        self.o = kernel(c.heads, c.head_dim, c.hidden, fan_in=c.heads * c.head_dim, scale=residual_scale)
         self.mlp_norm = constant(1.0, c.hidden)
         self.gate = kernel(c.hidden, c.mlp, fan_in=c.hidden)
         self.up = kernel(c.hidden, c.mlp, fan_in=c.hidden)
-        self.down = kernel(c.mlp, c.hidden, fan_in=c.mlp, scale=residual)
+        self.down = kernel(c.mlp, c.hidden, fan_in=c.mlp, scale=residual_scale)
 
     def __call__(self, x: Hidden, rotary: tuple[Array, Array], attend: Attend) -> Hidden:
         """Applies one layer. `attend` gets scaled q and k after RoPE, and v, and decides which keys and values to attend to."""
@@ -135,7 +135,7 @@ class Decoder(nnx.Module):
     """
 
     transposed_embedding: Float[Array, "D V"] | None = None
-    """A transposed copy of tied embeddings, which a generation program may set once so that `unembed` needs no transpose. It is
+    """A transposed copy of tied embeddings, so that `unembed` needs no transpose. The rollout loop sets it once per call; it is
     valid only for the current weights."""
 
     def __init__(
@@ -220,11 +220,11 @@ class Decoder(nnx.Module):
             tokens: the next tokens of P entries.
             positions: slot and RoPE position of each token; tokens at positions >= S are padding and are not stored.
             cache: holds keys and values of the past.
-            rows: cache row of each entry; None: entry p is row p, and P = R. If a row occurs twice, with two chunks of one
-                text, the later chunk sees the earlier one.
-            readers: numbers of entries that read the cache together, in descending order (`KVCache.read_groups`). On a CPU,
-                `rrl.rollout.cpu.shape_probe` finds numbers that give equal bits. (): all entries read together, as far back
-                as the longest one needs.
+            rows: cache row of each entry (sequence); None: entry p is row p, and P = R. If a row occurs twice, with two chunks of
+                one text, the later chunk sees the earlier one.
+            readers: batch sizes of the cache reads, in descending order (`rrl.models.attention.cache_attention`). On a CPU,
+                `rrl.rollout.cpu.shape_probe` finds sizes that give bitwise equal results. (): all entries read together the
+                blocks that the longest entry needs.
 
         Returns:
             Hidden states, and the cache with the new tokens.
@@ -248,7 +248,7 @@ class Decoder(nnx.Module):
     ) -> KVCache:
         """Returns the same cache as `extend`, without hidden states: the last layer only writes its keys and values."""
         if self._uses_cpu_kernel(cache):
-            return self._run_cpu_kernel(tokens, positions, cache, rows, last_reads=False)[1]
+            return self._run_cpu_kernel(tokens, positions, cache, rows, last_layer_attends=False)[1]
         start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, readers)
 
         def weights_of(index: Array | int) -> nnx.State:
@@ -279,9 +279,9 @@ class Decoder(nnx.Module):
         positions: Array,
         cache: KVCache,
         rows: Array | None,
-        last_reads: bool = True,
+        last_layer_attends: bool = True,
     ) -> tuple[Hidden, KVCache]:
-        """Output of the last layer, and the cache."""
+        """Returns the output of the last layer, which is meaningless without `last_layer_attends`, and the cache."""
         weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self.layers))}
         x, (k, v) = cpu_layers(
             self._embed(tokens),
@@ -293,7 +293,7 @@ class Decoder(nnx.Module):
             rows,
             slots=cache.slots,
             eps=self.config.rms_eps,
-            last_reads=last_reads,
+            last_layer_attends=last_layer_attends,
             threads=cache.threads,
         )
         return x, dataclasses.replace(cache, k=k, v=v)
@@ -342,7 +342,10 @@ class Decoder(nnx.Module):
         return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
 
     def sampling_table(self, cache: KVCache) -> Float[Array, "D V"] | None:
-        """The unembedding table for `rrl.models.cpu.layers.cpu_draw`; None if the CPU kernel cannot sample for this model."""
+        """The unembedding table for `rrl.models.cpu.layers.cpu_draw`.
+
+        None if the CPU kernel cannot sample for this model, or if embeddings are tied and `transposed_embedding` is not set.
+        """
         has_adapters, aligned = hasattr(self, "head" + LORA_A), self.config.vocab_size % LANES == 0
         if has_adapters or not aligned or not self._uses_cpu_kernel(cache):
             return None
@@ -350,7 +353,7 @@ class Decoder(nnx.Module):
 
     @property
     def _unroll_layers(self) -> bool:
-        """Whether the packed pass unrolls the scan over layers.
+        """Whether `__call__` unrolls the scan over layers.
 
         On a CPU the scan makes the gradient of a shallow model an eighth slower, because it copies each layer's residuals into
         a stacked array and out again.

@@ -1,4 +1,4 @@
-"""The sentence encoder: one Flax NNX module for BERT, RoBERTa and XLM-RoBERTa (E5, BGE, MiniLM and the built-in world's)."""
+"""The sentence encoder: one Flax NNX module for BERT, RoBERTa and XLM-RoBERTa (E5, BGE, MiniLM and others)."""
 
 import jax
 import jax.numpy as jnp

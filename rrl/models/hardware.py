@@ -56,7 +56,7 @@ class ComputeConfig:
     losses are always float32. auto: bfloat16 on GPUs and TPUs; float32 on a CPU, whose compiled layers
     (`rrl.models.cpu.layers`) support only float32."""
     param_dtype: str = "float32"
-    """Dtype of the master weights, which the optimiser updates, and of its state. In bfloat16 an update smaller than 0.4 % of a
+    """Dtype of the master weights and of the optimiser's state. In bfloat16 an update smaller than 0.4 % of a
     weight is lost, so use it only with high learning rates."""
     attention: str = "auto"
     """Attention kernel for packed batches: blocks (CPUs), xla, cudnn (NVIDIA GPUs, 16 bit), splash (TPUs, without

@@ -15,7 +15,7 @@ from rrl.models.decoder import Decoder, Remat
 class ValueModel(Decoder):
     """A decoder with one linear float32 output per token: Hugging Face's ...ForSequenceClassification with one label.
 
-    The output's weights start at 0, so that a critic's first advantages equal the rewards. It has no head for logits.
+    The output's weights start at 0, so that a new critic predicts the value 0 for every token. The model has no logits.
 
     Args: see `Decoder`.
     """
@@ -30,7 +30,7 @@ class ValueModel(Decoder):
         attention: AttentionBackend = "xla",
         remat: Remat = "none",
     ):
-        body = dataclasses.replace(config, tie_embeddings=True)
+        body = dataclasses.replace(config, tie_embeddings=True)  # so that no matrix for logits is made
         super().__init__(
             body, rngs=rngs, dtype=dtype, param_dtype=param_dtype, attention=attention, remat=remat
         )

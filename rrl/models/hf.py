@@ -44,7 +44,7 @@ from rrl.models.weights import (
 COMPARED_ROWS = 4096
 """Number of rows of two tensors that are read and compared at a time."""
 
-Body = TypeVar("Body", bound=Decoder)
+DecoderT = TypeVar("DecoderT", bound=Decoder)
 
 __all__ = [
     "folder_hash",
@@ -115,18 +115,18 @@ def read_decoder_config(folder: str | Path) -> DecoderConfig:
     Raises:
         UserError: as `DecoderConfig.from_hf`, with the folder's name.
     """
-    with _errors_name(folder):
+    with _name_folder_in_errors(folder):
         return DecoderConfig.from_hf(read_config(folder), read_generation_config(folder))
 
 
 def read_encoder_config(folder: str | Path, pooling: Pooling | None = None) -> EncoderConfig:
     """Reads an encoder's shape. Raises UserError as `EncoderConfig.from_hf`, with the folder's name."""
-    with _errors_name(folder):
+    with _name_folder_in_errors(folder):
         return EncoderConfig.from_hf(read_config(folder), pooling or Pooling())
 
 
 @contextlib.contextmanager
-def _errors_name(folder: str | Path) -> Iterator[None]:
+def _name_folder_in_errors(folder: str | Path) -> Iterator[None]:
     """Adds the folder's name to a UserError raised within the block, if it is missing."""
     try:
         yield
@@ -154,7 +154,7 @@ def load_decoder(
         attention, remat: see `Decoder`.
 
     Raises:
-        UserError: names the file, the tensor, and its expected and actual shape; or the unsupported field.
+        UserError: config.json has an unsupported field, or a tensor is missing, unexpected, or has the wrong shape or dtype.
     """
     return _load(Decoder, folder, dtype, param_dtype, mesh, attention, remat)
 
@@ -188,7 +188,7 @@ def load_value_model(
 
 
 def _load(
-    kind: type[Body],
+    kind: type[DecoderT],
     folder: str | Path,
     dtype: DTypeLike,
     param_dtype: DTypeLike,
@@ -196,7 +196,7 @@ def _load(
     attention: AttentionBackend,
     remat: Remat,
     layers: int = 0,
-) -> Body:
+) -> DecoderT:
     """Loads a decoder or a subclass, with the first `layers` layers (0: all)."""
     whole = read_decoder_config(folder)
     if not 0 <= layers <= whole.layers:
@@ -267,7 +267,7 @@ def load_language_model(
         folder: of the model.
         field: name of the config field that holds the folder, for error messages (policy, reader, ...).
         chat: whether the tokenizer must have a chat template.
-        context: most tokens of a text; the model must support it.
+        context: maximum number of tokens of a text; the model must support it.
         dtype, param_dtype, mesh, attention, remat: see `load_decoder`.
 
     Raises:
@@ -310,7 +310,7 @@ def save_decoder(
         decoder: the model. If it is sharded over several processes, all must call this function; the first one writes.
         tokenizer: of transformers; None: no tokenizer files.
         dtype: of the written weights: float32, bfloat16 or float16.
-        shard_size: most bytes of weights per file.
+        shard_size: maximum size of the weights in one file, in bytes.
 
     Raises:
         UserError: the dtype is not supported, or a value is too large for float16. The folder is then unchanged.
@@ -344,8 +344,9 @@ def load_encoder(
     """Loads a Hugging Face folder of a BERT, RoBERTa or XLM-RoBERTa (E5, BGE, MiniLM, ...).
 
     Args:
-        pooling: config.json does not contain it; None: mean with norm 1. `rrl.retrieval.encode.load_text_encoder` finds it. The
-            other arguments and the errors are those of `load_decoder`.
+        pooling: how embeddings are computed; config.json does not contain it. None: `Pooling()`, the mean scaled to norm 1.
+            `rrl.retrieval.encode.load_text_encoder` reads it from the folder. The other arguments and the errors are those of
+            `load_decoder`.
     """
     config = read_encoder_config(folder, pooling)
     prefix = ENCODER_FAMILIES[config.model_type].prefix

@@ -2,9 +2,9 @@
 
 A head of the first layer attends to the token 1, 2 or 3 back and writes its identity to the residual stream. A head of the
 second layer attends to positions at which the written token equals the current one, and copies their token (Olsson et al.,
-2022). From a random start, a model with a million parameters needs some million tokens to find this circuit, and learns to
-read only afterwards. With this initialisation it starts with a rough circuit and refines it. Initial attention that
-resembles trained attention is called mimetic initialisation (Trockman and Kolter, 2023).
+2022). From a random start, a model with a million parameters needs some million tokens to find this circuit. Only then
+does it learn to answer from a passage in its context. With this initialisation it starts with a rough circuit and refines it.
+Initial attention that resembles trained attention is called mimetic initialisation (Trockman and Kolter, 2023).
 """
 
 from collections.abc import Sequence
@@ -39,17 +39,17 @@ def init_induction_heads(
     Head i of the first layer attends to the token offsets[i] back. Its q and k biases are the same vector, but q's is
     rotated by the offset, so that after RoPE their product is largest there. A model without biases gets the vector from a
     constant that is added to all embeddings. The head writes a random projection of the token to the residual stream. The
-    first head of group j in the second layer attends to positions where head j mod len(offsets) wrote the projection of the
-    current token, and writes their token.
+    first head of group j in the second layer attends to positions where head j mod len(offsets) of the first layer wrote the
+    projection of the current token, and writes the tokens at these positions.
 
     Args:
         decoder: without norms of q and k (Qwen2, Llama). Other layers, and heads without an offset, are not changed.
         seed: of the random projections.
         offsets: how many tokens back each head of the first layer attends.
         bias: norm of each rotated pair in the first layer's biases; its square scales the attention scores.
-        noted: size of the first layer's output, in standard deviations of the embeddings.
+        noted: size of what the first layer writes (notes) to the residual stream, in standard deviations of the embeddings.
         gain: scale of the second layer's queries and keys; its square scales the attention scores.
-        copied: size of the second layer's output, in standard deviations of the embeddings.
+        copied: size of the token that the second layer copies to its output, in standard deviations of the embeddings.
 
     Raises:
         UserError: the model has norms of q and k or fewer than two layers, or there are too many offsets.
@@ -64,7 +64,7 @@ def init_induction_heads(
         )
     rng, group = np.random.default_rng(seed), c.heads // c.kv_heads
     p = {name: np.array(getattr(layers, name)[...], np.float32) for name in ("q", "k", "v", "o")}
-    speed = frequencies(c)
+    frequency = frequencies(c)
     scale = float(np.std(np.asarray(decoder.embedding[...])))
     # The subspaces for reading a token, for each head's output, and for the constant are orthogonal.
     width = (1 + len(offsets)) * c.head_dim
@@ -75,27 +75,28 @@ def init_induction_heads(
     else:
         _add_constant(decoder, basis[:, -1], _CONSTANT * scale)
 
-    def always(name: str, head: int, value: np.ndarray) -> None:
+    def set_for_all_tokens(name: str, head: int, value: np.ndarray) -> None:
         """Sets q or k of a head in the first layer to `value` for all tokens."""
-        p[name][0, :, head] *= 0.1
+        p[name][0, :, head] *= 0.1  # the part that depends on the token becomes small
         if c.qkv_bias:
             p[f"{name}_bias"][0, head] = value
         else:
-            size = _CONSTANT / np.sqrt(1 + (_CONSTANT**2 - 1) / c.hidden)  # after the norm
+            # The constant after RMSNorm. Before it, in standard deviations, one component is _CONSTANT and D - 1 are about 1.
+            size = _CONSTANT / np.sqrt(1 + (_CONSTANT**2 - 1) / c.hidden)
             p[name][0, :, head] += np.outer(basis[:, -1], value / size)
 
     # First layer: the attended position does not depend on the tokens.
-    pairs = bias * (speed > _FAST)
+    amplitude = bias * (frequency > _FAST)  # of each pair of dimensions
     for head, offset in enumerate(offsets):
-        angle = -offset * speed
-        always("q", head, np.concatenate([np.cos(angle) * pairs, np.sin(angle) * pairs]))
+        angle = -offset * frequency
+        set_for_all_tokens("q", head, np.concatenate([np.cos(angle) * amplitude, np.sin(angle) * amplitude]))
         p["o"][0, head] = noted * scale * write[head].T
     for kv in range(-(-len(offsets) // group)):
-        always("k", kv, np.concatenate([pairs, np.zeros_like(pairs)]))
+        set_for_all_tokens("k", kv, np.concatenate([amplitude, np.zeros_like(amplitude)]))
         p["v"][0, :, kv] = read
 
     # Second layer: q projects the current token as the first layer does; k reads the first layer's output.
-    slow = np.tile(speed < _SLOW, 2)
+    slow = np.tile(frequency < _SLOW, 2)
     for kv in range(c.kv_heads):
         head = kv * group  # the other heads of the group are not changed
         p["k"][1, :, kv] = gain * slow * write[kv % len(offsets)]

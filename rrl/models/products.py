@@ -26,7 +26,7 @@ def sum_products(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Ar
 
 
 def mean_square(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
-    """Mean of x * x over the last axis. On a single CPU device the bits of a row do not depend on the number of rows."""
+    """Mean of x * x over the last axis. On a single CPU device a row's result is bitwise independent of the number of rows."""
 
     def mean(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
         return jnp.mean(x * x, axis=-1, keepdims=True)

@@ -9,8 +9,8 @@ from rrl.models.config import DecoderConfig
 
 def frequencies(config: DecoderConfig) -> Float[np.ndarray, "H/2"]:
     """Angle per position of each pair of dimensions, in radians, float32."""
-    half = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    inverse = (1.0 / np.float32(config.rope_theta) ** half).astype(np.float32)
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    inverse = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
     scaling = config.rope_scaling
     if scaling is None:
         return inverse

@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 """ChatML, without a default system message."""
 
-QWEN_END = ("<|endoftext|>", 151_643)
+QWEN_MARKER = ("<|endoftext|>", 151_643)
 """A token and its id that identify the vocabulary of Qwen2, Qwen2.5 and Qwen3."""
 
 
@@ -110,7 +110,7 @@ def _check_normalizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     In transformers 5.24, Qwen2Tokenizer, the class of Qwen2, Qwen2.5 and Qwen3, has NFC. Llama's tokenizer and those of
     `train_tokenizer` have no normalizer.
     """
-    token, token_id = QWEN_END
+    token, token_id = QWEN_MARKER
     if tokenizer.get_vocab().get(token) == token_id and (folder / "tokenizer.json").is_file():
         normalizes = tokenizer.backend_tokenizer.normalizer is not None
         if not (normalizes and _file_has_normalizer(folder / "tokenizer.json")):
@@ -188,24 +188,25 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, config: DecoderConfig) -> list[i
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos_token: set it in tokenizer_config.json")
+    # A single eos_token_id of the config is the tokenizer's (`check_tokenizer`), so only a tuple adds tokens.
     ids = {int(tokenizer.eos_token_id)}
     ids |= set(config.eos_token_id if isinstance(config.eos_token_id, tuple) else ())
-    turn = end_of_turn(tokenizer)
-    if turn is not None and turn not in ids and turn < config.vocab_size:
+    turn_end = end_of_turn(tokenizer)
+    if turn_end is not None and turn_end not in ids and turn_end < config.vocab_size:
         _warn_end_of_turn(
-            tokenizer.name_or_path, str(tokenizer.convert_ids_to_tokens(turn)), str(tokenizer.eos_token)
+            tokenizer.name_or_path, str(tokenizer.convert_ids_to_tokens(turn_end)), str(tokenizer.eos_token)
         )
-        ids.add(turn)
+        ids.add(turn_end)
     return sorted(ids)
 
 
 @functools.cache
-def _warn_end_of_turn(folder: str, turn: str, eos: str) -> None:
+def _warn_end_of_turn(folder: str, turn_end: str, eos: str) -> None:
     logging.getLogger(__name__).warning(
         "tokenizer folder %s: its chat template ends a turn with %s, which is not an end token in tokenizer_config.json "
         "(eos_token %s), config.json or generation_config.json. It is used as an end token too.",
         folder,
-        turn,
+        turn_end,
         eos,
     )
 

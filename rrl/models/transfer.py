@@ -26,7 +26,7 @@ from rrl.models.weights import SafetensorsFolder, read_config
 from rrl.parallel.rules import RULES, shardings
 
 MAX_LISTED_NAMES = 8
-"""Most tensor names in an error message."""
+"""Maximum number of tensor names in an error message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class _Target:
         return self.entry.from_hf(tensor, shape).astype(self.dtype)
 
     def read(self, weights: SafetensorsFolder, name: str) -> jax.Array:
-        """Reads a stored tensor to the devices; each process reads each part that its devices need once."""
+        """Reads a stored tensor to the devices. Each process reads only the parts that its devices hold, each part once."""
         if self.sharding is None:
             return jax.device_put(weights.read(name))
         spec = (*self.sharding.spec, *[None] * (len(self.shape) - len(self.sharding.spec)))
@@ -132,7 +132,7 @@ def load_module(
         optional: names of tensors whose parameters become 0 if the folder lacks them.
 
     Raises:
-        UserError: names the file, the tensor, and what is expected and actual.
+        UserError: a tensor is missing, unexpected, or has the wrong shape or dtype; or the weights are quantized.
     """
     if quantized := read_config(folder).get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -149,14 +149,17 @@ def load_module(
         for path, variable in flat.items()
     }
     weights = SafetensorsFolder(folder)
-    real_names = {name.removeprefix(prefix): name for name in weights.names()}
+    # Name without the prefix -> name in the folder.
+    stored_names = {name.removeprefix(prefix): name for name in weights.names()}
     missing = {
-        path for path, target in targets.items() if target.entry.hf_name in set(optional) - real_names.keys()
+        path
+        for path, target in targets.items()
+        if target.entry.hf_name in set(optional) - stored_names.keys()
     }
     _check(
         folder,
         weights,
-        real_names,
+        stored_names,
         [target for path, target in targets.items() if path not in missing],
         ignored,
     )
@@ -166,12 +169,12 @@ def load_module(
         if path in missing:
             (arrays[target],) = _zeros((target,))
         elif not target.entry.stacked:
-            tensor = target.read(weights, real_names[target.entry.hf_name])
+            tensor = target.read(weights, stored_names[target.entry.hf_name])
             arrays[target] = jax.block_until_ready(_convert(target, tensor))
     stacks = _zeros(stacked)
     for layer in range(stacked[0].shape[0]):
         tensors = tuple(
-            target.read(weights, real_names[target.entry.hf_name.format(layer)]) for target in stacked
+            target.read(weights, stored_names[target.entry.hf_name.format(layer)]) for target in stacked
         )
         stacks = jax.block_until_ready(_write_layer(stacked, stacks, tensors, np.int32(layer)))
     arrays |= zip(stacked, stacks, strict=True)
@@ -295,7 +298,7 @@ def _parameters(model: nnx.Module) -> dict[str, jax.Array]:
 def _check(
     folder: str | Path,
     weights: SafetensorsFolder,
-    real_names: Mapping[str, str],
+    stored_names: Mapping[str, str],
     targets: Sequence[_Target],
     ignored: re.Pattern[str],
 ) -> None:
@@ -304,26 +307,26 @@ def _check(
         shape = target.shape[1:] if target.entry.stacked else target.shape
         expected |= dict.fromkeys(target.entry.hf_names(target.shape), target.entry.hf_shape(shape))
     fix = "use the config.json that belongs to these weights"
-    missing = [f"{name} {shape}" for name, shape in expected.items() if name not in real_names]
+    missing = [f"{name} {shape}" for name, shape in expected.items() if name not in stored_names]
     extra = [
-        f"{real} {weights.shape(real)} in {weights.file(real).name}"
-        for name, real in real_names.items()
+        f"{stored} {weights.shape(stored)} in {weights.file(stored).name}"
+        for name, stored in stored_names.items()
         if name not in expected and not ignored.fullmatch(name)
     ]
-    for what, names in (
-        ("lack tensors that", missing),
-        ("contain tensors that do not belong to what", extra),
+    for problem, names in (
+        ("lack tensors that config.json describes", missing),
+        ("contain tensors that do not belong to what config.json describes", extra),
     ):
         if names:
             more = f" and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
             raise UserError(
-                f"{folder}: the weights {what} config.json describes: {', '.join(names[:MAX_LISTED_NAMES])}{more}; {fix}"
+                f"{folder}: the weights {problem}: {', '.join(names[:MAX_LISTED_NAMES])}{more}; {fix}"
             )
     for name, shape in expected.items():
-        where = f"{weights.file(real_names[name])}: tensor {real_names[name]}"
-        if (actual := weights.shape(real_names[name])) != shape:
+        where = f"{weights.file(stored_names[name])}: tensor {stored_names[name]}"
+        if (actual := weights.shape(stored_names[name])) != shape:
             raise UserError(f"{where} has shape {actual}, but config.json requires {shape}; {fix}")
-        if (dtype := weights.dtype(real_names[name])) not in FLOATS:
+        if (dtype := weights.dtype(stored_names[name])) not in FLOATS:
             raise UserError(
                 f"{where} has dtype {dtype}, which is none of {', '.join(FLOATS)}: quantized weights are not supported; "
                 "give the folder of the float32, bfloat16 or float16 model"

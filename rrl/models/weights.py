@@ -20,7 +20,7 @@ GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 SHARD_SIZE = 5 * 10**9
-"""Most bytes of tensors in one file, unless a single tensor is larger."""
+"""Maximum size of the tensors in one file, in bytes; a single larger tensor gets its own file."""
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PARTIAL = ".{}.partial"
@@ -59,7 +59,7 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder. Opening it reads only the files' headers.
+    """The tensors of a Hugging Face folder. Opening it reads only the files' headers.
 
     Raises:
         UserError: the folder has no weights; a shard in the index is missing or lacks a tensor listed there; a tensor is in
@@ -116,8 +116,8 @@ def write_folder(
 ) -> None:
     """Writes config.json and the weights.
 
-    The folder's old content stays until all tensors are on disk. Then the file that completes the model, the weights file or
-    the index, appears last, and shards of an older export are removed.
+    The folder's old content stays until all tensors are on disk in temporary files, which are then renamed. The index of a
+    sharded model is written after its shards, so a folder with an index is complete. Shards of an older export are removed.
 
     Args:
         folder: to write.
@@ -125,7 +125,7 @@ def write_folder(
         shapes: shape of each tensor, by name.
         dtype: of all tensors in the files.
         tensors: (name, value) in any order; each value is released after it is written.
-        shard_size: most bytes per file; larger models are written to several files with an index.
+        shard_size: maximum size of a file's tensors in bytes; larger models are written to several files with an index.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def folder_hash(folder: str | Path) -> str:
-    """SHA-256 of config.json and all weight files."""
+    """SHA-256 of config.json and all weight files. Raises UserError if config.json is missing or broken."""
     folder = shipped(folder)
     digest = hashlib.sha256()
     for file in [folder / CONFIG_FILE, *_weight_files(folder)]:

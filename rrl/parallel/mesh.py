@@ -44,7 +44,7 @@ def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def put_rows(batch: Any, mesh: Mesh | None) -> Any:
-    """Puts a pytree of NumPy arrays with a leading axis of rows on the devices; a mesh of several devices splits the rows.
+    """Transfers a pytree of NumPy arrays to the devices. On a mesh of several devices, the leading axis (rows) is split.
 
     Raises:
         UserError: the number of rows is not a multiple of the number of data shards.
@@ -60,7 +60,11 @@ def put_rows(batch: Any, mesh: Mesh | None) -> Any:
 
 
 def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:
-    """The sizes of the three axes for a number of devices. Raises like `make_mesh`."""
+    """The sizes of the three axes on a mesh of `devices` devices; -1 is replaced.
+
+    Raises:
+        UserError: the sizes do not multiply to the number of devices.
+    """
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     given = ", ".join(f"{name}={size}" for name, size in sizes.items())
     free = [name for name, size in sizes.items() if size == -1]

@@ -23,7 +23,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def refuse_shared(path: Path) -> None:
-    """Refuses a file or folder that another user, except root, could write or replace.
+    """Raises if a file or folder is shared: another user, except root, could write or replace it.
 
     The path and all its parents must belong to this user or root, and only they may have write permission. Parents with the
     sticky bit, such as /tmp, may be writable for all, because other users cannot rename or remove this user's files there.
@@ -47,7 +47,10 @@ def refuse_shared(path: Path) -> None:
 
 
 def _has_no_other_member(group: int) -> bool:
-    """Whether it is the user's private group, which many systems create for each user together with umask 002."""
+    """Whether the group is the user's private group, without other members.
+
+    Many systems create such a group for each user and set umask 002.
+    """
     try:
         named, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:

@@ -92,8 +92,8 @@ def optimizer_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 def constrain(x: Array, *axes: Any) -> Array:
     """Constrains the sharding of an activation if a mesh of several devices is set; otherwise returns it unchanged.
 
-    Without the constraint the partitioner would follow the embedding and split the width of activations over "fsdp", which
-    must split rows.
+    Axis "fsdp" must split the rows of activations. Without the constraint, XLA's partitioner would give activations the
+    sharding of the embedding, whose width is split over "fsdp".
 
     Args:
         x: the activation.

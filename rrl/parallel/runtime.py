@@ -11,7 +11,8 @@ from rrl.parallel.private import private_folder
 
 log = logging.getLogger(__name__)
 THREADS_PER_DEVICE = 4
-"""Minimal number of threads in XLA's CPU pool per (virtual) device. Many more threads than cores cost a third of the speed."""
+"""Minimal number of threads in XLA's CPU pool per (virtual) device. It is small because a pool with many more threads than cores
+costs a third of the speed."""
 
 
 def prepare_host(callbacks: bool = True) -> None:
@@ -26,17 +27,17 @@ def prepare_host(callbacks: bool = True) -> None:
     """
     given = os.environ.get("NPROC", "")
     if not callbacks:
-        if given == str(_threads()):
+        if given == str(_threads()):  # set by an earlier call, perhaps in the parent process
             del os.environ["NPROC"]
         return
-    wide = given.isdigit() and int(given) >= _threads()
-    if not wide and "jax" in sys.modules:
+    enough = given.isdigit() and int(given) >= _threads()
+    if not enough and "jax" in sys.modules:
         warnings.warn(
             f"jax was imported before rrl could set NPROC={_threads()}; on CPU, rollouts with retrieval may hang. "
             f"Call rrl.parallel.runtime.prepare_host() before importing jax, or set NPROC={_threads()} in the shell.",
             stacklevel=2,
         )
-    if not wide:
+    if not enough:
         os.environ["NPROC"] = str(_threads())
 
 
@@ -46,8 +47,11 @@ def available_cores() -> int:
 
 
 def _threads() -> int:
-    """Number of threads in XLA's pool: more than the cores, since callbacks that wait for a copy may block one thread per core;
-    and at least `THREADS_PER_DEVICE` for each virtual device in XLA_FLAGS."""
+    """Number of threads in XLA's pool.
+
+    It is two more than the cores, because callbacks that wait for a copy may block one thread per core. It is at least
+    `THREADS_PER_DEVICE` for each virtual device in XLA_FLAGS.
+    """
     devices = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return max((os.cpu_count() or 1) + 2, THREADS_PER_DEVICE * (int(devices[1]) if devices else 1))
 

@@ -27,8 +27,8 @@ class Chip:
     """Bytes of memory that a program can use; for TPUs the compiler's limit, which is slightly below the published size."""
     interconnect: float
     """Bytes per second out of the chip over all its links."""
-    shape: str
-    """Example name of a topology of these chips."""
+    example: str
+    """Name of a topology of these chips, for error messages."""
 
 
 GIB = 2.0**30
@@ -65,7 +65,7 @@ def open_topology(name: str) -> Topology:
     Raises:
         UserError: the chip or shape is unknown, libtpu is missing, or the CPU backend already runs with fewer devices.
     """
-    examples = ", ".join(chip.shape for chip in CHIPS.values())
+    examples = ", ".join(chip.example for chip in CHIPS.values())
     kind, _, shape = name.partition(":")
     sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) else []
     if kind not in CHIPS or not sizes:
@@ -74,23 +74,24 @@ def open_topology(name: str) -> Topology:
         )
     chip = CHIPS[kind]
     if chip.platform == "tpu":
-        if len(sizes) != (grid := chip.shape.count("x") + 1):  # libtpu also accepts slices that do not exist
+        dimensions = chip.example.count("x") + 1
+        if len(sizes) != dimensions:  # libtpu also accepts slices that do not exist
             raise UserError(
-                f"topology={name!r}: a slice of {chip.label}s has {grid} dimensions; write one such as {chip.shape}"
+                f"topology={name!r}: a slice of {chip.label}s has {dimensions} dimensions; write one such as {chip.example}"
             )
-        devices = _tpu(name)
+        devices = _tpu_devices(name)
         return Topology(name, chip, len(devices), devices)
     if len(sizes) > 1:
         raise UserError(
-            f"topology={name!r}: {chip.label}s have no grid; write the number of chips, as in {chip.shape}"
+            f"topology={name!r}: {chip.label}s have no grid; write the number of chips, as in {chip.example}"
         )
     if chip.platform == "gpu":
         return Topology(name, chip, sizes[0], None)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sizes[0]
-    return Topology(name, dataclasses.replace(chip, memory=memory), sizes[0], _cpu(name, sizes[0]))
+    return Topology(name, dataclasses.replace(chip, memory=memory), sizes[0], _cpu_devices(name, sizes[0]))
 
 
-def _tpu(name: str) -> tuple[jax.Device, ...]:
+def _tpu_devices(name: str) -> tuple[jax.Device, ...]:
     """The devices of a TPU slice, described by libtpu alone."""
     from jax.experimental import topologies
 
@@ -112,7 +113,7 @@ def _tpu(name: str) -> tuple[jax.Device, ...]:
         ) from error
 
 
-def _cpu(name: str, count: int) -> tuple[jax.Device, ...]:
+def _cpu_devices(name: str, count: int) -> tuple[jax.Device, ...]:
     """Virtual CPU devices; their number can only be set before JAX starts."""
     with contextlib.suppress(RuntimeError):  # JAX has already started
         jax.config.update("jax_num_cpu_devices", count)

@@ -68,7 +68,7 @@ class CapacityPlan:
     mesh: Mesh | AbstractMesh
     config: DecoderConfig
     config_source: str
-    """Where the shape of the policy comes from."""
+    """Where `config` comes from: a config.json or a published model."""
     parameters: float
     """Number of parameters of the policy."""
     trained: float
@@ -77,7 +77,7 @@ class CapacityPlan:
     remat: Remat
     attention: AttentionBackend
     memory: dict[str, dict[str, float]]
-    """Phase (rollout, update, optimiser step, and the critic's two) -> part -> bytes on one device."""
+    """Phase (rollout, update, optimiser step, and with PPO critic update and critic step) -> part -> bytes on one device."""
     programs: list[CompiledProgram]
     """The compiled programs; empty if sizes are estimates."""
     costs: dict[str, StepCost]
@@ -105,7 +105,7 @@ def plan_capacity(
 ) -> CapacityPlan:
     """Plan a run on a topology.
 
-    The mesh is the config's. If that is a single device, it is `default_mesh` over all chips.
+    The mesh is that of the config. If the config asks for a single device, the mesh is `default_mesh` over all chips.
 
     Args:
       config: of the form of configs/rsearch_grpo.py.
@@ -119,30 +119,30 @@ def plan_capacity(
         chips, or no shape for the policy.
     """
     settings = TrainSettings.parse(config)
-    shape, source = policy_shape(settings.policy)
-    check_context(shape, settings.rollout.context, f"policy={settings.policy!r}")
-    slice_ = open_topology(topology)
+    decoder_config, source = policy_shape(settings.policy)
+    check_context(decoder_config, settings.rollout.context, f"policy={settings.policy!r}")
+    opened = open_topology(topology)
     sizes = dataclasses.asdict(settings.mesh)
     if set(sizes.values()) == {1}:
-        sizes = default_mesh(shape, slice_.size, settings.rollout.rows)
+        sizes = default_mesh(decoder_config, opened.size, settings.rollout.rows)
     try:
-        devices = slice_.mesh(**sizes)
+        mesh = opened.mesh(**sizes)
     except UserError as error:
         raise UserError(f"{error}; set --config.mesh.data, .fsdp and .tensor") from error
-    shards = data_shards(devices)
+    shards = data_shards(mesh)
     for name in ("rows", "oversubscribed_slots"):
         if (count := getattr(settings.rollout, name)) % shards:
             raise UserError(
                 f"rollout.{name}={count} must be a multiple of data x fsdp = {shards} of the mesh; "
                 f"give --config.rollout.{name}={-(-count // shards) * shards} or another config.mesh"
             )
-    compute = settings.compute.for_platform(slice_.chip.platform)
+    compute = settings.compute.for_platform(opened.chip.platform)
     dtype, remat = jnp.dtype(compute.dtype), compute.remat
-    attention = compute.backend(slice_.chip.platform, settings.train.objective.share_prefixes)
+    attention = compute.backend(opened.chip.platform, settings.train.objective.share_prefixes)
     model = ModelShapes.of(
-        shape,
+        decoder_config,
         settings,
-        devices,
+        mesh,
         dtype=dtype,
         param_dtype=jnp.dtype(settings.compute.param_dtype),
         remat=remat,
@@ -152,22 +152,20 @@ def plan_capacity(
     state = {
         "parameters": device_bytes(model.params) + device_bytes(model.fixed),
         "reference": device_bytes(model.reference),
-        "optimiser state": device_bytes(
-            programs.optimizer_state(settings.train.optim, model.params, devices)
-        ),
+        "optimiser state": device_bytes(programs.optimizer_state(settings.train.optim, model.params, mesh)),
     }
     critic = model.critic
     if critic is not None and settings.train.critic is not None:
-        optim = programs.optimizer_state(settings.train.critic.optim, critic.params, devices)
+        optim = programs.optimizer_state(settings.train.critic.optim, critic.params, mesh)
         state |= {
             "critic": device_bytes(critic.params) + device_bytes(critic.fixed),
             "critic's optimiser": device_bytes(optim),
         }
     compiled: list[CompiledProgram] = []
-    if isinstance(devices, Mesh):
+    if isinstance(mesh, Mesh):  # an abstract mesh (GPUs) has no devices to compile for
         for compiler in (*programs.COMPILERS, *(programs.CRITIC_COMPILERS if critic else ())):
-            progress(f"compiling {compiler.__name__} for {topology} ...")
-            compiled.append(compiler(settings, model, devices))
+            progress(f"compiling {compiler.__name__.removeprefix('compile_')} for {topology} ...")
+            compiled.append(compiler(settings, model, mesh))
             last = compiled[-1]
             progress(
                 f"{last.name}: {last.compile_seconds:.0f} s; the program and its arguments take "
@@ -176,20 +174,23 @@ def plan_capacity(
         temporary = {program.name: program.temporary_bytes for program in compiled}
     else:
         temporary = estimate_temporaries(
-            settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained
+            settings, decoder_config, mesh, remat=remat, parameters=trained + fixed, trained=trained
         )
         if critic is not None and settings.train.critic is not None:
             counts = [_count(part) for part in (critic.params, critic.fixed)]
-            body = settings.train.critic.body(shape)
+            body = settings.train.critic.decoder_config(decoder_config)
             critic_bytes = estimate_temporaries(
-                settings, body, devices, remat=remat, parameters=sum(counts), trained=counts[0]
+                settings, body, mesh, remat=remat, parameters=sum(counts), trained=counts[0]
             )
             temporary |= {
                 "critic update": critic_bytes["update"],
                 "critic step": critic_bytes["optimiser step"],
             }
     itemsize = jnp.dtype(dtype).itemsize
-    cache = cache_device_bytes(shape, settings.rollout.slots, settings.rollout.context, itemsize, devices)
+    cache = cache_device_bytes(
+        decoder_config, settings.rollout.slots, settings.rollout.context, itemsize, mesh
+    )
+    # The temporaries of a compiled rollout include the KV cache, which is reported as a part of its own.
     if compiled and not compiled[0].refusal:
         temporary["rollout"] -= cache
     gradients = {"gradients": device_bytes(model.params)}
@@ -208,9 +209,9 @@ def plan_capacity(
     traffic = {part: kinds for program in compiled for part, kinds in program.traffic.items()}
     return CapacityPlan(
         settings,
-        slice_,
-        devices,
-        shape,
+        opened,
+        mesh,
+        decoder_config,
         source,
         trained + fixed,
         trained,
@@ -219,7 +220,7 @@ def plan_capacity(
         attention,
         memory,
         compiled,
-        step_costs(settings, shape, devices, workload, remat=remat, trained=trained, traffic=traffic),
+        step_costs(settings, decoder_config, mesh, workload, remat=remat, trained=trained, traffic=traffic),
         workload,
     )
 
@@ -265,6 +266,7 @@ def first_change(plan: CapacityPlan) -> str:
     objective, rows = plan.settings.train.objective, plan.settings.rollout.rows
     shards, mesh = data_shards(plan.mesh), plan.mesh.shape
     state = sum(parts.get(part, 0.0) for part in STATE)
+    # The state alone does not fit, or it takes more than two thirds of the memory.
     if state > room or state > 2 * (sum(parts.values()) - state):
         if mesh["data"] > 1:
             return (
@@ -275,33 +277,33 @@ def first_change(plan: CapacityPlan) -> str:
         lora = "" if plan.settings.lora.rank else "--config.lora.rank=32 (trains adapters only), or "
         return f"{lora}more chips (about {need}): parameters and their state alone need {state / GIB:.1f} GiB of each"
     if phase == "rollout" and parts["KV cache"] >= parts["activations"]:
-        spare = plan.settings.rollout.oversubscribed_slots
+        oversubscribed = plan.settings.rollout.oversubscribed_slots
         why = "the KV cache is the largest part, and proportional to the rows"
-        fewer = int((rows + spare) * (1 - excess / parts["KV cache"])) // shards * shards
-        if spare and fewer >= rows:
-            return f"--config.rollout.oversubscribed_slots={fewer - rows} (now {spare}): {why}"
+        fewer = int((rows + oversubscribed) * (1 - excess / parts["KV cache"])) // shards * shards
+        if oversubscribed and fewer >= rows:
+            return f"--config.rollout.oversubscribed_slots={fewer - rows} (now {oversubscribed}): {why}"
         if fewer >= shards:
             flags = f"--config.rollout.rows={fewer}" + " --config.rollout.oversubscribed_slots=0" * (
-                spare > 0
+                oversubscribed > 0
             )
-            return f"{flags} (now {rows}{f' and {spare}' if spare else ''}): {why}"
+            return f"{flags} (now {rows}{f' and {oversubscribed}' if oversubscribed else ''}): {why}"
         return f"--config.rollout.context (now {plan.settings.rollout.context}): even one row per shard does not fit"
     if phase == "rollout":
         fewer = max(plan.settings.rollout.prefill_tokens // 2, 1)
         return f"--config.rollout.prefill_tokens={fewer}: the prefill's activations are the largest part, and proportional to it"
     length = objective.row_lengths[-1]
-    each = objective.rows_per_microbatch(length, shards) // shards
+    rows_per_shard = objective.rows_per_microbatch(length, shards) // shards
     updates = phase.endswith("update")
     if updates and plan.remat != "full":
         return (
             f"--config.compute.remat=full (now {plan.remat}): the activations that the backward pass keeps are the "
             "largest part"
         )
-    if updates and each > 1:
-        fewer = max(1, math.floor(each * (1 - excess / parts["activations"])))
+    if updates and rows_per_shard > 1:
+        fewer = max(1, math.floor(rows_per_shard * (1 - excess / parts["activations"])))
         return (
             f"--config.objective.microbatch_tokens={fewer * shards * length} (now {objective.microbatch_tokens}): "
-            f"each shard computes {each} rows of {length} tokens at once"
+            f"each shard computes {rows_per_shard} rows of {length} tokens at once"
         )
     if plan.config.heads % (2 * mesh["tensor"]) == 0 and mesh["fsdp"] % 2 == 0:
         return (

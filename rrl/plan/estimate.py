@@ -28,23 +28,23 @@ class Workload:
 
     @classmethod
     def of(cls, settings: TrainSettings, tokens: int = 0, policy_tokens: int = 0) -> "Workload":
-        """Return a workload; 0 stands for the defaults: half the context, and a quarter of the trajectory."""
+        """Return a workload. tokens=0: half the context. policy_tokens=0: a quarter of `tokens`."""
         tokens = tokens or settings.rollout.context // 2
         return cls(tokens, policy_tokens or tokens // 4)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """The cost of one part of a training step, summed over all chips."""
+    """The cost of one part of a training step. FLOPs and memory traffic are sums over all chips."""
 
     flops: float
     memory_bytes: float
     """Minimum number of bytes read from the chips' memories."""
     collective_bytes: float = 0.0
-    """Bytes that each chip receives in collectives."""
+    """Bytes that one chip receives in collectives."""
 
     def seconds(self, chip: Chip, chips: int) -> float:
-        """Return the roofline time: the slowest of arithmetic, memory and links at their published speeds."""
+        """Return the roofline time: the largest of the times of arithmetic, memory and links at their published speeds."""
         return max(
             self.flops / (chip.flops * chips),
             self.memory_bytes / (chip.bandwidth * chips),
@@ -52,18 +52,19 @@ class StepCost:
         )
 
 
-def forward_flops(config: DecoderConfig, tokens: float, keys: float, scored: float) -> float:
+def forward_flops(config: DecoderConfig, tokens: float, keys: float, with_logits: float) -> float:
     """Return the FLOPs of a forward pass.
 
     Args:
       config: shape of the decoder.
       tokens: number of tokens.
       keys: mean number of keys that a token attends to.
-      scored: number of tokens whose logits are computed.
+      with_logits: number of tokens whose logits are computed.
     """
     attention = 4 * config.layers * config.heads * config.head_dim * keys
     return (
-        tokens * (2 * matrix_parameters(config) + attention) + scored * 2 * config.hidden * config.vocab_size
+        tokens * (2 * matrix_parameters(config) + attention)
+        + with_logits * 2 * config.hidden * config.vocab_size
     )
 
 
@@ -77,10 +78,10 @@ def step_costs(
     trained: float,
     traffic: Mapping[str, Mapping[str, Traffic]],
 ) -> dict[str, StepCost]:
-    """Return the cost of each part of a training step: rollout, update, optimiser step, and those of the
-    critic.
+    """Return the cost of each part of a training step: rollout, update, optimiser step, and with PPO the
+    critic's update and optimiser step.
 
-    Loops count with their number of iterations, unlike in XLA's own cost analysis.
+    Each iteration of a loop counts. XLA's cost analysis, in contrast, counts a loop's body once.
 
     Args:
       settings: the run.
@@ -89,63 +90,65 @@ def step_costs(
       workload: the mean trajectory.
       remat: rematerialisation of the backward pass.
       trained: number of trained parameters.
-      traffic: program part -> kind of collective -> traffic; empty if nothing was compiled.
+      traffic: `CompiledProgram.traffic` of all programs, which is per execution; empty if nothing was compiled.
     """
     episodes = settings.train.questions * settings.train.samples
-    tokens, written = float(episodes * workload.tokens), float(episodes * workload.policy_tokens)
+    tokens, policy_tokens = float(episodes * workload.tokens), float(episodes * workload.policy_tokens)
     mean_keys = workload.tokens / 2
-    prefilled = tokens - written
+    prefilled = tokens - policy_tokens
     rows = settings.rollout.rows
-    steps = written / min(rows, episodes)
+    decode_steps = policy_tokens / min(rows, episodes)
     cache = cache_bytes(config, rows, workload.tokens / 2, BF16)
     weights = BF16 * (matrix_parameters(config) + config.hidden * config.vocab_size)
     shards = data_shards(mesh)
     prefills = prefilled / (settings.rollout.prefill_tokens * shards)
-    rate = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
+    # Bytes that one chip receives in one execution.
+    received = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
     length = settings.train.objective.row_lengths[-1]
     objective = settings.train.objective
-    batches = max(1.0, tokens / (objective.rows_per_microbatch(length, shards) * length))
-    forward = forward_flops(config, tokens, mean_keys, written)
+    microbatches = max(1.0, tokens / (objective.rows_per_microbatch(length, shards) * length))
+    forward = forward_flops(config, tokens, mean_keys, policy_tokens)
     # In units of a forward pass: forward 1, backward 2 (1 with frozen weights), recomputation 1 with full remat. The
-    # reference adds 1 per epoch, or 1 in total if the KL is part of the reward.
+    # reference policy adds its own forward passes: 1 per epoch, or 1 in total if the KL is part of the reward.
     forward_backward = {"none": 3, "dots": 3, "full": 4}[remat]
     reference = 1 if objective.kl_in_reward else objective.epochs
     passes = objective.epochs * (forward_backward - (settings.lora.rank > 0)) + reference
     parts = {
         "rollout": StepCost(
             forward,
-            steps * (weights + cache) + prefills * weights,
-            rate.get("decode", 0.0) * steps + rate.get("prefill", 0.0) * prefills,
+            decode_steps * (weights + cache) + prefills * weights,
+            received.get("decode", 0.0) * decode_steps + received.get("prefill", 0.0) * prefills,
         ),
         "update": StepCost(
             passes * forward,
-            batches * passes * F32 / BF16 * weights,
-            # An update moves the parameters three times; a separate pass of the reference gathers them once.
-            rate.get("update", 0.0) * batches * (objective.epochs + objective.kl_in_reward / 3),
+            microbatches * passes * F32 / BF16 * weights,
+            # The update gathers the parameters three times per microbatch. With the KL in the reward, the reference has a
+            # separate forward pass, which gathers them once: a third of that.
+            received.get("update", 0.0) * microbatches * (objective.epochs + objective.kl_in_reward / 3),
         ),
         "optimiser step": StepCost(
-            objective.optimizer_steps * 12.0 * trained,
+            objective.optimizer_steps * 12.0 * trained,  # AdamW: about 12 FLOPs per parameter
             objective.optimizer_steps
             * 7
             * F32
             * trained,  # reads parameters, gradient, m, v; writes parameters, m, v
-            rate.get("optimiser step", 0.0) * objective.optimizer_steps,
+            received.get("optimiser step", 0.0) * objective.optimizer_steps,
         ),
     }
     if (critic := settings.train.critic) is not None:
-        body = critic.body(config)
-        headless = forward_flops(body, tokens, mean_keys, 0.0)
-        times = critic.epochs * forward_backward + 1  # plus 1 for the values before the update
+        body = critic.decoder_config(config)
+        forward = forward_flops(body, tokens, mean_keys, 0.0)  # without logits
+        critic_passes = critic.epochs * forward_backward + 1  # plus 1 for the values before the update
         size = matrix_parameters(body) + config.hidden * config.vocab_size
         parts["critic update"] = StepCost(
-            times * headless,
-            batches * times * F32 * size,
-            rate.get("critic update", 0.0) * batches * critic.epochs,
+            critic_passes * forward,
+            microbatches * critic_passes * F32 * size,
+            received.get("critic update", 0.0) * microbatches * critic.epochs,
         )
         parts["critic step"] = StepCost(
             critic.optimizer_steps * 12.0 * size,
             critic.optimizer_steps * 7 * F32 * size,
-            rate.get("critic step", 0.0) * critic.optimizer_steps,
+            received.get("critic step", 0.0) * critic.optimizer_steps,
         )
     return parts
 
@@ -178,8 +181,9 @@ def estimate_temporaries(
     can be compiled.
 
     Rollout: a copy of the parameters in bfloat16, logits, the activations of the prefill. Update: the
-    new gradient, a copy of the parameters in bfloat16, what the backward pass keeps of each layer, the
-    working set of one layer, the attention scores of one block of queries, one chunk of logits.
+    new gradient, a copy of the parameters in bfloat16, the activations of each layer that the backward
+    pass needs, all activations of one layer, the attention scores of one block of queries, one chunk of
+    logits. The small integer factors are counts of arrays of that size.
 
     Args:
       settings: the run.
@@ -190,14 +194,14 @@ def estimate_temporaries(
       trained: number of trained parameters.
     """
     shards, tensor = data_shards(mesh), mesh.shape["tensor"]
-    split = shards // mesh.shape["data"] * tensor
+    split = shards // mesh.shape["data"] * tensor  # number of devices that share one copy of the parameters
     chip_parameters = parameters / split
     vocabulary = config.vocab_size / (tensor if config.vocab_size % tensor == 0 else 1)
-    width = (config.hidden * 6 + (config.mlp * 6 + config.heads * config.head_dim * 4) / tensor) * F32
+    token_bytes = (config.hidden * 6 + (config.mlp * 6 + config.heads * config.head_dim * 4) / tensor) * F32
     rows = settings.rollout.rows / shards
     prefill_tokens = settings.rollout.prefill_tokens
     layer = 2 * matrix_parameters(config) / config.layers / tensor * BF16
-    in_rollout = BF16 * chip_parameters + 6 * rows * vocabulary * F32 + prefill_tokens * width + layer
+    in_rollout = BF16 * chip_parameters + 6 * rows * vocabulary * F32 + prefill_tokens * token_bytes + layer
     length = settings.train.objective.row_lengths[-1]
     tokens = settings.train.objective.rows_per_microbatch(length, shards) / shards * length
     residuals = {
@@ -211,7 +215,7 @@ def estimate_temporaries(
         BF16 * chip_parameters
         + F32 * trained / split
         + config.layers * tokens * residuals * BF16
-        + tokens * width
+        + tokens * token_bytes
         + scores
         + logits
         + layer

@@ -7,12 +7,19 @@ import re
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
+# The groups of each pattern are in the comment before it.
+# Name of a computation, from its first line.
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+# Result shapes, kind, and "-start" if it is asynchronous.
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
+# Name of a computation that an instruction calls.
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+# Names of several such computations, separated by commas.
 _LISTED = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _CHANNEL = re.compile(r"channel_id=\d+")
+# Names of the condition and the body of a loop.
 _WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+# Number of iterations of a loop, as annotated by XLA.
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -45,10 +52,10 @@ def collectives(text: str, scope: str = "") -> dict[str, Traffic]:
             entry = name if line.startswith("ENTRY") else entry
         elif name:
             bodies[name].append(line)
-    times: collections.Counter[str] = collections.Counter()
+    executions: collections.Counter[str] = collections.Counter()
 
     def visit(name: str, factor: int) -> None:
-        times[name] += factor
+        executions[name] += factor
         for line in bodies.get(name, ()):
             loop = _WHILE.search(line)
             iterations = _iterations(line, bodies.get(loop[1], [])) if loop else 1
@@ -59,13 +66,14 @@ def collectives(text: str, scope: str = "") -> dict[str, Traffic]:
                 visit(inner, factor * iterations)
 
     visit(entry, 1)
-    # A TPU program may hold one collective in several parts, all with the same channel.
+    # The TPU compiler may split a collective into several instructions with the same channel_id. It counts once.
     by_channel: dict[str, tuple[str, int, int]] = {}
-    for name, factor in times.items():
+    for name, factor in executions.items():
         for position, line in enumerate(bodies.get(name, ())):
             if (match := _COLLECTIVE.search(line)) and scope in line:
                 shapes = [_size(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1])]
-                # An asynchronous start also lists its operand: the result is the larger (reduce-scatter: smaller).
+                # The shape of an asynchronous start lists operand and result. The result is the larger of the two (for
+                # reduce-scatter the smaller).
                 pick = min if match[2] == "reduce-scatter" else max
                 size = pick(shapes) if match[3] else sum(shapes)
                 channel = _CHANNEL.search(line)
@@ -81,13 +89,15 @@ def collectives(text: str, scope: str = "") -> dict[str, Traffic]:
 
 
 def _iterations(line: str, condition: list[str]) -> int:
-    """Return the number of iterations of a while loop: as annotated by XLA, or the only constant in its
-    condition."""
+    """Return the number of iterations of a while loop; 1 if it is unknown.
+
+    It is the number that XLA annotated, else the limit n of a short condition `i < n` with a single constant.
+    """
     if known := _TRIPS.search(line):
         return int(known[1])
     limits = [int(n) for text in condition for n in re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)]
-    counts = any("direction=LT" in text for text in condition)
-    return limits[0] if len(limits) == 1 and counts and len(condition) <= 6 else 1
+    less_than = any("direction=LT" in text for text in condition)
+    return limits[0] if len(limits) == 1 and less_than and len(condition) <= 6 else 1
 
 
 def _size(dtype: str, shape: str) -> int:

@@ -101,9 +101,9 @@ class ModelShapes:
         )
         critic = None
         if (critic_config := settings.train.critic) is not None:
-            value_model = nnx.eval_shape(lambda: build(ValueModel, critic_config.body(config)))
-            head, *states = split_trained(value_model, critic_config.optim.frozen)
-            critic = CriticShapes(head, *(_sharded(state, mesh) for state in states))
+            value_model = nnx.eval_shape(lambda: build(ValueModel, critic_config.decoder_config(config)))
+            critic_graph, *states = split_trained(value_model, critic_config.optim.frozen)
+            critic = CriticShapes(critic_graph, *(_sharded(state, mesh) for state in states))
         params, reference, fixed = (_sharded(state, mesh) for state in (params, reference, fixed))
         return cls(config, graph, params, reference, fixed, critic)
 
@@ -124,13 +124,14 @@ class CompiledProgram:
     """Part -> kind of collective -> traffic. The part is the program itself; for the rollout, one decode
     step and one prefill of all rows."""
     refusal: str = ""
-    """The compiler's message if the program alone does not fit, else "". After a refusal `argument_bytes`
-    and `temporary_bytes` are the only known sizes."""
+    """The compiler's out-of-memory message if the program alone does not fit into a device's memory, else "".
+    `argument_bytes` and `temporary_bytes` are then known, `flops` and `traffic` are not."""
 
 
-def rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
+def compile_rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Compile the episode loop with its host callback, without a query encoder."""
     environment = settings.recipe.environment
+    # Only the number of states of the automaton matters here, so a vocabulary of one empty token is enough.
     automaton = compile_stops(environment.stops, [b""])
     programs = RolloutPrograms(
         model.graph,
@@ -138,7 +139,7 @@ def rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> Compiled
         settings.rollout,
         mesh,
         eos=np.zeros(1, np.int32),
-        host_callback=_no_host,
+        host_callback=_refuse_host_callback,
     )
     loop = programs.episode_loop(environment.turn_tokens, automaton.first_accept)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -146,7 +147,7 @@ def rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> Compiled
     params = nnx.merge_state(model.params, model.fixed)
     shapes = (
         params,
-        None,
+        None,  # state of the query encoder
         _replicated(key.shape, key.dtype, mesh),
         _replicated(table, jnp.int32, mesh),
         _replicated((), jnp.int32, mesh),
@@ -154,35 +155,35 @@ def rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> Compiled
     return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE_SCOPE, "prefill": PREFILL_SCOPE})
 
 
-def accumulate(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
-    """Compile the gradient of the largest microbatch: log-probabilities under the policy (and under the
-    reference, unless the KL is part of the reward), loss, backward pass."""
+def compile_update(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
+    """Compile the gradient accumulation of the largest microbatch: log-probabilities under the policy (and
+    under the reference, unless the KL is part of the reward), loss, backward pass."""
     accumulator = _updater(settings, model).accumulator
     batch = _microbatch(settings.train.objective, settings.train.objective.extras, mesh)
     frozen = (model.reference, model.fixed)
-    return _accumulate("update", accumulator, model.params, frozen, batch, mesh)
+    return _compile_accumulation("update", accumulator, model.params, frozen, batch, mesh)
 
 
-def apply(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
+def compile_optimizer_step(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Compile the optimiser step."""
-    return _apply(
+    return _compile_optimizer(
         "optimiser step", _updater(settings, model).accumulator, settings.train.optim, model.params, mesh
     )
 
 
-def critic_accumulate(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
+def compile_critic_update(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Compile values, loss and gradient of the largest microbatch for the critic."""
     critic, critic_shapes, _ = _critic(settings, model)
     batch = _microbatch(settings.train.objective, ("value", "return"), mesh)
-    return _accumulate(
+    return _compile_accumulation(
         "critic update", critic.accumulator, critic_shapes.params, critic_shapes.fixed, batch, mesh
     )
 
 
-def critic_apply(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
+def compile_critic_step(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Compile the step of the critic's optimiser."""
     critic, critic_shapes, optim = _critic(settings, model)
-    return _apply("critic step", critic.accumulator, optim, critic_shapes.params, mesh)
+    return _compile_optimizer("critic step", critic.accumulator, optim, critic_shapes.params, mesh)
 
 
 def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -238,14 +239,14 @@ def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -
     )
 
 
-def _accumulate(
+def _compile_accumulation(
     name: str, accumulator: GradientAccumulator, params: PyTree, frozen: PyTree, batch: Batch, mesh: Mesh
 ) -> CompiledProgram:
-    sums = {key: _replicated((), jnp.float32, mesh) for key in accumulator.sums}
+    sums = {key: _replicated((), jnp.float32, mesh) for key in accumulator.sum_names}
     return _compile(name, accumulator.accumulate, (params, frozen, params, sums, batch), mesh)
 
 
-def _apply(
+def _compile_optimizer(
     name: str, accumulator: GradientAccumulator, optim: OptimConfig, params: PyTree, mesh: Mesh
 ) -> CompiledProgram:
     shapes = (params, optimizer_state(optim, params, mesh), params, _replicated((), jnp.float32, mesh))
@@ -263,13 +264,14 @@ def _compile(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         arguments = device_bytes(shapes)
+        # Total bytes in the messages of XLA's compilers, such as "Used 17.3G of 15.7G hbm".
         needed = re.search(r"(?:temporaries \(|Used )([\d.]+)([KMGT])", str(error))
         total = float(needed[1]) * 1024.0 ** (1 + "KMGT".index(needed[2])) if needed else float("inf")
         message = str(error).split("\n")[0]
         return CompiledProgram(
             name, time.perf_counter() - began, arguments, max(total - arguments, 0.0), refusal=message
         )
-    # The TPU compiler compares its peak with the chip's memory. The peak includes arguments, but not the code.
+    # On TPU, the compiler refuses a program by its peak memory. The peak includes the arguments, but not the program's code.
     memory, text = compiled.memory_analysis(), compiled.as_text()
     temporary = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     if mesh.devices.flat[0].platform == "tpu":
@@ -299,12 +301,12 @@ def _replicated(shape: tuple[int, ...], dtype: DTypeLike, mesh: Mesh) -> jax.Sha
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
-def _no_host(*report: Any) -> np.ndarray:
-    raise RuntimeError("a rollout that is only compiled has no host")
+def _refuse_host_callback(*message: Any) -> np.ndarray:
+    raise RuntimeError("this rollout is only compiled; it must not be executed")
 
 
 Compiler = Callable[[TrainSettings, ModelShapes, Mesh], CompiledProgram]
-COMPILERS: tuple[Compiler, ...] = (rollout, accumulate, apply)
-"""Compile the programs of every run."""
-CRITIC_COMPILERS: tuple[Compiler, ...] = (critic_accumulate, critic_apply)
-"""Compile the programs of PPO's critic."""
+COMPILERS: tuple[Compiler, ...] = (compile_rollout, compile_update, compile_optimizer_step)
+"""They compile the programs of every run."""
+CRITIC_COMPILERS: tuple[Compiler, ...] = (compile_critic_update, compile_critic_step)
+"""They compile the programs of PPO's critic."""

@@ -4,13 +4,15 @@ from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB
 from rrl.plan.capacity import CapacityPlan, first_change
 
-CAVEAT = "XLA counts the body of a loop (layers, chunks, tokens) once; the times below count every iteration"
+FLOPS_NOTE = (
+    "XLA counts the body of a loop (layers, chunks, tokens) once; the times below count every iteration"
+)
 """Note below XLA's FLOPs."""
 
 
 def report(plan: CapacityPlan) -> str:
     """Return the text that `launch/plan.py` prints."""
-    blocks = (_head(plan), _memory(plan), _programs(plan), _time(plan), _verdict(plan))
+    blocks = (_head(plan), _memory(plan), _programs(plan), _time(plan), _conclusion(plan))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -20,14 +22,14 @@ def _head(plan: CapacityPlan) -> list[str]:
     length = objective.row_lengths[-1]
     rows = objective.rows_per_microbatch(length, data_shards(plan.mesh))
     adapters = f", of which {plan.trained / 1e9:.3g} B are trained" if plan.trained < plan.parameters else ""
-    extra = rollout.oversubscribed_slots
-    oversubscribed = f" and {extra} oversubscribed slots" if extra else ""
+    slots = rollout.oversubscribed_slots
+    oversubscribed = f" and {slots} oversubscribed slots" if slots else ""
     lines = [
         f"{plan.settings.name} on {plan.topology.name}: {plan.topology.size} x {chip.label}, "
         f"{chip.memory / GIB:.2f} GiB of memory each",
         f"policy    {plan.parameters / 1e9:.3g} B parameters{adapters} ({plan.config_source})",
         "mesh      " + ", ".join(f"{axis}={size}" for axis, size in mesh.items()),
-        f"numbers   {plan.compute_dtype} computation and reference, "
+        f"dtypes    {plan.compute_dtype} computation and reference, "
         f"{plan.settings.compute.param_dtype} trained parameters",
         f"kernels   remat={plan.remat}, attention={plan.attention}",
         f"rollout   {rollout.rows} rows{oversubscribed} of {rollout.context} tokens",
@@ -71,7 +73,7 @@ def _programs(plan: CapacityPlan) -> list[str]:
         for part, kinds in program.traffic.items():
             sent = "; ".join(f"{t.count:.0f} {kind} {_bytes(t.bytes)}" for kind, t in kinds.items()) or "none"
             lines.append(f"  collectives of one {part}, per device: {sent}")
-    return [*lines, f"  ({CAVEAT})"] if lines else []
+    return [*lines, f"  ({FLOPS_NOTE})"] if lines else []
 
 
 def _time(plan: CapacityPlan) -> list[str]:
@@ -101,7 +103,7 @@ def _time(plan: CapacityPlan) -> list[str]:
     return [*lines, f"  {'total':<16}{total:>8.1f} s at least, at the chip's published speeds"]
 
 
-def _verdict(plan: CapacityPlan) -> list[str]:
+def _conclusion(plan: CapacityPlan) -> list[str]:
     unit, size = _unit(plan)
     need = sum(plan.memory[plan.largest_phase].values()) / size
     room = plan.topology.chip.memory / size

@@ -1,1 +1,1 @@
-"""One file a paper: prompts, protocol, rewards put together, advantage shaping, the paper's numbers."""
+"""One module per paper, with its prompts, protocol, rewards, advantages and hyperparameters. Read `rrl.recipes.base` first."""

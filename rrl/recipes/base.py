@@ -26,8 +26,8 @@ from rrl.text.spans import Tag, markers
 RetrieveFn = Callable[[str], Sequence[Passage]]
 """Returns the passages of a query."""
 DemonstrationSegments = list[str | Append | Restart]
-"""A demonstration, in order: a string is what the expert writes, an `Append` or `Restart` is what the environment answers. A
-`Restart` opens a new context; the next string of the expert continues it."""
+"""A demonstration as a list of segments. A string is text of the expert, and an imitation target. An `Append` is text that the
+environment adds to the context. A `Restart` replaces the context by a new prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ScoringContext:
     """What scoring may use besides the trajectories: frozen models, and the position in the run."""
 
     reader: AnswerFn | None = None
-    """A model of another family that answers from evidence (R-Search) or from documents (R2AG)."""
+    """A frozen model that answers from evidence (R-Search: of another family than the policy) or from documents (R2AG)."""
     judge: Judge | None = None
     """Scores reasoning, documents and answers (TIRESRAG-R1, R3-RAG)."""
     step: int = 0
@@ -49,7 +49,7 @@ class ScoringContext:
 
 
 NO_MODELS = ScoringContext()
-"""Neither a reader nor a judge."""
+"""A scoring context without a reader and a judge, outside training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Recipe(Protocol):
 
     @property
     def tags(self) -> dict[Tag, str]:
-        """The tags that the policy writes -> what they hold (search, evidence, answer). Used to show trajectories."""
+        """Tag that the policy writes -> label of its content ("search", "evidence", "answer"). Used to show trajectories."""
 
     @property
     def needs_judge(self) -> bool:
@@ -84,16 +84,16 @@ class Recipe(Protocol):
         """Set `rewards` (one entry per component, and "total"), `metrics`, `answer` and `evidence` of each trajectory."""
 
     def excluded(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
-        """Return which trajectories no update may learn from, based on `rewards`. `trajectories` are whole groups."""
+        """Return the mask of trajectories to leave out of the update, based on `rewards`. `trajectories` are whole groups."""
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
         """Return one advantage per trajectory, based on `rewards`. `trajectories` are all that a step learns from (N >= 1)."""
 
     def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """Return a demonstration by the scripted expert of the built-in world.
+        """Return a demonstration by the scripted expert of the built-in world (`rrl.miniwiki`).
 
-        The cold start learns the strings only. An `Append` may also hold text in the policy's role that the expert reads
-        without learning to write it, such as an early wrong answer.
+        The cold start (supervised fine-tuning before RL) has a loss on the strings only. An `Append` may therefore also hold
+        text of the policy that must not be imitated, such as an early wrong answer.
         """
 
 
@@ -116,7 +116,7 @@ class HasCurriculum(Protocol):
 
 @runtime_checkable
 class RequiresGroups(Protocol):
-    """A recipe that may need more than one sample per question; other recipes can learn from one."""
+    """A recipe that checks the group size, because some of its settings need more than one sample per question."""
 
     def check_samples(self, samples: int) -> None:
         """Raise UserError if groups of `samples` trajectories would teach nothing."""
@@ -151,9 +151,9 @@ def check_tags(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     if isinstance(environment, Stream):
         tags += [environment.search, environment.observation, environment.answer]
     for marker in (marker for tag in tags for marker in markers(tag)):
-        if hidden := special_name(tokenizer, marker):
+        if special_token := special_name(tokenizer, marker):
             raise UserError(
-                f"the tag {marker!r} of the recipe would never be recognised: {hidden!r} is a special token of the tokenizer "
-                f"{tokenizer.name_or_path!r}, and decoded text leaves special tokens out. Make it an ordinary token "
+                f"the tag {marker!r} of the recipe would never be recognised: {special_token!r} is a special token of the "
+                f"tokenizer {tokenizer.name_or_path!r}, and decoded text leaves special tokens out. Make it an ordinary token "
                 '("special": false in tokenizer.json and tokenizer_config.json), or choose another tag'
             )

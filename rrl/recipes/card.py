@@ -17,7 +17,7 @@ from rrl.recipes.catalogue import RECIPES, make_recipe, recipe_name
 FILE = "rrl_recipe.json"
 
 _COLD_START = re.compile(rf"(?P<workdir>runs/(?P<recipe>{'|'.join(RECIPES)})_cold_start)/model")
-"""Where the configs of the built-in world expect the cold-started policy."""
+"""Matches the default path of a cold-started policy in the configs of the built-in world (`rrl.miniwiki`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,20 +32,20 @@ class RecipeCard:
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The environment's fields that differ from its defaults."""
     context: int = 0
-    """Most tokens of a trajectory in training; 0: unknown."""
+    """Maximum number of tokens of a trajectory in training; 0: unknown."""
     top_k: int = 3
     """Passages per search in training."""
 
     def __post_init__(self) -> None:
-        for name, kind in (
+        for name, expected in (
             ("recipe", str),
             ("fields", Mapping),
             ("environment", Mapping),
             ("context", int),
             ("top_k", int),
         ):
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name}={getattr(self, name)!r} must be a {kind.__name__}")
+            if not isinstance(getattr(self, name), expected):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be a {expected.__name__}")
 
     def make(self) -> Recipe:
         """Return the recipe."""
@@ -73,13 +73,13 @@ def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
     try:
         require_folder(field, folder)
     except UserError as error:
-        made = _COLD_START.fullmatch(str(folder))
-        if made is None:
+        match = _COLD_START.fullmatch(str(folder))
+        if match is None:
             raise
         raise UserError(
             f"{field}={str(folder)!r} does not exist yet. Make it by python launch/sft.py "
-            f"--config=configs/miniwiki_cold_start.py:recipe={made['recipe']},init=assets/miniwiki-policy "
-            f"--workdir={made['workdir']}, or give {field}=FOLDER"
+            f"--config=configs/miniwiki_cold_start.py:recipe={match['recipe']},init=assets/miniwiki-policy "
+            f"--workdir={match['workdir']}, or give {field}=FOLDER"
         ) from error
 
 
@@ -95,6 +95,7 @@ def read_card(folder: str | pathlib.Path) -> RecipeCard | None:
     if not file.is_file():
         return None
     try:
+        # An older card may hold former names of fields.
         card = RecipeCard(**json.loads(file.read_text(encoding="utf-8")))
         fields = rename_stored(card.fields, "recipe")
         return dataclasses.replace(

@@ -38,13 +38,13 @@ def recipe_class(name: str) -> Callable[..., Any]:
     """
     if name in RECIPES:
         return RECIPES[name]
-    module, colon, kind = name.partition(":")
+    module, colon, class_name = name.partition(":")
     if not colon:
         raise UserError(
             f"recipe.name={name!r} is unknown; choose one of {', '.join(RECIPES)}, or MODULE:CLASS for your own"
         )
     try:
-        imported: Any = getattr(importlib.import_module(module), kind)
+        imported: Any = getattr(importlib.import_module(module), class_name)
     except (ImportError, ValueError, AttributeError) as error:
         raise UserError(
             f"recipe.name={name!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
@@ -56,9 +56,9 @@ def recipe_class(name: str) -> Callable[..., Any]:
 
 def recipe_name(recipe: Recipe) -> str:
     """Return the name from which `make_recipe` makes a recipe of this class."""
-    kind = type(recipe)
+    cls = type(recipe)
     return next(
-        (name for name, known in RECIPES.items() if known is kind), f"{kind.__module__}:{kind.__qualname__}"
+        (name for name, known in RECIPES.items() if known is cls), f"{cls.__module__}:{cls.__qualname__}"
     )
 
 
@@ -83,10 +83,12 @@ def make_recipe(
             )
     try:
         recipe = dataclasses.replace(recipe, **dict(fields or {}))
-        inner = {field.name for field in dataclasses.fields(recipe.environment)}
+        known_environment = {field.name for field in dataclasses.fields(recipe.environment)}
         for field in environment or {}:
-            if field not in inner:
-                raise UserError(f"environment.{field} is unknown; its fields are {', '.join(sorted(inner))}")
+            if field not in known_environment:
+                raise UserError(
+                    f"environment.{field} is unknown; its fields are {', '.join(sorted(known_environment))}"
+                )
         changed = dataclasses.replace(recipe.environment, **dict(environment or {}))
         return dataclasses.replace(recipe, environment=changed)
     except UserError as error:

@@ -68,9 +68,10 @@ def run_requests(
     retriever: Retriever | None = None,
     on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
 ) -> list[Trajectory]:
-    """Run `Engine.run`, but end a request whose prompt does not fit the context as "context_limit" before its first turn.
+    """Run the requests with `Engine.run`, and return a trajectory for each, in order.
 
-    The prompt of such a trajectory is truncated to the context. It does not change the other trajectories.
+    A request whose prompt does not fit the context is not run: its trajectory has the truncated prompt, no turn, and the end
+    reason "context_limit". The other trajectories do not depend on it.
     """
     fitting = [index for index, request in enumerate(requests) if engine.fits(request.prompt)]
     if len(fitting) == len(requests):
@@ -82,7 +83,7 @@ def run_requests(
             state = EpisodeState(
                 dataclasses.replace(request, prompt=truncated), engine.text.decode(truncated)
             )
-            state.hit_limit("room")
+            state.hit_limit("room")  # the prompt does not fit the context (`Trajectory.cuts`)
             trajectories[index] = state.trajectory("context_limit")
             if jax.process_index() == 0:
                 on_finish(index, trajectories[index])
@@ -108,7 +109,7 @@ def question_requests(
     temperatures: Sequence[float],
     groups: Sequence[int] | None = None,
 ) -> list[Request]:
-    """Return the requests of a recipe's episodes, question by question. All callers of the engine use these.
+    """Return the requests of a recipe's episodes, question by question.
 
     Args:
       engine: its tokenizer and context decide the prompts.
@@ -131,7 +132,8 @@ def question_requests(
 def prompt_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.ndarray, "T"]:
     """Return the token ids of an episode's prompt.
 
-    If needed, the prompt's body is truncated so that one turn still fits the context, but only down to half the context.
+    A prompt with a body that leaves no room for a full turn (`turn_tokens`) is truncated at the front of its body, but to no
+    less than half the context.
     """
     prompt = _prompt(recipe, question)
     if isinstance(prompt, str) or not prompt.body:
@@ -158,13 +160,13 @@ def find_long_prompts(
 ) -> set[int]:
     """Find the questions whose prompts do not fit the context; their episodes end as "context_limit".
 
-    A token has at least one byte, so only prompts with more bytes than the context has tokens are encoded.
+    A token has at least one byte. A prompt whose number of bytes is within the context is therefore not tokenised.
 
     Args:
       engine: its tokenizer and context are used.
       recipe: makes the prompts.
       questions: the questions.
-      on_error: "stop" raises UserError for the first such question.
+      on_error: "stop" raises UserError for the first such question; the other values report a warning.
       report: receives a warning with the number of such questions, if there are any.
 
     Returns:
@@ -178,6 +180,7 @@ def find_long_prompts(
         size = len(text.encode())
         if template_bytes is None:
             template_bytes = len(chat_text(engine.tokenizer, prompt).encode()) - size
+        # The policy needs room for two tokens (`Engine.fits`).
         if size + template_bytes + 2 > engine.config.context:
             ids = chat_ids(engine.tokenizer, prompt)
             if on_error == "stop":

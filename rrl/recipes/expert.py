@@ -1,4 +1,4 @@
-"""The scripted expert of the built-in world: what all demonstrations with one growing context share."""
+"""The scripted expert of the built-in world: helpers for demonstrations in one context to which observations are appended."""
 
 from rrl.data.trajectory import Search
 from rrl.miniwiki.questions import Hop, MiniQuestion, Plan
@@ -8,7 +8,10 @@ from rrl.text.spans import boxed
 
 
 def thoughts(plan: Plan) -> list[str]:
-    """Return what the expert thinks before each search and before the answer: the facts needed, then each fact it read."""
+    """Return the expert's thoughts, one before each search and one before the answer.
+
+    The first names the facts that the question needs. Each later one states the fact that the last search found.
+    """
     read = [f"The {hop.query} is {hop.value}." for hop in plan.hops]
     if plan.conclusion:
         read[-1] = f"{read[-1]} {plan.conclusion}"
@@ -37,7 +40,7 @@ class DemonstrationBuilder:
 def think_and_search(
     environment: Stream, item: MiniQuestion, retrieve: RetrieveFn, answer: str
 ) -> DemonstrationSegments:
-    """Demonstrate with tags only: a thought and a search for each fact, then a thought and `answer` in its tag."""
+    """Return a demonstration of a thought and a search for each fact, then a thought and `answer`, all in tags."""
     builder = DemonstrationBuilder(environment, item, retrieve)
     *before, last = [boxed("think", thought) for thought in thoughts(item.plan)]
     for thought, hop in zip(before, item.plan.hops, strict=True):

@@ -1,6 +1,6 @@
 """R1-Searcher (Song et al., 2025, arXiv 2503.05592): searches inside one long thought, two reward stages, REINFORCE++.
 
-A baseline of the four papers. "Released" means the authors' code.
+A baseline of R-Search, TIRESRAG-R1, R3-RAG and R2AG. "Released" means the authors' code.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ INSTRUCTION = (
     "sure of: write <|begin_of_query|> keywords <|end_of_query|>, each query about one fact only. The search system then gives "
     "you what it finds between <|begin_of_documents|> and <|end_of_documents|>, and you go on thinking."
 )
-"""The published prompts in our own words. A base model reads it first in its text, an instruction-tuned model as its system
-turn."""
+"""A paraphrase of the published prompts. It begins the text of a base model, and is the system turn of an instruction-tuned
+model."""
 
 OPENINGS = ("base", "instruct", "bare")
 """Values of `R1Searcher.opening`."""
 _FOREIGN_TEXT = re.compile("[Aa]ssistant|[\u4e00-\u9fff]")
-"""Signs that a base model has started to write another speaker's dialogue."""
+"""Matches signs of degenerate text of a base model: a dialogue turn ("assistant"), or Chinese characters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class R1Searcher(OutcomeRecipe):
     """The prompt: "base" (no chat template), "instruct" (a system turn), or "bare": the question alone, for a policy that is
     too small to follow instructions and was cold-started without any."""
     stage: int = 2
-    """1 or 2: which rewards are paid."""
+    """1 or 2: which rewards are given."""
     retrieval_reward: float = 0.5
     """Stage 1: for at least one search."""
     format_reward: float = 0.5
@@ -71,7 +71,7 @@ class R1Searcher(OutcomeRecipe):
     malformed_penalty: float = 2.0
     """Stage 2: subtracted if the format is wrong. The published value is for base models."""
     longest_answer: int = 10
-    """Most words of an answer in the correct format (released)."""
+    """Maximum number of words of an answer in the correct format (released)."""
     answer_rule: str = "rrl"
     """How the reward's F1 compares answers: a name in `rrl.text.normalize.RULES`. The released code matches "tiresrag-r1"."""
     released_form: bool = False

@@ -99,22 +99,23 @@ class R2AGEnvironment:
     """Tree expansion (Definition 2.1, B.1): an output proposes queries, all are searched in parallel, and a new prompt shows the
     question with all documents found so far.
 
-    In training, a question is a tree of the forest (`rrl.recipes.r2ag_forest.RetrievalTree`) and is expanded once, with all
-    queries. In inference, a plain question is expanded until it ends, with the limits below.
+    In training, an episode is one expansion of a tree of the forest: its question is a
+    `rrl.recipes.r2ag_forest.RetrievalTree`, and all proposed queries are searched. In inference, an episode expands the tree of
+    a question until the policy stops or a limit below is reached.
     """
 
     opening: str = "instruct"
     """The prompt: "instruct" (Figure A.3), or "bare": question and documents alone, for a policy that is too small to follow
     instructions and was cold-started without any."""
     expansions: int = 5
-    """Most expansions of a tree, in training and inference (L_MAX-I, B.2)."""
+    """Maximum number of expansions of a tree, in training and inference (L_MAX-I, B.2)."""
     base_queries: int = 4
-    """Base queries per output that are searched in inference, the first ones (t of C.2: M, the largest number of hops in the
-    dataset, or M/2)."""
+    """In inference only the first base queries of an output are searched, at most this many: t of C.2, which is M or M/2, where M
+    is the largest number of hops in the dataset."""
     predicted_queries: int = 2
     """The same for predicted queries; 0 searches base queries only (R2AG_base)."""
     turn_tokens: int = 4096
-    """Most tokens of an output (B.2). An output that reaches the limit earns 0, and its queries are not searched."""
+    """Maximum number of tokens of an output (B.2). An output that reaches the limit earns 0, and its queries are not searched."""
 
     def __post_init__(self) -> None:
         one_of(OPENINGS, self, "opening", where="environment.")
@@ -191,16 +192,16 @@ class R2AG(OutcomeRecipe):
     predicted_factor: float = 1.25
     """l of Eq. 5: weight in R_MH of a gold document found by a predicted query; one found by a base query counts 1."""
     format_reward: float = 0.01
-    """omega·R_f of Eq. 5 for each of base-Q and predicted-Q that follows a think segment."""
+    """omega·R_f of Eq. 5. It is earned once for base-Q and once for predicted-Q, if that tag occurs after a think segment."""
     top_base: int = 4
     """t of R_AP for base queries (B.2)."""
     top_predicted: int = 2
     """t of R_AP for predicted queries (B.2)."""
     pay_known: bool = True
-    """Whether R_AP also counts gold documents that earlier expansions found, as Eq. 5 is printed. False: only new ones."""
+    """Whether R_AP also counts gold documents that earlier expansions found (Eq. 5 as printed). False: only new ones count."""
     trees: int = 0
-    """Questions whose trees the forest grows at a time; 0: all, as in Algorithm 1. The next questions start when these are
-    finished or have had their last expansion."""
+    """Number of trees (questions) that the forest grows at the same time; 0: all, as in Algorithm 1. When all of them are
+    finished or have reached the maximum number of expansions, the next questions start."""
     shown_misses: float = 0.3
     """Fraction of the scripted expert's demonstrations that show a retrieval miss: one of several documents is not found at
     the first search, or an irrelevant document is found too."""
@@ -260,7 +261,8 @@ class R2AG(OutcomeRecipe):
             output = parse_output(text)
             searches = tuple(search for search in trajectory.searches if search.turn == turn)
             base = len(self.environment.searched_queries(trajectory.question, output)[0])
-            # NOT_FINITE truncates the last output. If the broken turn has no text, the last output is complete and has searches.
+            # Logits that are not finite break the last output off. If they occur before its first token, it has no text, and the
+            # last text belongs to the turn before, which is complete and has searches.
             broken = trajectory.ended == NOT_FINITE and not searches
             truncated = turn == len(outputs) - 1 and (trajectory.ended == TRUNCATED or broken)
             expansions.append(Expansion(output, searches[:base], searches[base:], truncated))
@@ -364,11 +366,13 @@ class R2AG(OutcomeRecipe):
             ]
             if not results or not all(hits):
                 return segments
+            # A miss: one of several results is missing, or an irrelevant passage (the second one) is shown too.
             if show_miss and len(results) > 1:
                 results.pop(draw // 1000 % len(results))
                 show_miss = False
             for _, passages in results:
-                documents += [passage for passage in passages[: 1 + show_miss] if passage not in documents]
+                shown = passages[: 2 if show_miss else 1]
+                documents += [passage for passage in shown if passage not in documents]
             show_miss = False
             segments.append(Restart(self.environment.prompt(item.question, documents)))
 
@@ -391,11 +395,13 @@ def _top_titles(searches: Sequence[Search]) -> list[str]:
 
 
 def _facts(item: MiniQuestion, titles: set[str]) -> tuple[list[str], list[Hop]]:
-    """Return the facts of a question that documents with these titles state, as sentences, and the facts to look up next."""
+    """Return the known facts of a question, as sentences, and the facts to look up next.
+
+    A fact is known if `titles` contains the title of the passage that states it.
+    """
     hops, plan = item.plan.hops, item.plan
-    length = len(hops) // (
-        2 if plan.conclusion else 1
-    )  # a conclusion compares two chains of facts of equal length
+    # A plan with a conclusion compares two chains of facts of equal length.
+    length = len(hops) // (2 if plan.conclusion else 1)
     stated, wanted = [], []
     for start in range(0, len(hops), length):
         for hop in hops[start : start + length]:

@@ -71,9 +71,9 @@ class Forest:
 
         Args:
           questions: the questions of the run.
-          trees: questions whose trees grow at a time; 0: all.
-          expansions: most expansions of a tree, the number of levels.
-          seed: of the order of the questions and of the trees in a level.
+          trees: number of trees (questions) that grow at the same time; 0: all.
+          expansions: maximum number of expansions of a tree, the number of levels.
+          seed: random seed of the order of the questions, and of the trees in a level.
 
         Raises UserError for a question that names no gold passages.
         """
@@ -85,23 +85,23 @@ class Forest:
                 )
         self.questions, self.trees, self.expansions, self.seed = questions, trees, expansions, seed
         self.rounds = 0
-        """How often new questions have started."""
+        """Number of times that `select` has started to grow new questions."""
         self.level = 0
-        """Expansions that the trees of the current level have behind them."""
+        """Number of expansions that led to the trees of the current level."""
         self.current: list[RetrievalTree] = []
-        """Trees of the current level that no step has asked yet."""
+        """Trees of the current level that `select` has not returned yet."""
         self.next: dict[Any, RetrievalTree] = {}
         """Trees of the next level by `RetrievalTree.key`."""
 
     def select(self, step: int, number: int, count: int) -> list[Question]:
-        """Return the next trees of the level, `count` or as many as are left. The order within a level is random."""
+        """Return the next trees of the level, at most `count`, in random order. `step` and `number` are not used."""
         if not self.current:
             self._advance()
-        asked, self.current = self.current[:count], self.current[count:]
-        return list(asked)
+        selected, self.current = self.current[:count], self.current[count:]
+        return list(selected)
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:
-        """Prune each expanded tree and carry the unfinished ones over to the next level. Each trajectory is one expanded copy."""
+        """Prune each expanded tree and add the unfinished ones to the next level. Each trajectory is one sampled expansion."""
         for trajectory in trajectories:
             tree = trajectory.question
             assert isinstance(tree, RetrievalTree)
@@ -130,6 +130,7 @@ class Forest:
 
         trees = {"now": encode(self.current), "next": encode(self.next.values())}
         documents = [[document.id, document.title, document.text] for document in indices]
+        # "planted" and "now" are the names of `rounds` and `current` in checkpoints.
         return {"planted": self.rounds, "level": self.level, **trees, "documents": documents}
 
     def restore(self, state: Mapping[str, Any]) -> None:

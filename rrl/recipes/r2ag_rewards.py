@@ -71,7 +71,7 @@ class RewardWeights:
     top_predicted: int = 2
     """t of R_AP for predicted queries."""
     pay_known: bool = True
-    """Whether R_AP also counts gold documents that earlier expansions found, as Eq. 5 is printed."""
+    """Whether R_AP also counts gold documents that earlier expansions found (Eq. 5 as printed)."""
 
 
 def expansion_rewards(
@@ -87,8 +87,8 @@ def expansion_rewards(
     """Return the rewards of one expansion (Eq. 5) under the zeroing rules of B.2.
 
     A gold document that several queries hit counts once, in R_MH and in R_AP, for the first of them (base queries first). In
-    R_AP only a hit within the top t counts as an earlier hit. R_JH is earned by a stop signal when all gold documents have
-    been found, before or by this expansion.
+    R_AP a query that repeats a hit counts 0 only if the earlier hit is within the top t of its kind of query. R_JH is earned by
+    a stop signal when all gold documents have been found, before or by this expansion.
 
     Args:
       output: the parsed output.

@@ -43,10 +43,11 @@ class R3Rag(OutcomeRecipe):
     """
 
     use_process: bool = True
-    """Whether to pay the relevance of documents (Eq. 3). False: "- Process Reward" (Table 2)."""
+    """Whether to reward the relevance of documents (Eq. 3). False: "- Process Reward" (Table 2)."""
     use_outcome: bool = True
-    """Whether to pay the correctness of the answer (Eq. 2) and to use Eq. 6's factors, which depend on it. False: "- Outcome
-    Reward" (Table 2). The paper's row of that name removes both rewards, so it is the cold-started policy."""
+    """Whether to reward the correctness of the answer (Eq. 2) and to use Eq. 6's factors, which depend on it. False: "- Outcome
+    Reward" (Table 2). The paper's row of that name removes the process reward too, so nothing is trained: it shows the
+    cold-started policy."""
     match: str = "cover"
     """Acc_match of Eq. 2: "cover" accepts a sentence that contains a gold answer. "exact" is for short answers; it gives nothing
     for naming several answers at once."""
@@ -63,7 +64,7 @@ class R3Rag(OutcomeRecipe):
     malformed_reward: float = -1.0
     """Reward of a malformed step (Eq. 5). Released: -0.9."""
     short_answers: bool = True
-    """Whether EM and F1 use the short forms that a judge extracts from the answer (4.1). Without a judge they do not."""
+    """Whether EM and F1 use the short forms that a judge extracts from the answer (4.1). Without a judge they use the answer."""
     environment: R3RagEnvironment = dataclasses.field(default_factory=R3RagEnvironment)
 
     def __post_init__(self) -> None:
@@ -117,9 +118,8 @@ class R3Rag(OutcomeRecipe):
         for trajectory, relevances in zip(trajectories, relevance, strict=True):
             outcome = outcome_of(trajectory)
             rewards = self.step_rewards(relevances, outcome)
-            rewards += [0.0] * (
-                len(_policy_texts(trajectory)) - len(rewards)
-            )  # a step that the context truncated
+            # A step that reached the end of the context has no reward in `step_rewards`; it earns 0.
+            rewards += [0.0] * (len(_policy_texts(trajectory)) - len(rewards))
             trajectory.turn_rewards = dict(enumerate(rewards))
             trajectory.rewards = {
                 "answer": trajectory.metrics["acc"],
@@ -134,8 +134,9 @@ class R3Rag(OutcomeRecipe):
     def _judge(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> list[list[float]]:
         """Ask the judge everything in one call. Return Rel of each retrieval step and set the rest in `metrics`.
 
-        A step that found no new document earns 0, and the judge is not asked. A judge's answer that cannot be parsed counts 0
-        and is counted in "judge_unread"; for unparsed short forms the unchanged answer is scored.
+        A step that found no new document earns 0, and the judge is not asked. The metric
+        "judge_unread" counts the judge's replies that cannot be parsed. Such a reply gives the score 0; instead of unparsed
+        short forms, the answer itself is scored.
         """
         relevance = [[0.0] * len(trajectory.searches) for trajectory in trajectories]
         prompts: list[tuple[int, str, int, JudgePrompt]] = []
@@ -204,10 +205,14 @@ class R3Rag(OutcomeRecipe):
         parsed = [parse_step(text) for text in _policy_texts(trajectory)]
         steps = [step for step in parsed if step is not None]
         documents = self.environment.documents(trajectory.searches)
-        trained = dataclasses.replace(self.environment, opening="steps")
+        training_environment = dataclasses.replace(self.environment, opening="steps")
         return [
             (
-                str(trained.prompt(trajectory.question, list(zip(steps[:at], documents, strict=False)))),
+                str(
+                    training_environment.prompt(
+                        trajectory.question, list(zip(steps[:at], documents, strict=False))
+                    )
+                ),
                 step.to_text(at + 1),
             )
             for at, step in enumerate(steps)

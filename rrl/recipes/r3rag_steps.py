@@ -60,7 +60,7 @@ def parse_step(text: str) -> Step | None:
 
     A step is well-formed if it has one analysis and then one query or one answer, both are non-empty, only "Step k:" precedes
     the analysis, there is no other heading (the environment writes the documents), and no heading is decorated. Decoration is
-    malformed because one half of it would end up in the analysis and the other half in the query.
+    malformed because its opening and closing marks would become part of the analysis and of the query.
     """
     headings = [match.group() for match in _HEADINGS.finditer(text)]
     if headings not in ([ANALYSIS, QUERY], [ANALYSIS, ANSWER]):
@@ -81,14 +81,14 @@ class R3RagEnvironment:
     """
 
     max_steps: int = 5
-    """Most steps of an episode, in training and evaluation."""
+    """Maximum number of steps of an episode, in training and evaluation."""
     turn_tokens: int = 512
-    """Most tokens of a step (released)."""
+    """Maximum number of tokens of a step (released)."""
     opening: str = "steps"
-    """The prompt: "steps", the question and the earlier steps, which the policy is trained on, or "paper", the instructions of
-    Figures 6 and 7, for a model that was not trained on this form."""
+    """The prompt. "steps": the question and the earlier steps, without an instruction; the policy is trained on this form.
+    "paper": the instructions of Figures 6 and 7, for a model that was not trained on "steps"."""
     document_characters: int = 512
-    """Most characters of a document's text (appendix C); 0: no limit, as in the paper's evaluation."""
+    """Maximum number of characters of a document's text (appendix C); 0: no limit, as in the paper's evaluation."""
     cut: str = "document"
     """Whether `document_characters` limits each "document" or all documents of a step together, the "block" (released)."""
     drop_seen: bool = True
@@ -135,11 +135,11 @@ class R3RagEnvironment:
         return Restart(self.prompt(episode.question, list(zip(steps, documents, strict=True))))
 
     def prompt(self, question: Question, past: Sequence[tuple[Step, Sequence[Passage] | None]]) -> str:
-        """Return the prompt of a step, as the user's turn. Earlier steps are shown in one form, whatever spacing the policy used.
+        """Return the prompt of a step, as the user's turn. The white space in earlier steps is normalised.
 
         Args:
           question: the question.
-          past: the earlier steps with their documents; None if the search failed, which the prompt then says.
+          past: the earlier steps with their documents. For None the prompt says that the search failed.
         """
         steps = "".join(
             f"\n{step.to_text(number)}\n{DOCUMENTS} {Stream.failure if passages is None else render(passages)}"
@@ -158,7 +158,7 @@ class R3RagEnvironment:
         for search in searches:
             unique = {(p.title, p.text): p for p in search.passages}  # an index may hold a passage twice
             new = {key: p for key, p in unique.items() if not (self.drop_seen and key in seen)}
-            truncated = self._truncate(list(new.values()))  # may drop the last ones
+            truncated = self._truncate(list(new.values()))  # may omit the last ones
             seen.update(list(new)[: len(truncated)])
             documents.append(tuple(truncated))
         return documents

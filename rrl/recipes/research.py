@@ -1,6 +1,6 @@
 r"""ReSearch (Chen et al., 2025, arXiv 2503.19470): think, search, read, answer in \boxed{}; F1, or a small format reward.
 
-A baseline of the four papers.
+A baseline of R-Search, TIRESRAG-R1, R3-RAG and R2AG.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ INSTRUCTION = (
     "it the exact answer in \\boxed{}. An example: <think> what is needed </think> <search> a query </search> <result> what was "
     "found </result> <think> what follows </think> <answer> It is \\boxed{the exact answer} </answer>."
 )
-"""The published templates in our own words. A base model reads it first in its text, an instruction-tuned model as its system
-turn."""
+"""A paraphrase of the published templates. It begins the text of a base model, and is the system turn of an instruction-tuned
+model."""
 
 OPENINGS = ("instruct", "base", "bare")
 """Values of `ReSearch.opening`."""
@@ -63,7 +63,7 @@ class ReSearch(OutcomeRecipe):
     format_reward: float = 0.1
     """For the correct format with F1 = 0."""
     pay_malformed: bool = False
-    """True: F1 is paid even if the format is wrong, as Eq. 2 is printed."""
+    """True: F1 is given even if the format is wrong, as Eq. 2 is printed."""
     answer_rule: str = "rrl"
     """How the reward's F1 compares answers: a name in `rrl.text.normalize.RULES`. The released code matches "hotpotqa"."""
     environment: ReSearchEnvironment = dataclasses.field(default_factory=ReSearchEnvironment)
@@ -88,7 +88,10 @@ class ReSearch(OutcomeRecipe):
     # -- rewards -----------------------------------------------------------------------------------------------------
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """Set the rewards: "answer" is the F1 that is paid, "format" the reward of the format alone, "total" their sum."""
+        """Set the rewards: "answer" is F1, "format" the reward of the format alone, "total" their sum.
+
+        In a wrong format "answer" is 0, unless `pay_malformed`.
+        """
         for trajectory in trajectories:
             boxed = last_boxed(last_box(trajectory.response, self.environment.answer))
             trajectory.answer = "" if boxed is None else boxed
@@ -102,9 +105,11 @@ class ReSearch(OutcomeRecipe):
     def well_formed(self, response: Sequence[str]) -> bool:
         """Return whether the format is correct; `response` is the policy's text, one string per turn."""
         answer, whole = self.environment.answer, "".join(response)
+        thoughts = len(boxes(whole, "think"))
         return (
             one_search_per_turn(response, self.environment)
-            and count_tags(whole, "think") == (len(boxes(whole, "think")),) * 2 != (0, 0)
+            and thoughts > 0
+            and count_tags(whole, "think") == (thoughts, thoughts)  # no stray tag
             and has_exactly_one_box(response, answer)
             and last_boxed(last_box(response[-1:], answer)) is not None
         )

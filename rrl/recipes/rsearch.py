@@ -27,7 +27,7 @@ SYSTEM_TEMPLATE = (
     "and preserves the original wording without modification. If no searches were conducted or observations were made, "
     "omit the evidence section. Finally, provide the final answer within <answer> and </answer> tags."
 )
-"""Table 1; the question follows it."""
+"""The prompt of Table 1; the question follows it."""
 
 NO_EVIDENCE_TEMPLATE = (
     SYSTEM_TEMPLATE[: SYSTEM_TEMPLATE.index("When you know")]
@@ -49,15 +49,16 @@ class RSearch(OutcomeRecipe):
     instruction: str = SYSTEM_TEMPLATE
     """The text before the question; "" for a policy that is too small to follow instructions and was cold-started without any."""
     answer_weight: float = 0.2
-    """gamma_a, section 4.3."""
+    """gamma_a of the format reward (Eq. 5; section 4.3)."""
     evidence_weight: float = 0.2
-    """gamma_e, section 4.3."""
+    """gamma_e of the format reward (Eq. 5; section 4.3)."""
     reader_weight: float = 1.0
     """Weight of Eq. 4's reward in the sum; 1 in the paper. Use less if the reader is often wrong: its errors are noise."""
     use_evidence: bool = True
     """False: "w/o evidence" (Table 3), with no evidence in the rollout and neither of the two evidence rewards."""
     pay_evidence_without_search: bool = True
-    """Whether evidence without any search earns gamma_e. Eq. 5 as printed pays it; the released code does not."""
+    """Applies to trajectories without a search. True: they always earn gamma_e (Eq. 5 as printed). False: they earn it only if
+    they write no evidence (released code)."""
     advantage: str = "grpo"
     """How rewards become advantages if there is no critic: a name in `rrl.rl.advantages.ESTIMATORS`. "grpo" is as in the
     released code: unbiased standard deviation of the group, epsilon 1e-6."""

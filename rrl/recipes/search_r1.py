@@ -1,6 +1,6 @@
 """Search-R1 (Jin et al., 2025, arXiv 2503.09516): think, search, read, answer; exact match, and the format reward of v0.3.
 
-A baseline of the four papers. "Released" means the authors' code.
+A baseline of R-Search, TIRESRAG-R1, R3-RAG and R2AG. "Released" means the authors' code.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ INSTRUCTION = (
     "between <information> and </information>. Search as often as you need. When nothing is missing any more, write the answer "
     "alone, without an explanation, between <answer> and </answer>, such as <answer> Lake Geneva </answer>."
 )
-"""The published instruction in our own words, in its order."""
+"""A paraphrase of the published instruction, in the same order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SearchR1Environment(Stream):
     observation: Tag = "information"
     stop_at_answer: bool = True
     max_searches: int = 4
-    """Most turns, with corrected turns. One more turn without search follows (v0.3)."""
+    """Maximum number of turns, including corrected ones. After them the policy gets one last turn without search (v0.3)."""
     turn_tokens: int = 500
     observation_tokens: int = 500
 
@@ -54,9 +54,9 @@ class SearchR1(OutcomeRecipe):
     The format is correct if every turn but the last is one thought and one search, the last turn is one thought and the
     answer, only white space stands between the tags, no tag holds another one, and no turn needed a correction.
 
-    Different from the released code: its reward reads prompt, response and documents as one text. An answer therefore counts
-    only if a second one is present (the instruction's example), and tags in a document break the format. Its score for
-    documents that contain the answer is 0 as published, so it is omitted here.
+    Differences from the released code: The released reward parses prompt, response and documents as one text. It therefore
+    needs two answers, of which the first is the example in the instruction, and tags in a document break the format. Here only
+    the policy's text is parsed. The released reward for documents that contain the answer is 0 as published; it is omitted here.
     """
 
     instruction: str = INSTRUCTION
@@ -64,9 +64,9 @@ class SearchR1(OutcomeRecipe):
     use_format: bool = True
     """False: the paper's reward, exact match alone."""
     structure_reward: float = 0.2
-    """Reward of the correct format with a wrong answer, and what a right answer loses if its format is wrong."""
+    """Reward of a wrong answer in the correct format. A right answer in a wrong format earns 1 minus this."""
     answered_reward: float = 0.1
-    """Reward of a wrong answer in a wrong format: for the answer tag alone."""
+    """Reward of a wrong answer in a wrong format."""
     environment: SearchR1Environment = dataclasses.field(default_factory=SearchR1Environment)
 
     def __post_init__(self) -> None:
@@ -108,12 +108,13 @@ class SearchR1(OutcomeRecipe):
         return self.answered_reward if answered else 0.0
 
     def well_formed(self, trajectory: Trajectory) -> bool:
-        """Return whether the format is correct. Environment text is checked for corrections only."""
+        """Return whether the format is correct. Of the environment's text, only corrections count against it."""
         search, answer = self.environment.search, self.environment.answer
         tags: list[Tag] = ["think", search, self.environment.observation, answer]
         turns = [box_sequence(text, tags) for text in trajectory.response]
         observations = [text for role, text in trajectory.segments if role == ENVIRONMENT]
         expected = [["think", search]] * (len(turns) - 1) + [["think", answer]]
+        # A correction is the only text of the environment that has no observation tag.
         return turns == expected and all(enclosed_content(text) is not None for text in observations)
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------

@@ -73,9 +73,9 @@ BASE_PROMPT = "\n\n".join(
 )
 """Figure 10: plain text; the question follows it (as released)."""
 
-PROMPTS = ("instruct", "base", "bare")
+OPENINGS = ("instruct", "base", "bare")
 """Values of `TiresRag.opening`."""
-REFLECTIONS = ("paper", "released")
+REFLECT_TABLES = ("paper", "released")
 """Values of `TiresRag.reflect_table`."""
 ANSWER_RULE = RULES["tiresrag-r1"]
 """How Eq. 1 and the released reflection table compare answers. Eq. 4 and the metrics use the default rule."""
@@ -118,9 +118,9 @@ class TiresRag:
     use_filter: bool = True
     """Whether to exclude groups whose answers are all right or all wrong (4.4). False: "w/o Filter" (Table 7)."""
     filter_low: float = 0.1
-    """A group whose largest answer F1 is at most this is all wrong (Algorithm 1, line 14)."""
+    """A group counts as all wrong if its largest answer F1 is at most this value (Algorithm 1, line 14)."""
     filter_high: float = 0.9
-    """A group whose smallest answer F1 is at least this is all right (Algorithm 1, line 14)."""
+    """A group counts as all right if its smallest answer F1 is at least this value (Algorithm 1, line 14)."""
     use_difficulty: bool = True
     """Whether to multiply advantages by the difficulty weight of Eq. 6. False: "w/o Difficulty" (Table 7)."""
     difficulty_low: float = 0.4
@@ -148,9 +148,9 @@ class TiresRag:
                 raise UserError(
                     f"{field}={getattr(self, field)} must lie in 0..1, the range of the reward that it is compared with"
                 )
-        one_of(PROMPTS, self, "opening")
+        one_of(OPENINGS, self, "opening")
         one_of(SCHEDULES, self, "schedule")
-        one_of(REFLECTIONS, self, "reflect_table")
+        one_of(REFLECT_TABLES, self, "reflect_table")
         one_of(ESTIMATORS, self, "advantage")
         if not 0 <= self.shown_reflections <= 1:
             raise UserError(f"shown_reflections={self.shown_reflections} must lie in 0..1, a fraction")
@@ -223,7 +223,7 @@ class TiresRag:
             rewards["total"] = rewards["answer"] + weight * auxiliary
 
     def _judge(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
-        """Set the rewards of Eqs. 2 and 3. Unparsed answers of the judge count 0 and are counted in the metric "judge_unread"."""
+        """Set the rewards of Eqs. 2 and 3. Replies that cannot be parsed give 0; the metric "judge_unread" counts them."""
         if scoring.judge is None or not self.needs_judge:
             return
         prompts: list[tuple[Trajectory, str, JudgePrompt]] = []
@@ -262,11 +262,11 @@ class TiresRag:
         advantages = ESTIMATORS[self.advantage](_rewards(trajectories, "total"), groups)
         sufficient = _rewards(trajectories, "sufficient")
         if self.penalty_weight:
-            normal = functools.partial(group_normalize, groups=groups, unbiased=False)
+            normalize = functools.partial(group_normalize, groups=groups, unbiased=False)
             advantages = advantages - consistency_penalty(
-                normal(sufficient),
-                normal(_rewards(trajectories, "thinking")),
-                normal(_rewards(trajectories, "answer")),
+                normalize(sufficient),
+                normalize(_rewards(trajectories, "thinking")),
+                normalize(_rewards(trajectories, "answer")),
                 weight=self.penalty_weight,
             )
         if self.use_difficulty:
@@ -301,10 +301,10 @@ class TiresRag:
         return builder.segments
 
     def _mistake(self, item: MiniQuestion) -> tuple[int, str]:
-        """Return the index of the hop before which an early answer stands, and that answer; -1 for no early answer.
+        """Return the early answer and the index of the hop before which it is written; (-1, "") for no early answer.
 
         Both are a pure function of the question. A wrong answer is the value of the last fact read (Table 2: the reasoning
-        ends too early), or the opposite of yes and no.
+        ends too early), or the negation of a yes or no.
         """
         draw = zlib.crc32(item.question.id.encode())
         hops = item.plan.hops
@@ -331,8 +331,8 @@ def reflect_reward(answers: Sequence[str], gold: Sequence[str], table: str = "pa
       answers: all answers of the trajectory, in order.
       gold: the gold answers.
       table: "paper" is Eq. 4: 1 if a wrong answer becomes right, -1 if a right answer becomes wrong, else 0, by cover exact
-        match. "released" also accepts an answer with F1 above 0.5. It gives -1 if the last answer is wrong, or if the first
-        is right and the last has a lower F1; else 0, also without an answer.
+        match. "released": -1 if the last answer is wrong, or if the first is right and the last has a lower F1; else 0. It is
+        0 without an answer. Here an answer is right by cover exact match, or with an F1 above 0.5.
     """
     if table == "released":
         if not answers:

@@ -133,7 +133,7 @@ def _list_item(index: int, trajectory: Trajectory) -> str:
     question = html.escape(trajectory.question.text)
     return (
         f'<a href="#t{index}" data-at="{index}"><b class="{state}">{mark}</b>'
-        f"<span>{question}<small>{small}</small></span></a>"
+        f'<span><span class="asked">{question}</span><small>{small}</small></span></a>'
     )
 
 

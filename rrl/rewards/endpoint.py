@@ -1,7 +1,8 @@
 """A model behind an OpenAI-compatible endpoint (POST URL/chat/completions), with concurrent requests, retries and a cache.
 
-Replies are cached on disk under everything that they depend on, so that a resumed run or a second run pays nothing twice. The
-API key is read from an environment variable for each request; it is never stored in an attribute, message, log or file.
+Replies are cached on disk. The cache key is a hash of the request, so a resumed or repeated run does not send an equal request
+again. The API key is read from an environment variable for each request. It is never stored in an attribute, message, log
+or file.
 """
 
 import dataclasses
@@ -33,14 +34,14 @@ from rrl.text.chat import Prompt
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 16 << 20
-"""Most bytes of a reply; a longer one is an error."""
+"""Maximum number of bytes of a reply; a longer one is an error."""
 MAX_REFUSAL_BYTES = 1 << 16
-"""Most bytes that are read of an error body; messages show 300 characters."""
+"""Maximum number of bytes that are read of an error body; error messages show its first 300 characters."""
 TRANSIENT_STATUSES = (408, 409, 425, 429)
-"""HTTP statuses that are worth a retry, besides all from 500 on."""
-PROMPT_REFUSALS = (400, 413, 422)
-"""HTTP statuses that refuse one prompt (too long, filtered). It gets no answer, and the other prompts continue."""
-SETTING_REFUSALS = ("unsupported_parameter", "unsupported_value", "unknown_parameter")
+"""HTTP statuses below 500 that are retried. All statuses from 500 on are retried too."""
+PROMPT_REFUSAL_STATUSES = (400, 413, 422)
+"""HTTP statuses of a refusal of one prompt (too long, filtered). It gets no answer, and the other prompts continue."""
+SETTING_REFUSAL_CODES = ("unsupported_parameter", "unsupported_value", "unknown_parameter")
 """Error codes that refuse a setting of the request, whatever its prompt."""
 TOKEN_LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
 """Names of the field that limits the tokens of an answer. Services that refuse the first take the second (OpenAI's reasoning
@@ -55,7 +56,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig:
-    """The address of the model, and how it is asked."""
+    """The address of the model, the request settings, and the retry policy."""
 
     url: str = ""
     """The address up to the version, such as http://127.0.0.1:8000/v1."""
@@ -64,7 +65,7 @@ class EndpointConfig:
     key_variable: str = KEY_VARIABLE
     """The environment variable with the API key. If it is not set, no key is sent (for your own service)."""
     answer_tokens: int = 1024
-    """Most tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     temperature: float = 0.0
     """0 is greedy."""
     seed: int | None = None
@@ -77,12 +78,12 @@ class EndpointConfig:
     time_out: float = 120.0
     """Seconds after which an attempt is given up, even if data still arrives."""
     retries: int = 6
-    """Attempts after the first."""
+    """Maximum number of attempts after the first."""
     backoff: float = 1.0
     """Seconds before the first retry, doubled before each further one up to `max_backoff`, with random jitter. A Retry-After
     of the service replaces it, up to the same maximum."""
     max_backoff: float = 60.0
-    """Most seconds between two attempts."""
+    """Maximum seconds between two attempts."""
     cache: str = ""
     """Folder of the cache; empty: ~/.cache/rrl/answers."""
 
@@ -142,8 +143,10 @@ class Endpoint:
         self.cache = pathlib.Path(config.cache or "~/.cache/rrl/answers").expanduser()
         self.sent = self.cached = self.refused = 0
         """Number of prompts of this process that were sent, answered from the cache, and refused by the service."""
-        self._refusal = ""
-        self._limit = TOKEN_LIMIT_FIELDS[0]
+        self._last_refusal = ""
+        """The message of the last refused prompt."""
+        self._token_limit_field = TOKEN_LIMIT_FIELDS[0]
+        """The name in `TOKEN_LIMIT_FIELDS` that requests use."""
         self._warned = False
         """Whether the current call has logged a failed attempt."""
         self._lock = threading.Lock()
@@ -153,7 +156,7 @@ class Endpoint:
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """Return the answer to each prompt, in order; "" if the service refuses the prompt or the answer was truncated.
 
-        A truncated answer may say something else than the complete one. Raises the errors of `replies`.
+        A truncated answer is not used, because the complete one may reach another conclusion. Raises the errors of `replies`.
         """
         return ["" if reply.truncated else reply.text for reply in self.replies(prompts)]
 
@@ -168,15 +171,15 @@ class Endpoint:
         """
         distinct = list(dict.fromkeys(prompts))
         rank, count = jax.process_index(), jax.process_count()
-        mine = distinct[rank::count]
-        own: list[EndpointReply] = []
+        own_prompts = distinct[rank::count]
+        own_replies: list[EndpointReply] = []
         errors: list[Exception] = []
         stop = threading.Event()
         self._warned = False
 
-        def one(prompt: str | Prompt) -> EndpointReply:
+        def answer_or_stop(prompt: str | Prompt) -> EndpointReply:
             try:
-                return self._answer(prompt, stop)
+                return self._cached_or_sent(prompt, stop)
             except Exception as failure:
                 errors.append(failure)
                 stop.set()  # the other prompts must not keep trying
@@ -184,30 +187,31 @@ class Endpoint:
 
         with on_stop(stop.set), ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
             try:
-                own = list(pool.map(one, mine))
+                own_replies = list(pool.map(answer_or_stop, own_prompts))
             finally:
                 stop.set()
         if not errors and self.refused == self.sent >= MIN_REFUSED_PROMPTS and not self.cached:
             errors.append(
                 UserError(
-                    f"{self._refusal}; all {self.sent} prompts were refused: check model={self.config.model!r}, "
+                    f"{self._last_refusal}; all {self.sent} prompts were refused: check model={self.config.model!r}, "
                     f"answer_tokens={self.config.answer_tokens} and temperature={self.config.temperature}"
                 )
             )
         error = errors[0] if errors else None
-        parts = gather_objects((dict(zip(mine, own)), error and repr(error)))
+        parts = gather_objects((dict(zip(own_prompts, own_replies)), error and repr(error)))
         if error is not None:
             raise error
-        if elsewhere := [message for _, message in parts if message]:
+        if remote_errors := [message for _, message in parts if message]:
             raise ServiceUnavailable(
-                f"a request to {self.config.url} failed in another process: {elsewhere[0]}"
+                f"a request to {self.config.url} failed in another process: {remote_errors[0]}"
             )
         replies = {prompt: reply for part, _ in parts for prompt, reply in part.items()}
         return [replies[prompt] for prompt in prompts]
 
     # -- one prompt --------------------------------------------------------------------------------------------------
 
-    def _answer(self, prompt: str | Prompt, stop: threading.Event) -> EndpointReply:
+    def _cached_or_sent(self, prompt: str | Prompt, stop: threading.Event) -> EndpointReply:
+        """Return the reply from the cache, or send the prompt and cache the reply."""
         body = self._body(prompt)
         file = self._file(body)
         if (reply := _read_cached(file)) is not None:
@@ -216,12 +220,12 @@ class Endpoint:
             return reply
         with self._lock:
             self.sent += 1
-        reply = self._ask(body, stop)
+        reply = self._send_with_retries(body, stop)
         if reply.refused:
             with self._lock:
                 self.refused += 1
             return reply
-        if reply.text or reply.truncated:  # an empty reply may differ the next time
+        if reply.text or reply.truncated:  # an empty reply is not cached: it may be a passing fault
             _write_cached(file, self.config.model, reply)
         return reply
 
@@ -249,10 +253,10 @@ class Endpoint:
         name = hashlib.sha256(text.encode()).hexdigest()
         return self.cache / name[:2] / f"{name[2:]}.json"
 
-    def _ask(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
+    def _send_with_retries(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
         """Send a request until there is a reply or the service refuses the prompt."""
         config = self.config
-        why = ""
+        message = ""
         for attempt in range(config.retries + 1):
             if stop.is_set():
                 raise ServiceUnavailable(
@@ -260,92 +264,94 @@ class Endpoint:
                 )
             retry_after: float | None = None
             try:
-                return self._attempt_by_either_name(body, stop)
-            except _Refused as refusal:
-                why, retry_after = str(refusal), refusal.wait
-                if refusal.status in PROMPT_REFUSALS and refusal.code not in SETTING_REFUSALS:
-                    return self._refused(why)
+                return self._send(body, stop)
+            except _RefusedRequest as refusal:
+                message, retry_after = str(refusal), refusal.retry_after
+                if refusal.status in PROMPT_REFUSAL_STATUSES and refusal.code not in SETTING_REFUSAL_CODES:
+                    return self._record_refusal(message)
                 if refusal.status < 500 and refusal.status not in TRANSIENT_STATUSES:
                     raise self._request_error(refusal) from None
             except UserError:
                 raise
             except (OSError, http.client.HTTPException, ValueError, RecursionError) as failure:
-                why = self._clean(f"{config.url}: {_describe(failure)}")
+                message = self._clean(f"{config.url}: {_describe(failure)}")
             if attempt < config.retries and not stop.is_set():
                 with self._lock:
                     warned, self._warned = self._warned, True
                 if not warned:
-                    log.warning("%s; up to %d attempts follow", why, config.retries)
+                    log.warning("%s; up to %d attempts follow", message, config.retries)
                 doubled = config.backoff * 2**attempt * random.uniform(0.75, 1.25)
                 # "Retry-After: 0" or a past date must not replace the backoff, or all attempts would happen at once.
                 stop.wait(min(retry_after or doubled, config.max_backoff))
         raise ServiceUnavailable(
-            f"{why} (after {attempt + 1} attempts); check the address and the service of model={config.model!r}. The "
+            f"{message} (after {attempt + 1} attempts); check the address and the service of model={config.model!r}. The "
             "answers received so far are cached"
         )
 
-    def _request_error(self, refusal: "_Refused") -> UserError:
+    def _request_error(self, refusal: "_RefusedRequest") -> UserError:
         """Return the error for a request that the service refuses whatever the prompt."""
         config, settings = self.config, ""
-        if refusal.code in SETTING_REFUSALS:
+        if refusal.code in SETTING_REFUSAL_CODES:
             settings = f", temperature={config.temperature}, seed={config.seed}, thinking={config.thinking}"
         return UserError(
             f"{refusal}; check the address, model={config.model!r}{settings} and the key in the environment variable "
             f"{config.key_variable}"
         )
 
-    def _refused(self, why: str) -> EndpointReply:
-        log.warning("a prompt gets no answer: %s", why)
-        self._refusal = why
+    def _record_refusal(self, message: str) -> EndpointReply:
+        log.warning("a prompt gets no answer: %s", message)
+        self._last_refusal = message
         return EndpointReply(refused=True)
 
-    def _attempt_by_either_name(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
-        """Call `_attempt` with the name in `TOKEN_LIMIT_FIELDS` that the service supports."""
-        name = self._limit
+    def _send(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
+        """Call `_post_with_time_out` with the token limit under the name in `TOKEN_LIMIT_FIELDS` that the service supports."""
+        name = self._token_limit_field
         try:
-            return self._attempt(_renamed(body, name), stop)
-        except _Refused as refusal:
+            return self._post_with_time_out(_renamed(body, name), stop)
+        except _RefusedRequest as refusal:
             if (
                 name == TOKEN_LIMIT_FIELDS[1]
-                or refusal.status not in PROMPT_REFUSALS
+                or refusal.status not in PROMPT_REFUSAL_STATUSES
                 or TOKEN_LIMIT_FIELDS[1] not in refusal.reason
             ):
                 raise
-            self._limit = TOKEN_LIMIT_FIELDS[1]
-            return self._attempt(_renamed(body, TOKEN_LIMIT_FIELDS[1]), stop)
+            self._token_limit_field = TOKEN_LIMIT_FIELDS[1]
+            return self._post_with_time_out(_renamed(body, TOKEN_LIMIT_FIELDS[1]), stop)
 
-    def _attempt(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
+    def _post_with_time_out(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
         """Call `_post`, and give up after `time_out` seconds or as soon as `stop` is set, wherever it hangs."""
-        ended: Future[EndpointReply] = Future()
-        refused: list[_Refused] = []
+        outcome: Future[EndpointReply] = Future()
+        refusals: list[_RefusedRequest] = []
 
         def post() -> None:
             try:
-                ended.set_result(self._post(body, refused.append))
+                outcome.set_result(self._post(body, refusals.append))
             except BaseException as failure:
-                ended.set_exception(failure)
+                outcome.set_exception(failure)
 
         # A daemon thread, so that an abandoned attempt does not keep the program alive.
         threading.Thread(target=post, name="rrl-endpoint", daemon=True).start()
         until = time.monotonic() + self.config.time_out
-        while not ended.done():
+        while not outcome.done():
             if stop.is_set():
                 raise TimeoutError("given up, because another prompt failed or the run must stop")
             if (left := until - time.monotonic()) <= 0:
-                if refused:  # the body with the reason did not arrive
-                    raise refused[0]
+                if refusals:  # the body with the reason did not arrive
+                    raise refusals[0]
                 raise TimeoutError(f"no complete reply within time_out={self.config.time_out:g} seconds")
-            wait([ended], min(left, POLL_SECONDS))
-        return ended.result()
+            wait([outcome], min(left, POLL_SECONDS))
+        return outcome.result()
 
-    def _post(self, body: Mapping[str, Any], refused: Callable[["_Refused"], None]) -> EndpointReply:
+    def _post(
+        self, body: Mapping[str, Any], on_refusal: Callable[["_RefusedRequest"], None]
+    ) -> EndpointReply:
         """Make one attempt.
 
         Args:
           body: the request.
-          refused: receives a refusal before its body with the reason is read.
+          on_refusal: receives an HTTP error without its reason, before its body is read. The read may hang.
 
-        Raises _Refused for a refusal, and OSError or ValueError for any other failure.
+        Raises _RefusedRequest for a refusal, and OSError or ValueError for any other failure.
         """
         config = self.config
         headers = {"Content-Type": "application/json"}
@@ -359,24 +365,24 @@ class Endpoint:
             with self._open(request, timeout=config.time_out) as reply:
                 content = json.loads(_read(reply, until))
         except urllib.error.HTTPError as error:
-            status, again = error.code, _wait(error.headers.get("Retry-After"))
+            status, retry_after = error.code, _retry_after_seconds(error.headers.get("Retry-After"))
             text = self._clean(f"{url} answered {status} {error.reason}")
-            refused(_Refused(status, text, again))
+            on_refusal(_RefusedRequest(status, text, retry_after))
             with error:
-                reason = _refusal(error, until)
+                reason = _read_reason(error, until)
             # Remove the key before the text is truncated: a truncated key would not be found.
             reason = self._clean(reason)
-            raise _Refused(status, f"{text}: {reason[:300]}", again, reason) from None
+            raise _RefusedRequest(status, f"{text}: {reason[:300]}", retry_after, reason) from None
         try:
             choice = content["choices"][0]
-            message, ended = choice["message"], choice.get("finish_reason")
+            message, finish_reason = choice["message"], choice.get("finish_reason")
             refusal = message.get("refusal")
             answer = None if refusal else message["content"]
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ValueError("the reply has no choices[0].message.content") from None
-        if refusal or ended == "content_filter":
-            return self._refused(self._clean(f"{url}: {refusal or 'filtered'}")[:300])
-        return EndpointReply(self._clean(_text(answer)), ended == "length")
+        if refusal or finish_reason == "content_filter":
+            return self._record_refusal(self._clean(f"{url}: {refusal or 'filtered'}")[:300])
+        return EndpointReply(self._clean(_join_parts(answer)), finish_reason == "length")
 
     def _key(self) -> str:
         """Return the API key. Raises UserError for characters that a header cannot hold; the message does not show the key."""
@@ -393,13 +399,16 @@ class Endpoint:
         return text.replace(key, "***") if key else text
 
 
-class _Refused(Exception):
+class _RefusedRequest(Exception):
     """The service answered with an HTTP error status."""
 
-    def __init__(self, status: int, text: str, wait: float | None, reason: str = "") -> None:
+    def __init__(self, status: int, text: str, retry_after: float | None, reason: str = "") -> None:
         super().__init__(text)
-        self.status, self.wait, self.reason = status, wait, reason
-        """`wait`: seconds of Retry-After. `reason`: the body of the reply."""
+        self.status = status
+        self.retry_after = retry_after
+        """Seconds of the Retry-After header."""
+        self.reason = reason
+        """The body of the reply."""
 
     @property
     def code(self) -> str:
@@ -432,7 +441,7 @@ def _read(reply: Any, until: float, largest: int = MAX_REPLY_BYTES) -> bytes:
     return b"".join(parts)
 
 
-def _refusal(error: urllib.error.HTTPError, until: float) -> str:
+def _read_reason(error: urllib.error.HTTPError, until: float) -> str:
     """Return the reason of a refusal, or why it could not be read."""
     try:
         return _read(error, until, MAX_REFUSAL_BYTES).decode("utf-8", "replace")
@@ -440,8 +449,8 @@ def _refusal(error: urllib.error.HTTPError, until: float) -> str:
         return f"({_describe(failure)})"
 
 
-def _text(content: Any) -> str:
-    """Return the text of a content, which some services send in parts."""
+def _join_parts(content: Any) -> str:
+    """Return the text of a message's content; some services send a list of parts."""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
     return content if isinstance(content, str) else ""
@@ -456,7 +465,7 @@ def _has_host(url: str) -> bool:
     return bool(parts.hostname) and not any(letter.isspace() for letter in url)
 
 
-def _wait(header: str | None) -> float | None:
+def _retry_after_seconds(header: str | None) -> float | None:
     """Return the seconds of a Retry-After header, a number or a date; None if it has neither."""
     if header is None:
         return None

@@ -23,16 +23,17 @@ class JudgeCard:
     instructions: bool = True
     """Whether prompts keep their system turn, which holds the paper's criteria. False: the judge was trained without it."""
     context: int = 8192
-    """Most tokens of a prompt and its reply."""
+    """Maximum number of tokens of a prompt and its reply."""
     answer_tokens: int = 1024
-    """Most tokens of a reply. TIRESRAG-R1's sufficiency prompt asks for reasoning before the score."""
+    """Maximum number of tokens of a reply. TIRESRAG-R1's sufficiency prompt asks for reasoning before the score."""
     cases: tuple[str, ...] = ()
-    """Names of the classes in `rrl.rewards.judge_prompts` that the judge was trained on. It refuses others. Empty: all."""
+    """Kinds of judge prompts that the judge was trained on, by the class names in `rrl.rewards.judge_prompts`. It refuses other
+    kinds. Empty: all."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("instructions", bool), ("context", int), ("answer_tokens", int)):
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name}={getattr(self, name)!r} must be a {kind.__name__}")
+        for name, expected in (("instructions", bool), ("context", int), ("answer_tokens", int)):
+            if not isinstance(getattr(self, name), expected):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be a {expected.__name__}")
         object.__setattr__(self, "cases", tuple(self.cases))  # JSON has a list
         at_least(1, self, "context", "answer_tokens")
 

@@ -178,7 +178,7 @@ class Transcript:
 
     def text_of(self, role: int) -> str:
         """Return all text of one role, POLICY or ENVIRONMENT."""
-        return "\n".join(text.strip() for who, text in self.segments if who == role)
+        return "\n".join(text.strip() for segment_role, text in self.segments if segment_role == role)
 
 
 def transcript_of(
@@ -186,19 +186,20 @@ def transcript_of(
 ) -> Transcript:
     """Return the reasoning and the documents of a trajectory without its answers, as in TIRESRAG-R1's released code.
 
-    If the protocol starts new contexts (R3-RAG), the documents are what a context shows beyond the one before.
+    If the protocol starts new contexts (R3-RAG), the documents of a step are the part of the next prompt that follows its
+    longest common prefix with the previous prompt.
 
     Args:
       trajectory: the episode. Its first prompt is not part of the transcript.
       answer: the tag of answers; its contents are removed.
-      prefill: the text that the prompt opened for the policy, such as "<think>". By default it is the `<think>` that the chat
-        template opened, if any.
-      searches: end the transcript before search number `searches` + 1; None: use all searches.
+      prefill: the end of the first prompt that begins the policy's text, such as "<think>". "": the `<think>` at the end of the
+        prompt, if the chat template adds one.
+      searches: number of searches after which the transcript ends, without the next search's documents; None: all.
     """
     segments: list[tuple[int, str]] = []
     prompts: list[str] = []
     searches_per_turn = collections.Counter(search.turn for search in trajectory.searches)
-    count = 0
+    shown = 0  # searches whose documents are in `segments`
     for role, text in trajectory.segments:
         if role == POLICY:
             segments.append((role, prefill + without_boxes(text, answer)))
@@ -209,13 +210,13 @@ def transcript_of(
             prefill = prefill or opened_thought(text)
             if len(prompts) == 1:
                 continue
-            common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts[-2:]))
-            text, new = text[len(list(common)) :], searches_per_turn[len(prompts) - 2]
+            common_prefix = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts[-2:]))
+            text, new_searches = text[len(list(common_prefix)) :], searches_per_turn[len(prompts) - 2]
         else:
-            new = int(enclosed_content(text) is not None)  # a correction has no observation tag
-        if searches is not None and count + new > searches:
+            new_searches = int(enclosed_content(text) is not None)  # a correction has no observation tag
+        if searches is not None and shown + new_searches > searches:
             break
-        count += new
+        shown += new_searches
         segments.append((ENVIRONMENT, text))
     titles = (title for search in shown_searches(trajectory)[:searches] for title in search.titles)
     return Transcript(tuple(segments), tuple(dict.fromkeys(titles)))
@@ -226,10 +227,11 @@ def shown_searches(trajectory: Trajectory) -> Sequence[Search]:
     if trajectory.ended != "context_limit":
         return trajectory.searches
     segments = trajectory.segments
-    contexts = sum(role == PROMPT for role, _ in segments) - 1
-    boxes = sum(role == ENVIRONMENT and enclosed_content(text) is not None for role, text in segments)
-    turns = list(dict.fromkeys(search.turn for search in trajectory.searches))[: contexts + boxes]
-    return [search for search in trajectory.searches if search.turn in turns]
+    later_contexts = sum(role == PROMPT for role, _ in segments) - 1
+    observations = sum(role == ENVIRONMENT and enclosed_content(text) is not None for role, text in segments)
+    turns = list(dict.fromkeys(search.turn for search in trajectory.searches))
+    shown_turns = turns[: later_contexts + observations]
+    return [search for search in trajectory.searches if search.turn in shown_turns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,19 +391,30 @@ _SCALE = re.compile(
     rf"(?:\bout of\s*|/\s*)1(?:\.0+)?(?![\w.]*\d)|(?<![\w.,]){_ENDS}\s*(?:to|and|-|–)\s*{_ENDS}(?![\w.,]*\d)"
     rf"|(?<![\w.,]){_ENDS}\s*(?:=|means\b|meaning\b)"
 )
-
+"""Matches descriptions of the scale, such as "out of 1", "from 0 to 1" and "0 = irrelevant"."""
 
 _TENTHS = r"(?<![\w.,/-])(0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\w%/]|[.,]\d)"
+"""A number in 0..1, such as "0.7", ".7" and "1"."""
 _NAMED = re.compile(rf"score\W*[:=]\W*?{_TENTHS}", re.IGNORECASE)
+"""Matches a number after the word "score"."""
 _OPENING = re.compile(rf"\A[\s*\"'(]*(?!1\.\s){_TENTHS}(?=[\s*\"')]*(?:$|[,;:(\n–-]|\.(?!\d)))")
-"""Matches neither the count in "1 of the documents ..." nor the "1." of a list."""
+"""Matches a number at the start, but not a count ("1 of the documents ...") or a list item ("1.")."""
 _CLOSING = re.compile(rf"(?:^|[:=]|\bis\b)[\s*\"'(]*{_TENTHS}[\s*\"').]*\Z", re.MULTILINE)
+"""Matches a number at the end, after a colon, an equals sign or "is", or alone on its line."""
 
 
+_JUDGING = (
+    "(?:assist|help|answer|comply|determine|judge|evaluate|verify|assess|decide|say|tell|rate|score|give)"
+)
+_UNABLE = r"(?:(?:['’]m| am) (?:not able|unable) to| can(?:not|['’]t| not)| won['’]t| will not)"
 _REFUSAL = re.compile(
-    r"\W*(?:(?:i['’]m|i am) (?:very |so )?sorry\b|sorry,? (?:but )?i\b|as an? (?:\w+ )?(?:ai|language model)\b"
-    r"|(?:unfortunately,? )?i(?:(?:['’]m| am) (?:not able|unable) to| can(?:not|['’]t| not)| won['’]t| will not)"
-    r" (?:\w+ly )?(?:assist|help|answer|comply|determine|judge|evaluate|verify|assess|decide|say|tell|rate|score|give)\b)",
+    r"\W*(?:unfortunately,? )?(?:(?:i['’]m|i am) (?:very |so )?sorry\b|sorry,? (?:but )?i\b|(?:i|we) apologi[sz]e\b"
+    r"|(?:my )?apologies\b|as an? (?:\w+ )?(?:ai|language model)\b"
+    r"|i (?:must |have to |will )?(?:respectfully )?(?:decline|refuse)\b"
+    r"|(?:i['’]m|i am) not comfortable\b|i (?:do not|don['’]t) (?:feel comfortable|have (?:enough|sufficient) \w+ to)\b"
+    rf"|i{_UNABLE} (?:\w+ly |in good conscience )?{_JUDGING}\b"
+    # Without "whether" it may be said of the documents that are judged.
+    rf"|(?:we can(?:not|['’]t| not)|it(?: is|['’]s) (?:not possible|impossible) to) {_JUDGING} (?:whether|if)\b)",
     re.IGNORECASE,
 )
 """Matches the start of a reply that refuses to judge. Numbers and verdicts after it are not a score."""
@@ -416,8 +429,8 @@ def parse_tenths(text: str) -> float | None:
     1. the last number that is named "score";
     2. the number that the reply starts with;
     3. the last number with a decimal point;
-    4. a whole number at the end, after a colon, an equals sign, "is", or alone on its line. Elsewhere whole numbers count or
-       name documents ("document 1 is irrelevant").
+    4. a whole number at the end, after a colon, an equals sign, "is", or alone on its line. Other whole numbers are not
+       scores; they may number documents ("document 1 is irrelevant").
     Descriptions of the scale ("out of 1", "from 0 to 1", "0 = irrelevant") are ignored.
     """
     reply = after_thought(text)
@@ -431,8 +444,11 @@ def parse_tenths(text: str) -> float | None:
 
 
 _NO = r"no\b(?=\W*$|\s*[^\w\s]|\s+(?:it|the|this|that|they|there|he|she|because|since|as)\b)"
+"""Matches a "no" that is a verdict, unlike that in "no doubt"."""
 _OPENING_VERDICT = re.compile(rf"\W*(?!(?:true|yes|false|no)\s+or\b)(true\b|yes\b|false\b|{_NO})")
+"""Matches a verdict at the start, but not a choice ("True or False")."""
 _VERDICT = re.compile(r"(\bnot\s+(?:\w+ly\s+)?|n['’]t\s+(?:\w+ly\s+)?)?\b(true|false)\b")
+"""Matches true or false with the negation before it."""
 
 
 def parse_verdict(text: str) -> float | None:

@@ -33,7 +33,7 @@ class JudgeConfig:
     folder: str = ""
     """kind="model": its Hugging Face folder. A judge card in it (`rrl.rewards.judge_card`) determines the form of the prompts."""
     answer_tokens: int = JudgeCard.answer_tokens
-    """kind="model": most tokens of a reply, with its thoughts."""
+    """kind="model": maximum number of tokens of a reply, with its thoughts."""
     thinking: bool = False
     """kind="model": whether a model that can think before it answers (Qwen3) does so. Raise `answer_tokens` then."""
 
@@ -56,7 +56,7 @@ class JudgeSettings:
 
     judge: JudgeConfig
     rollout: EngineConfig
-    """kind="model": sizes of its engine."""
+    """kind="model": settings of its rollout engine."""
     endpoint: EndpointConfig | None
     """kind="endpoint": the service."""
 
@@ -65,6 +65,7 @@ class JudgeSettings:
         """Read the sections of a config. Raises UserError for a wrong field."""
         judge = build(JudgeConfig, values.get("judge", {}), "judge")
         rollout = build(EngineConfig, values.get("judge_rollout", {}), "judge_rollout")
+        # Room for the reply and at least three more tokens, as `Reader` requires.
         if judge.kind == "model" and rollout.context < judge.answer_tokens + 3:
             raise UserError(
                 f"judge_rollout.context={rollout.context} must hold judge.answer_tokens={judge.answer_tokens} and a prompt"
@@ -109,7 +110,7 @@ class JudgeSettings:
         if self.judge.kind == "oracle":
             require_gold(questions)
             return Oracle()
-        frozen = load_language_model(
+        decoder, tokenizer = load_language_model(
             self.judge.folder,
             "judge.folder",
             context=self.rollout.context,
@@ -118,7 +119,8 @@ class JudgeSettings:
             mesh=mesh if mesh.size > 1 else None,
         )
         reader = Reader(
-            *frozen,
+            decoder,
+            tokenizer,
             self.rollout,
             answer_tokens=self.judge.answer_tokens,
             require_complete=True,
@@ -142,7 +144,7 @@ def judge_sections(judge: str, model: str = "", context: int = 0) -> dict[str, d
     Args:
       judge: "oracle", the folder of a model, or the http address of a service.
       model: name of the service's model.
-      context: most tokens of a model's prompt and reply; 0: the value in its judge card.
+      context: maximum number of tokens of a model's prompt and reply; 0: the value in its judge card.
 
     Raises UserError for a `model` without a service.
     """

@@ -33,7 +33,7 @@ class Oracle:
     - `Relevance`: the fraction of the question's gold passages among the documents, rounded to tenths as in the papers'
       judges (one of four passages gives 0.2).
     - `Correctness`, `Validation`: cover exact match.
-    - `ShortAnswer`: the metric of the unchanged answer.
+    - `ShortAnswer`: the metric of the whole answer, without extraction.
     - `ErrorAnalysis`: "mistaken" is 1 if the last search found passages and none of them is gold; "faithful" is 1 if the
       reasoning is fully grounded; "reached" is 1 if the reasoning after the last search contains the gold answer.
     """
@@ -105,13 +105,13 @@ def claims(question: Question, transcript: Transcript) -> list[tuple[str, bool]]
     grounded if it appeared in the question or in an earlier document.
     """
     seen = _words(question.text)
-    found = []
+    result = []
     for role, text in transcript.segments:
         if role == ENVIRONMENT:
             seen |= _words(text)
             continue
-        found += [(word, word.lower() in seen) for word in _claims(text)]
-    return found
+        result += [(word, word.lower() in seen) for word in _names_and_numbers(text)]
+    return result
 
 
 def final_thought(transcript: Transcript) -> str:
@@ -126,8 +126,8 @@ def _words(text: str) -> set[str]:
     return {word.lower() for word in _WORD.findall(text)}
 
 
-def _claims(text: str) -> Iterable[str]:
-    """Yield the names and numbers of a text."""
+def _names_and_numbers(text: str) -> Iterable[str]:
+    """Yield the words of a text that contain a digit, or begin with a capital letter within a sentence."""
     for sentence in _SENTENCE.split(text):
         for index, word in enumerate(_WORD.findall(sentence)):
             if any(c.isdigit() for c in word) or (index and len(word) > 1 and word[0].isupper()):

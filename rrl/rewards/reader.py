@@ -1,4 +1,4 @@
-"""A frozen model that answers prompts in one turn: R-Search's reader of another family (Eq. 4), and judges."""
+"""A frozen model that answers prompts in one turn. It serves as a judge, and as R-Search's cross-family reader (Eq. 4)."""
 
 import hashlib
 import logging
@@ -53,11 +53,11 @@ class Reader:
         Args:
           decoder: the frozen model.
           tokenizer: its tokenizer.
-          config: the sizes of its engine.
-          answer_tokens: most tokens of an answer.
+          config: the settings of its rollout engine.
+          answer_tokens: maximum number of tokens of an answer.
           cache_size: answers in the cache.
-          require_complete: return "" for an answer that reaches `answer_tokens`. A judge needs this, because a truncated reply
-            may say something else than the complete one.
+          require_complete: return "" for an answer that reaches `answer_tokens`. A judge needs this, because the complete
+            reply may reach another conclusion than a truncated one.
           thinking: whether a model that can think before it answers does so. Thoughts are never part of the answer.
           mesh: the devices; None: one device.
 
@@ -72,7 +72,8 @@ class Reader:
         self.environment = SingleTurn(turn_tokens=answer_tokens)
         self.cache_size, self.require_complete, self.thinking = cache_size, require_complete, thinking
         self.cache: dict[bytes, ReaderReply] = {}
-        """Replies by the digest of their prompt. Prompts themselves would need gigabytes: a judge's prompt has a trajectory."""
+        """Reply by the SHA-256 digest of its prompt. Prompts are not kept: a judge's prompt contains a trajectory, so they would
+        need gigabytes."""
         self.truncated = 0
         """Number of prompts that did not fit the context and were truncated."""
 
@@ -83,16 +84,18 @@ class Reader:
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """Return the model's answer to each prompt; a string is the user's turn of the chat template.
 
-        A prompt that does not fit the context is truncated at the front: a `Prompt` at the front of its body, a string at its
-        own front, where the evidence begins. `truncated` counts such prompts, and the first occurrence logs a warning.
+        A prompt that does not fit the context loses its first part: a `Prompt` the first part of its body, a string its first
+        tokens. `truncated` counts such prompts, and the first occurrence logs a warning.
         """
         return [reply.text for reply in self.replies(prompts)]
 
     def replies(self, prompts: Sequence[str | Prompt]) -> list[ReaderReply]:
-        """Return the same answers with their token counts. Cached replies have the counts of their first run."""
+        """Return the answers as `answers` does, with their token counts. Cached replies have the counts of their first run."""
         keys = [hashlib.sha256(repr(prompt).encode()).digest() for prompt in prompts]
         new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.cache}
-        before, room = self.truncated, self.engine.config.context - self.environment.turn_tokens - 2
+        truncated_before = self.truncated
+        # Two tokens more than the answer needs stay free after the prompt.
+        room = self.engine.config.context - self.environment.turn_tokens - 2
         requests = [
             Request(
                 Question(str(i), prompt if isinstance(prompt, str) else prompt.user_message, ()),
@@ -103,7 +106,7 @@ class Reader:
             for i, prompt in enumerate(new.values())
         ]
         if requests:
-            if self.truncated and not before:
+            if self.truncated and not truncated_before:
                 log.warning(
                     "%d of %d prompts exceed the model's context of %d tokens and were truncated at their front; raise the "
                     "context, or shorten the prompts",

@@ -16,11 +16,14 @@ from rrl.rl.batch import Batch
 from rrl.rl.optim import skipped_updates
 
 Loss = Callable[[PyTree, PyTree, Batch], tuple[jax.Array, dict[str, jax.Array]]]
-"""(trained parameters, frozen parameters, microbatch) -> (summed loss, other sums by name)."""
+"""(trained parameters, other arrays without a gradient, microbatch) -> (loss summed over tokens, other sums by name)."""
 
 
 class GradientAccumulator:
-    """Two jitted programs: `accumulate` adds a microbatch's gradient to the sum, `apply` takes the optimiser step.
+    """Three jitted programs for one optimiser step over several microbatches. Read `step` first.
+
+    `accumulate` adds the gradient and the metrics of one microbatch to running sums. `add` adds the running sums of two
+    threads. `apply` divides the gradient sum and takes the optimiser step.
 
     On a mesh of several devices, rows are split over the axes data and fsdp. Gradients and optimiser state are sharded
     like their parameters (`rrl.parallel.rules`). Call `step` within `use_mesh`.
@@ -30,7 +33,7 @@ class GradientAccumulator:
         self,
         loss: Loss,
         optimizer: optax.GradientTransformation,
-        sums: Sequence[str],
+        sum_names: Sequence[str],
         mesh: Mesh | None = None,
         parallel_microbatches: int = 1,
     ) -> None:
@@ -39,12 +42,12 @@ class GradientAccumulator:
         Args:
           loss: see `Loss`.
           optimizer: its state must count skipped updates (`rrl.rl.optim.make_optimizer`).
-          sums: names of the sums that `loss` returns.
+          sum_names: names of the sums that `loss` returns.
           mesh: devices; None: the default device.
           parallel_microbatches: see `ObjectiveConfig`.
         """
         self.mesh = mesh
-        self.sums = (*sums, "loss")
+        self.sum_names = (*sum_names, "loss")
         self.parallel_microbatches = parallel_microbatches_on(mesh, parallel_microbatches)
 
         def accumulate(
@@ -55,9 +58,9 @@ class GradientAccumulator:
             return jax.tree.map(jnp.add, grads, grad), {name: sums[name] + new[name] for name in new}
 
         def apply(
-            params: PyTree, opt_state: optax.OptState, grads: PyTree, total: jax.Array
+            params: PyTree, opt_state: optax.OptState, grads: PyTree, divisor: jax.Array
         ) -> tuple[PyTree, optax.OptState, dict[str, jax.Array]]:
-            grads = jax.tree.map(lambda g: (g / total).astype(g.dtype), grads)
+            grads = jax.tree.map(lambda g: (g / divisor).astype(g.dtype), grads)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             metrics = {"grad_norm": optax.global_norm(grads), "skipped": skipped_updates(opt_state)}
             return optax.apply_updates(params, updates), opt_state, metrics
@@ -72,32 +75,33 @@ class GradientAccumulator:
         opt_state: optax.OptState,
         frozen: PyTree,
         batches: Sequence[Batch],
-        total: float,
+        divisor: float,
     ) -> tuple[PyTree, optax.OptState, dict[str, float]]:
-        """Takes one optimiser step on the loss summed over `batches` and divided by `total`.
+        """Takes one optimiser step on the loss summed over `batches` and divided by `divisor`.
 
-        Donates `params` and `opt_state`.
+        Donates `params` and `opt_state`. `frozen` is the second argument of the loss (`Loss`).
 
         Returns:
-          New parameters, new optimiser state, and metrics: the sums by name, "loss" divided by `total`, "grad_norm", and
+          New parameters, new optimiser state, and metrics: the sums by name, "loss" divided by `divisor`, "grad_norm", and
           "skipped" (updates skipped since the start because their gradient was not finite).
         """
-        # The zeros get the sharding of `accumulate`'s outputs; with another one, `accumulate` would compile twice.
-        placed = jax.tree.leaves(params)[0].sharding
+        # The initial zeros have the same sharding as the outputs of `accumulate`. Otherwise its second call would compile again.
+        sharding = jax.tree.leaves(params)[0].sharding
         replicated = (
-            NamedSharding(placed.mesh, PartitionSpec()) if isinstance(placed, NamedSharding) else placed
+            NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
         )
         threads = min(self.parallel_microbatches, len(batches)) or 1
         shares = [batches[first::threads] for first in range(threads)]
 
         def zeros() -> tuple[PyTree, dict[str, jax.Array]]:
             grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
-            return grads, {name: jnp.zeros((), device=replicated) for name in self.sums}
+            return grads, {name: jnp.zeros((), device=replicated) for name in self.sum_names}
 
         def accumulate_share(carry: tuple[PyTree, dict[str, jax.Array]], share: Sequence[Batch]) -> Any:
             for batch in share:
                 carry = self.accumulate(params, frozen, *carry, put_rows(batch, self.mesh))
-                # Without waiting, the device's queue would run all threads' programs one after another.
+                # Each thread waits for its own result. If it only queued programs, the CPU device would run those of all threads
+                # one after another.
                 if threads > 1:
                     jax.block_until_ready(carry[1])
             return carry
@@ -106,6 +110,6 @@ class GradientAccumulator:
         grads, sums = partial[0]
         for part in partial[1:]:
             grads, sums = self.add((grads, sums), part)
-        params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
+        params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(divisor))
         metrics = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
-        return params, opt_state, metrics | {"loss": metrics["loss"] / total}
+        return params, opt_state, metrics | {"loss": metrics["loss"] / divisor}

@@ -117,7 +117,7 @@ def whiten(
     """(A - mean) / (std + epsilon), with mean and std over all policy tokens of the batch; 0 on all other tokens.
 
     Used by REINFORCE++ (Hu et al. 2025, section 3.1) and by most PPO implementations. Environment tokens enter neither
-    mean nor std (released R-Search includes them, see SPEC).
+    mean nor std (released R-Search includes them).
 
     Args:
       values: one array per trajectory, one value per token.
@@ -138,8 +138,8 @@ def low_spread(
 ) -> Bool[np.ndarray, "N"]:
     """Mask of the trajectories whose group's rewards differ by at most `threshold`.
 
-    A group with equal rewards gives no learning signal (DAPO, section 3.2). A group whose rewards hardly differ counts as
-    much as any other after division by its standard deviation.
+    A group with equal rewards gives no learning signal (DAPO, section 3.2). If rewards hardly differ, division by
+    their small standard deviation gives the group as large advantages as any other group.
     """
     _, index = np.unique(groups, return_inverse=True)
     high = np.full(index.max(initial=-1) + 1, -np.inf)

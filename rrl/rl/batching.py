@@ -49,23 +49,24 @@ def pack_trajectories(
 ) -> PackedTrajectories:
     """Packs trajectories into rows; the policy's tokens are the targets.
 
-    Each context of a trajectory becomes one sequence, as the policy saw it, or a branch of a prefix tree
-    (`rrl.rl.prefix_tree`).
+    A context is a prompt and the tokens that follow it until the next prompt. A trajectory has one context, or several if
+    its recipe builds a new prompt for each step (`Trajectory.contexts`). Each context becomes one sequence, or with
+    `config.share_prefixes` possibly a branch of a prefix tree (`rrl.rl.prefix_tree`).
 
     Args:
       trajectories: the trajectories to pack.
       config: row lengths, tokens per microbatch, and whether prefixes are shared.
-      shards: devices over which the rows of a batch are split.
+      shards: number of devices over which the rows of a batch are split.
       extras: per-token arrays of each trajectory, by name.
 
     Raises:
       UserError: a context is longer than the longest row.
     """
     max_length = config.row_lengths[-1]
-    longest = max((part.stop - part.start for t in trajectories for part in t.contexts), default=0)
+    longest = max((context.stop - context.start for t in trajectories for context in t.contexts), default=0)
     if longest > max_length:
         raise UserError(
-            f"a trajectory of {longest} tokens is longer than the longest of objective.row_lengths={config.row_lengths}"
+            f"a context of {longest} tokens is longer than the longest of objective.row_lengths={config.row_lengths}"
         )
     trees = prefix_trees(trajectories, config.share_prefixes, max_length)
 
@@ -86,9 +87,9 @@ def pack_trajectories(
 
 
 def packed_token_counts(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> Int[np.ndarray, "N"]:
-    """Number of row tokens that each trajectory takes when all are packed together.
+    """Number of tokens that each trajectory adds to the packed rows if all trajectories are packed together.
 
-    A prefix that several contexts share counts once, for the trajectory whose tokens are in the trunk.
+    A prefix that several contexts share counts once, for the trajectory that contains the trunk.
     """
     owner = np.repeat(np.arange(len(trajectories)), [len(t.tokens) for t in trajectories])
     sizes = np.zeros(len(trajectories), np.int64)
@@ -106,7 +107,7 @@ class PerTokenFunction:
         config: ObjectiveConfig,
         mesh: Mesh | None = None,
     ) -> None:
-        """`function` takes trained parameters, frozen parameters and a microbatch, and returns arrays [B, T] by name."""
+        """`function` takes trained parameters, fixed parameters and a microbatch, and returns arrays [B, T] by name."""
         self.config = config
         self.mesh = mesh
         # Outputs are replicated, so that every process can read them whole.
@@ -122,7 +123,14 @@ class PerTokenFunction:
         trajectories: Sequence[Trajectory],
         extras: Mapping[str, Sequence[Float[np.ndarray, "T"]]] | None = None,
     ) -> dict[str, list[Float[np.ndarray, "T"]]]:
-        """Values of every token of each trajectory, by name; `extras` become `Batch.extras`."""
+        """Values of every token of each trajectory, by name.
+
+        Args:
+          params: trained parameters.
+          fixed: parameters that are not trained (`rrl.rl.optim.split_trained`).
+          trajectories: the trajectories.
+          extras: per-token arrays of each trajectory, by name; they become `Batch.extras`.
+        """
 
         def run(batch: Batch) -> dict[str, np.ndarray]:
             return jax.device_get(self.program(params, fixed, put_rows(batch, self.mesh)))

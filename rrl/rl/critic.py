@@ -21,7 +21,7 @@ from rrl.rl.accumulate import GradientAccumulator
 from rrl.rl.advantages import whiten
 from rrl.rl.batch import Batch
 from rrl.rl.batching import PerTokenFunction, pack_trajectories, packed_token_counts
-from rrl.rl.gae import before_token, gae
+from rrl.rl.gae import gae, values_before_tokens
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, init_optimizer, make_optimizer, split_trained
 from rrl.rl.packing import even_shares
@@ -44,8 +44,8 @@ class CriticConfig:
     """lambda of generalised advantage estimation."""
     across_contexts: bool = False
     """True: the contexts of a trajectory form one episode, so that a step is credited with the rewards of later steps (R3-RAG,
-    Eq. 8 over steps). False: each context is a separate episode (R3-RAG as released). With False the policy learns to search
-    less if answering at once is often right by luck."""
+    Eq. 8 over steps). False: each context is a separate episode (R3-RAG as released). Then a search gets no credit for the
+    answer that it makes possible. If lucky guesses are often rewarded, the policy learns to search less."""
     clip: float | None = 0.5
     """Value clipping: changes of a value beyond this get no gradient (`rrl.rl.values.value_loss`); None: no clipping."""
     epochs: int = 1
@@ -69,8 +69,8 @@ class CriticConfig:
         """Optimiser steps per rollout batch."""
         return self.epochs * self.minibatches
 
-    def body(self, policy: DecoderConfig) -> DecoderConfig:
-        """The value model's shape, given the policy's. Raises UserError if `layers` exceeds the policy's."""
+    def decoder_config(self, policy: DecoderConfig) -> DecoderConfig:
+        """The config of the value model's decoder, given the policy's. Raises UserError if `layers` exceeds the policy's."""
         if self.layers > policy.layers:
             raise UserError(
                 f"critic.layers={self.layers} must be at most {policy.layers}, the policy's (0: all of them)"
@@ -103,20 +103,28 @@ class Critic:
         objective: ObjectiveConfig,
         mesh: Mesh | None = None,
     ) -> None:
-        """`graph` and `fixed` are from `split_trained`. `objective` sets how trajectories are packed and whether advantages are
-        whitened."""
+        """Builds the programs; nothing is compiled yet.
+
+        Args:
+          graph: the value model's, from `split_trained`.
+          fixed: its parameters that are not trained, from `split_trained`.
+          optimizer: of the trained parameters.
+          config: the critic's.
+          objective: sets how trajectories are packed and whether advantages are whitened.
+          mesh: devices; None: the default device.
+        """
         self.config, self.objective, self.mesh, self.fixed = config, objective, mesh, fixed
 
         def values(params: PyTree, fixed: PyTree, batch: Batch) -> jax.Array:
-            after_token = nnx.merge(graph, params, fixed).values(
+            values_after = nnx.merge(graph, params, fixed).values(
                 batch.tokens,
                 positions=batch.positions,
                 segment_ids=batch.segment_ids,
                 branches=batch.branches,
             )
-            return before_token(after_token)
+            return values_before_tokens(values_after)
 
-        def estimate(params: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
+        def named_values(params: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
             return {"value": values(params, fixed, batch)}
 
         def loss(params: PyTree, fixed: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -126,7 +134,7 @@ class Critic:
             sums = value_moments(old, returns, mask) | {"clip_fraction": jnp.sum(mask * clipped)}
             return jnp.sum(mask * losses), sums
 
-        self._estimate = PerTokenFunction(estimate, objective, mesh)
+        self._token_values = PerTokenFunction(named_values, objective, mesh)
         self.accumulator = GradientAccumulator(
             loss, optimizer, (*MOMENTS, "clip_fraction"), mesh, objective.parallel_microbatches
         )
@@ -149,7 +157,7 @@ class Critic:
         rewards = [t.token_rewards for t in trajectories]
         if penalties is not None:
             rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-        values = self._estimate(state[0], self.fixed, trajectories)["value"]
+        values = self._token_values(state[0], self.fixed, trajectories)["value"]
         advantages, returns = self._gae(values, rewards, trajectories)
         masks = [t.roles == POLICY for t in trajectories]
         values = [np.where(mask, value, 0.0) for mask, value in zip(masks, values, strict=True)]
@@ -215,9 +223,11 @@ class Critic:
         steps: list[dict[str, float]] = []
         params, opt_state = state
         with use_mesh(self.mesh):
-            for batches, total in packed * config.epochs:
-                params, opt_state, sums = self.accumulator.step(params, opt_state, self.fixed, batches, total)
-                steps.append(sums | {"clip_fraction": sums["clip_fraction"] / total})
+            for batches, divisor in packed * config.epochs:
+                params, opt_state, sums = self.accumulator.step(
+                    params, opt_state, self.fixed, batches, divisor
+                )
+                steps.append(sums | {"clip_fraction": sums["clip_fraction"] / divisor})
         first_epoch = {name: sum(sums[name] for sums in steps[: len(packed)]) for name in MOMENTS}
         tokens = max(first_epoch["count"], 1.0)
         metrics: dict[str, Any] = {
@@ -228,6 +238,7 @@ class Critic:
             "skipped": steps[-1]["skipped"],
             "explained_variance": explained_variance(first_epoch),
             "return": first_epoch["return"] / tokens,
+            # The mean value: `value_moments` defines error = return - value.
             "value": (first_epoch["return"] - first_epoch["error"]) / tokens,
         }
 
@@ -249,7 +260,10 @@ class Critic:
 def make_critic(
     model: ValueModel, config: CriticConfig, objective: ObjectiveConfig, mesh: Mesh | None = None
 ) -> tuple[Critic, CriticState]:
-    """Returns a critic and its first state, which uses the model's buffers; updates donate them."""
+    """Returns a critic and its initial state.
+
+    The state uses the buffers of `model`. The first update donates them, so `model` must not be used after it.
+    """
     graph, params, fixed = split_trained(model, config.optim.frozen)
     optimizer = make_optimizer(config.optim)
     state = params, init_optimizer(optimizer, params, mesh)

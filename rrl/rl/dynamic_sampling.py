@@ -20,7 +20,7 @@ def informative_groups(
       rewards: total reward of each trajectory.
       groups: group id of each trajectory.
       drop_spread: groups whose rewards differ by at most this are dropped; 0: groups with equal rewards; None: no group.
-      excluded: True on trajectories whose group must not be learned from, whatever its rewards.
+      excluded: True on trajectories that are left out whatever their rewards. A group is dropped if all its trajectories are.
     """
     dropped = np.zeros(len(groups), bool) if excluded is None else excluded
     if drop_spread is not None:
@@ -33,6 +33,11 @@ def groups_to_sample(target: int, sampled: int, informative: int) -> int:
     """Number of groups to sample in the next round; 0 if `target` groups are informative.
 
     It is the number of missing groups divided by the fraction that was informative so far, at most `target`.
+
+    Args:
+      target: number of informative groups that the step needs.
+      sampled: number of groups sampled so far.
+      informative: number of those that are informative.
     """
     missing = max(0, target - informative)
     if not missing or not informative:

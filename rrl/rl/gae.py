@@ -29,28 +29,29 @@ def gae(
     function with one segment per episode (`CriticConfig.across_contexts`).
 
     Args:
-      rewards: of each policy token.
+      rewards: reward of each policy token.
       values: V of the state in which token t was chosen, that is, after token t - 1.
       policy: True on the policy's tokens.
-      segment_ids: number of the token's segment in its row; 0 is padding.
+      segment_ids: segment of each token in its row: 1, 2, ...; 0 is padding.
       discount: gamma.
       gae_lambda: lambda.
     """
     # The linear recurrence x_t = a_t + b_t·x_(t+1) is associative, so a scan takes log T steps. b_t = 0 at the end of a
     # segment keeps segments apart.
-    follows = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1))).astype(jnp.float32)
+    has_next = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1))).astype(jnp.float32)
     values, rewards = jnp.where(policy, values, 0.0), jnp.where(policy, rewards, 0.0)
-    first_value = _scan_left(values, jnp.where(policy, 0.0, follows))
-    following = follows * _shift_left(first_value)
-    delta = jnp.where(policy, rewards + discount * following - values, 0.0)
-    advantage = _scan_left(delta, follows * jnp.where(policy, discount * gae_lambda, 1.0))
+    # V of the first policy token at or after t, and V_t', that of the first one after t.
+    value_from = _scan_left(values, jnp.where(policy, 0.0, has_next))
+    next_value = has_next * _shift_left(value_from)
+    delta = jnp.where(policy, rewards + discount * next_value - values, 0.0)
+    advantage = _scan_left(delta, has_next * jnp.where(policy, discount * gae_lambda, 1.0))
     advantage = jnp.where(policy, advantage, 0.0)
     return advantage, jnp.where(policy, advantage + values, 0.0)
 
 
-def before_token(values: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Shifts values after each token to values of the state in which each token was chosen; 0 for a row's first token."""
-    return jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
+def values_before_tokens(values_after: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Value of the state in which each token was chosen: entry t is the value after token t - 1; 0 for a row's first token."""
+    return jnp.pad(values_after[:, :-1], ((0, 0), (1, 0)))
 
 
 def _shift_left(x: Float[Array, "B T"]) -> Float[Array, "B T"]:

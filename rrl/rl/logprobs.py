@@ -1,8 +1,9 @@
-"""Log-probabilities of target tokens, computed in chunks so that the logits [B, T, V] never exist. Read `token_logprobs` first.
+"""Log-probabilities of target tokens, computed in chunks of positions to save memory. Read `token_logprobs` first.
 
 In each row the positions that predict a target are moved to the front. The output head then runs over chunks of positions
-and skips chunks without a target. If the logits would take more than `MAX_KEPT_LOGIT_BYTES`, the backward pass recomputes
-them chunk by chunk and sums the head's gradient in place. Supervised training and reinforcement learning both use this module.
+and skips chunks without a target. If all logits [B, T, V] would take more than `MAX_KEPT_LOGIT_BYTES`, they never exist at
+once: the backward pass recomputes them chunk by chunk and sums the head's gradient in place. Supervised training and
+reinforcement learning both use this module.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ def token_logprobs(
     Args:
         decoder: returns hidden states [B, T, D]; its `unembed` returns logits [..., V].
         batch: rows [B, T].
-        chunk: number of positions, over all rows, whose logits exist at a time; None: `chunk_positions`.
+        chunk: number of positions, over all rows, whose logits are computed at a time; None: `chunk_positions`.
         entropy: also compute the entropy (differentiable).
         greedy: also return whether the target is the argmax.
         temperature: divides the logits.
@@ -93,7 +94,7 @@ def token_logprobs(
     )
 
 
-def chunk_positions(vocabulary: int, shares: int = 1) -> int:
+def chunk_positions(vocabulary: int, devices: int = 1) -> int:
     """Number of positions in a chunk, over all rows.
 
     It is the largest multiple of 128 whose logits fit in `MAX_CHUNK_LOGIT_BYTES` per device, from 128 to
@@ -101,9 +102,9 @@ def chunk_positions(vocabulary: int, shares: int = 1) -> int:
 
     Args:
         vocabulary: V.
-        shares: number of devices among which the logits are split, by rows or by vocabulary.
+        devices: number of devices among which the logits are split, by rows or by vocabulary.
     """
-    fitting = MAX_CHUNK_LOGIT_BYTES * shares // (4 * vocabulary)
+    fitting = MAX_CHUNK_LOGIT_BYTES * devices // (4 * vocabulary)
     return min(MAX_CHUNK_POSITIONS, max(128, fitting // 128 * 128))
 
 
@@ -164,7 +165,7 @@ class _Head:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tokens", "loss_mask", "slots"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["tokens", "loss_mask", "positions"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
@@ -172,20 +173,27 @@ class _Chunks:
 
     tokens: Int[Array, "B T"]
     loss_mask: Bool[Array, "B T"]
-    slots: Int[Array, "chunks B c"]
-    """Positions whose next token is scored. A row's last position predicts nothing and serves as padding."""
+    positions: Int[Array, "chunks B c"]
+    """Columns of each chunk, in each row; the token after a position is scored. A row's last column predicts nothing and serves
+    as padding."""
 
-    def at(self, slots: Int[Array, "B c"]) -> tuple[Int[Array, "B c"], Int[Array, "B c"], Bool[Array, "B c"]]:
-        """Positions of a chunk's hidden states, its target tokens, and which of them are targets."""
+    def inputs_and_targets(
+        self, positions: Int[Array, "B c"]
+    ) -> tuple[Int[Array, "B c"], Int[Array, "B c"], Bool[Array, "B c"]]:
+        """For one chunk: columns of its hidden states, the tokens after them, and which of these tokens are targets."""
         length = self.tokens.shape[1]
-        targets = jnp.minimum(slots + 1, length - 1)
-        real = jnp.take_along_axis(self.loss_mask, targets, axis=1) & (slots < length - 1)
-        return jnp.minimum(slots, length - 2), jnp.take_along_axis(self.tokens, targets, axis=1), real
+        targets = jnp.minimum(positions + 1, length - 1)
+        is_target = jnp.take_along_axis(self.loss_mask, targets, axis=1) & (positions < length - 1)
+        return (
+            jnp.minimum(positions, length - 2),
+            jnp.take_along_axis(self.tokens, targets, axis=1),
+            is_target,
+        )
 
     def inverse(self) -> Int[Array, "B T-1"]:
-        """Index of each position among the slots of all chunks: the inverse of the sort."""
+        """Index of each column in the concatenated `positions` of all chunks, which undoes the sort of `score_targets`."""
         rows, length = self.tokens.shape
-        return jnp.argsort(self.slots.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], axis=1)
+        return jnp.argsort(self.positions.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], axis=1)
 
 
 def _forward(
@@ -193,20 +201,20 @@ def _forward(
 ) -> dict[str, Shaped[Array, "chunks B c"]]:
     """Scores of all chunks, computed one chunk at a time."""
 
-    def one_chunk(slots: Int[Array, "B c"]) -> dict[str, Array]:
-        at, targets, real = chunks.at(slots)
-        states = jnp.take_along_axis(hidden, at[..., None], axis=1)
+    def one_chunk(positions: Int[Array, "B c"]) -> dict[str, Array]:
+        columns, targets, is_target = chunks.inputs_and_targets(positions)
+        states = jnp.take_along_axis(hidden, columns[..., None], axis=1)
         out = jax.lax.cond(
-            real.any(),
+            is_target.any(),
             lambda states: head.scores(states, targets, weights),
             lambda states: head.zeros(targets),
             states,
         )
-        return {name: jnp.where(real, x, False if name == "greedy" else 0.0) for name, x in out.items()}
+        return {name: jnp.where(is_target, x, False if name == "greedy" else 0.0) for name, x in out.items()}
 
-    if len(chunks.slots) == 1:
-        return jax.tree.map(lambda x: x[None], one_chunk(chunks.slots[0]))
-    return jax.lax.map(one_chunk, chunks.slots)
+    if len(chunks.positions) == 1:
+        return jax.tree.map(lambda x: x[None], one_chunk(chunks.positions[0]))
+    return jax.lax.map(one_chunk, chunks.positions)
 
 
 _forward_remat = jax.custom_vjp(_forward, nondiff_argnums=(0,))
@@ -229,19 +237,19 @@ def _backward(
     def one_chunk(
         weight_grads: tuple[Array, ...], chunk: tuple[Array, dict[str, Array], dict[str, Array]]
     ) -> tuple[tuple[Array, ...], Float[Array, "B c D"]]:
-        slots, out, grads = chunk
-        at, targets, real = chunks.at(slots)
-        states = jnp.take_along_axis(hidden, at[..., None], axis=1)
-        grads = {name: jnp.where(real, grad, 0.0) for name, grad in grads.items()}
+        positions, out, grads = chunk
+        columns, targets, is_target = chunks.inputs_and_targets(positions)
+        states = jnp.take_along_axis(hidden, columns[..., None], axis=1)
+        grads = {name: jnp.where(is_target, grad, 0.0) for name, grad in grads.items()}
 
         def add(weight_grads: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
             logits, pullback = jax.vjp(head.logits, states, *weights)
             state_grad, *more = pullback(head.logits_gradient(logits, targets, out, grads))
             return tuple(old + new for old, new in zip(weight_grads, more, strict=True)), state_grad
 
-        return jax.lax.cond(real.any(), add, lambda sums: (sums, jnp.zeros_like(states)), weight_grads)
+        return jax.lax.cond(is_target.any(), add, lambda sums: (sums, jnp.zeros_like(states)), weight_grads)
 
-    inputs = chunks.slots, out, {name: grads[name] for name in differentiable}
+    inputs = chunks.positions, out, {name: grads[name] for name in differentiable}
     weight_grads, state_grads = jax.lax.scan(one_chunk, tuple(jnp.zeros_like(w) for w in weights), inputs)
     rows, _, width = hidden.shape
     flat = state_grads.swapaxes(0, 1).reshape(rows, -1, width)

@@ -37,12 +37,12 @@ def clipped_objective(
     ratio = jnp.exp(logp - old_logp)
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     plain, bounded = ratio * advantage, clipped * advantage
-    loss, active = -jnp.minimum(plain, bounded), bounded < plain
+    loss, was_clipped = -jnp.minimum(plain, bounded), bounded < plain
     if dual_clip is not None:
         ceiling = -dual_clip * advantage
         over = (advantage < 0) & (loss > ceiling)
-        loss, active = jnp.where(over, ceiling, loss), active | over
-    return loss, ratio, active.astype(jnp.float32)
+        loss, was_clipped = jnp.where(over, ceiling, loss), was_clipped | over
+    return loss, ratio, was_clipped.astype(jnp.float32)
 
 
 def kl_estimate(

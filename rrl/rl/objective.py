@@ -53,8 +53,8 @@ class ObjectiveConfig:
     microbatch_tokens: int = 8192
     """Tokens per microbatch: those whose activations are in memory at a time."""
     row_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    """Lengths of packed rows, in tokens; a program is compiled for each. The last must hold the longest context, and with
-    `share_prefixes` limits a prefix tree."""
+    """Lengths of packed rows, in tokens; a program is compiled for each. The last is the upper bound of a context, and with
+    `share_prefixes` of a prefix tree, which takes one row."""
     share_prefixes: bool = False
     """Whether contexts with a common prefix share it in a packed row, where it is computed once (`rrl.rl.prefix_tree`). Such
     contexts are the steps of one trajectory (R3-RAG) or the samples of one prompt (R2AG). Splash attention does not support
@@ -116,7 +116,7 @@ class ObjectiveConfig:
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """Names of the sums over tokens that `policy_loss` returns."""
+        """Names of the sums over tokens that `policy_loss` returns; `Updater.__call__` explains them."""
         weights = ("importance",) if self.importance_cap is not None else ()
         return ("kl", "entropy", "ratio", "clip_fraction", "step_kl", "logp_gap", "tokens", *weights)
 
@@ -138,7 +138,7 @@ def policy_loss(
       config: the objective.
     """
     old = batch.extras["old_logp"]
-    objective, ratio, clipped = clipped_objective(
+    token_loss, ratio, clipped = clipped_objective(
         scores.logp,
         old,
         batch.extras["advantage"],
@@ -150,16 +150,16 @@ def policy_loss(
     sums = {}
     if config.importance_cap is not None:
         importance = truncated_importance(old, batch.extras["sampled_logp"], config.importance_cap)
-        objective = importance * objective
+        token_loss = importance * token_loss
         sums["importance"] = jnp.sum(mask * importance)
     kl = kl_estimate(scores.logp, jax.lax.stop_gradient(reference), config.kl_estimator)
     if config.kl_in == "loss":
-        objective = objective + config.kl_coef * kl
+        token_loss = token_loss + config.kl_coef * kl
     assert scores.entropy is not None
     if config.entropy_coef:
-        objective = objective - config.entropy_coef * scores.entropy
-    value = jnp.sum(mask * batch.extras["weight"] * objective)
-    return value, sums | {
+        token_loss = token_loss - config.entropy_coef * scores.entropy
+    loss = jnp.sum(mask * batch.extras["weight"] * token_loss)
+    return loss, sums | {
         "kl": jnp.sum(mask * kl),
         "entropy": jnp.sum(mask * scores.entropy),
         "ratio": jnp.sum(mask * ratio),

@@ -83,9 +83,9 @@ class OptimConfig:
         if not 0 <= self.warmup_ratio <= 1:
             raise UserError(f"optim.warmup_ratio={self.warmup_ratio} must lie in 0..1.")
         given = [name for name in ("adam_lr", "clip_norm") if getattr(self, name) is not None]
-        shares = ("final_ratio", "b1", "b2", "muon_beta")
-        at_least(0, self, "lr", "warmup_steps", "weight_decay", "eps", *given, *shares, where="optim.")
-        at_most(1, self, *shares, where="optim.")
+        fractions = ("final_ratio", "b1", "b2", "muon_beta")
+        at_least(0, self, "lr", "warmup_steps", "weight_decay", "eps", *given, *fractions, where="optim.")
+        at_most(1, self, *fractions, where="optim.")
         for field in ("b1", "b2", "muon_beta"):
             if getattr(self, field) == 1:
                 raise UserError(f"optim.{field}=1 must be below 1: with 1 the running mean never changes")
@@ -135,7 +135,7 @@ def make_schedule(
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """Formats a pytree path as "layers/attention/query/kernel"."""
+    """Formats a pytree path as "layers/q"."""
     parts = (str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
     return "/".join(p for p in parts if p != "value")
 
@@ -143,7 +143,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 def matrix_dimensions(params: Any, rules: MatrixRules = MATRIX_RULES) -> Any:
     """The matrix axes of each parameter, as optax's Muon takes them; None for a parameter that is not a matrix."""
 
-    def of(path: tuple[Any, ...], leaf: Any) -> contrib.MuonDimensionNumbers | None:
+    def axes_of(path: tuple[Any, ...], leaf: Any) -> contrib.MuonDimensionNumbers | None:
         for pattern, axes in rules:
             if re.search(pattern, path_name(path)):
                 if axes is None or leaf.ndim < len(axes[0]) + len(axes[1]):
@@ -151,7 +151,7 @@ def matrix_dimensions(params: Any, rules: MatrixRules = MATRIX_RULES) -> Any:
                 return contrib.MuonDimensionNumbers(reduction_axis=axes[0], output_axis=axes[1])
         return None
 
-    return jax.tree_util.tree_map_with_path(of, params)
+    return jax.tree_util.tree_map_with_path(axes_of, params)
 
 
 def make_optimizer(config: OptimConfig, rules: MatrixRules = MATRIX_RULES) -> optax.GradientTransformation:
@@ -239,11 +239,17 @@ def init_optimizer(
 
 @jax.jit
 def running_mean(mean: Any, params: Any, count: Int[Array, ""] | int) -> Any:
-    """Updates a running mean: `mean` is over the first count - 1 pytrees, the result over `count`, `params` included."""
+    """Adds a pytree to a running mean.
+
+    Args:
+      mean: the mean of the first `count` - 1 pytrees.
+      params: the pytree to add.
+      count: number of pytrees in the result, `params` included.
+    """
     return optax.incremental_update(params, mean, 1 / jnp.asarray(count, jnp.float32))
 
 
-def taken_updates(state: optax.OptState) -> int:
+def applied_updates(state: optax.OptState) -> int:
     """Number of updates applied since the start, without skipped ones; the schedule counts these."""
     counts = optax.tree_utils.tree_get_all_with_path(state, "count")
     return max((int(count) for _, count in counts), default=0)

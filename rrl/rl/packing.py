@@ -37,8 +37,8 @@ def first_fit_decreasing(
     """Places items into rows, longest first, each into the first row with enough room.
 
     Args:
-        lengths: of the items.
-        row_length: of a row.
+        lengths: length of each item.
+        row_length: length of a row.
 
     Returns:
         Row of each item, first column of each item, and number of rows. The number does not depend on the items' order.
@@ -146,21 +146,21 @@ def pack(
         return out.reshape(count, row_length)
 
     # Segments of a row are numbered from 1, from left to right.
-    by_place = np.lexsort((start_of, row_of))
+    left_to_right = np.lexsort((start_of, row_of))
     segment = np.zeros(len(retained), np.int32)
-    new_row = np.diff(row_of[by_place], prepend=-1) != 0
+    new_row = np.diff(row_of[left_to_right], prepend=-1) != 0
     index = np.arange(len(retained))
-    segment[by_place] = index - np.maximum.accumulate(np.where(new_row, index, 0)) + 1
-    segment_ids, columns = np.zeros(count * row_length, np.int32), np.zeros(count * row_length, np.int32)
-    segment_ids[flat], columns[flat] = np.repeat(segment, lengths), within
-    places = columns.reshape(count, row_length)
-    mask = scatter(loss_mask, 0, np.dtype(bool)) & (places > 0)
+    segment[left_to_right] = index - np.maximum.accumulate(np.where(new_row, index, 0)) + 1
+    segment_ids, indices = np.zeros(count * row_length, np.int32), np.zeros(count * row_length, np.int32)
+    segment_ids[flat], indices[flat] = np.repeat(segment, lengths), within
+    index_in_sequence = indices.reshape(count, row_length)
+    mask = scatter(loss_mask, 0, np.dtype(bool)) & (index_in_sequence > 0)
 
     row, start = np.full(len(tokens), -1, np.int64), np.zeros(len(tokens), np.int64)
     row[retained], start[retained] = row_of, start_of
     batch = Batch(
         tokens=scatter(tokens, pad_id, np.dtype(np.int32)),
-        positions=places if positions is None else scatter(positions, 0, np.dtype(np.int32)),
+        positions=index_in_sequence if positions is None else scatter(positions, 0, np.dtype(np.int32)),
         segment_ids=segment_ids.reshape(mask.shape),
         loss_mask=mask,
         extras={name: scatter(parts, 0) for name, parts in (extras or {}).items()},
@@ -174,7 +174,7 @@ class Buckets:
     """Batches of a few shapes, and the place of each sequence."""
 
     batches: list[Batch]
-    batch: Int[np.ndarray, "N"]
+    batch_index: Int[np.ndarray, "N"]
     """Index of each sequence's batch; -1 if the sequence is longer than every row length."""
     row: Int[np.ndarray, "N"]
     """Row of each sequence in its batch."""
@@ -183,7 +183,7 @@ class Buckets:
 
     def unpack(self, values: Sequence[Shaped[np.ndarray, "B T"]], lengths: Sequence[int]) -> list[np.ndarray]:
         """Per-token values of each sequence, in the order of `pack_buckets`' input, from the values of all batches."""
-        places = zip(self.batch, self.row, self.start, lengths, strict=True)
+        places = zip(self.batch_index, self.row, self.start, lengths, strict=True)
         return [values[batch][row, start : start + length] for batch, row, start, length in places]
 
 
@@ -213,8 +213,8 @@ def pack_buckets(
     batches: list[Batch] = []
     batch_of, row_of, start_of = (np.full(len(tokens), -1, np.int64) for _ in range(3))
     waiting = np.zeros(0, np.int64)
-    for place, (length, count) in enumerate(zip(lengths, rows, strict=True)):
-        low = lengths[place - 1] if place else 0
+    for bucket, (length, count) in enumerate(zip(lengths, rows, strict=True)):
+        low = lengths[bucket - 1] if bucket else 0
         waiting = np.append(waiting, np.flatnonzero((sizes > low) & (sizes <= length)))
         chosen = waiting.tolist()
         packed = pack(
@@ -227,12 +227,13 @@ def pack_buckets(
             extras={name: [parts[i] for i in chosen] for name, parts in (extras or {}).items()},
         )
         used = int(packed.row.max(initial=-1)) + 1
-        full = used // count if place < len(lengths) - 1 else -(-used // count)
-        ready = packed.row < full * count
-        done = waiting[ready]
-        batch_of[done] = len(batches) + packed.row[ready] // count
-        row_of[done], start_of[done] = packed.row[ready] % count, packed.start[ready]
-        for index in range(full):
+        # Only full batches are taken; the last length also takes a batch that is partly padding.
+        taken = used // count if bucket < len(lengths) - 1 else -(-used // count)
+        ready = packed.row < taken * count
+        placed = waiting[ready]
+        batch_of[placed] = len(batches) + packed.row[ready] // count
+        row_of[placed], start_of[placed] = packed.row[ready] % count, packed.start[ready]
+        for index in range(taken):
             span = slice(index * count, (index + 1) * count)
             batches.append(jax.tree.map(lambda x, span=span: x[span], packed.batch))
         waiting = waiting[~ready]

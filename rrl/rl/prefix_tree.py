@@ -19,22 +19,25 @@ from rrl.data.trajectory import POLICY, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class PrefixTree:
-    """One sequence of a packed row. Token numbers count the tokens of all trajectories, one trajectory after another."""
+    """One sequence of a packed row: its columns, and the tokens of the trajectories that they stand for.
+
+    A token's index is its index in the concatenated tokens of all trajectories.
+    """
 
     tokens: Int[np.ndarray, "L"]
-    """Number of the token in each column."""
+    """Index of the token in each column."""
     positions: Int[np.ndarray, "L"]
     """Position of each column's token in its context."""
     branches: Int[np.ndarray, "L"]
     """Branch of each column's token; 0 is the trunk."""
     covered: Int[np.ndarray, "M"]
-    """Numbers of all tokens that the sequence represents, shared ones included, each once."""
+    """Indices of all tokens of the tree's contexts. A token of a shared prefix is listed for each context that has it."""
     columns: Int[np.ndarray, "M"]
-    """Column of each of those tokens; tokens that contexts share have the same column."""
+    """Column of each token in `covered`. The copies of a shared token have the same column."""
 
 
 class _Context(NamedTuple):
-    """One context of a trajectory: the token numbers start..stop-1."""
+    """One context of a trajectory: the token indices start..stop-1."""
 
     start: int
     stop: int
@@ -53,66 +56,69 @@ def prefix_trees(trajectories: Sequence[Trajectory], share: bool, longest: int) 
     Args:
       trajectories: their contexts are the sequences.
       share: whether contexts share prefixes.
-      longest: most tokens of a tree. A single longer context still forms a tree.
+      longest: largest number of tokens in a tree. A longer context forms a tree alone.
     """
+    # A family: the contexts that may share a tree.
     families: dict[tuple[str, int], list[_Context]] = {}
     first = 0
     for index, trajectory in enumerate(trajectories):
-        parts = trajectory.contexts
-        family = ("group", trajectory.group) if share and len(parts) == 1 else ("trajectory", index)
-        families.setdefault(family, []).extend(_context(trajectory, part, first) for part in parts)
+        slices = trajectory.contexts
+        family = ("group", trajectory.group) if share and len(slices) == 1 else ("trajectory", index)
+        families.setdefault(family, []).extend(_context(trajectory, tokens, first) for tokens in slices)
         first += len(trajectory.tokens)
     if not share:
-        return [_tree(part, []) for contexts in families.values() for part in contexts]
+        return [_tree(context, []) for contexts in families.values() for context in contexts]
     return [tree for contexts in families.values() for tree in _trees(contexts, longest)]
 
 
-def _context(trajectory: Trajectory, part: slice, first: int) -> _Context:
-    """A context of a trajectory; `first` is the number of the trajectory's first token."""
-    is_policy = trajectory.roles[part] == POLICY
+def _context(trajectory: Trajectory, tokens: slice, first: int) -> _Context:
+    """A context of a trajectory; `first` is the index of the trajectory's first token."""
+    is_policy = trajectory.roles[tokens] == POLICY
     prompt = int(is_policy.argmax()) if is_policy.any() else len(is_policy)
-    return _Context(first + part.start, first + part.stop, trajectory.tokens[part], prompt)
+    return _Context(first + tokens.start, first + tokens.stop, trajectory.tokens[tokens], prompt)
 
 
 def _trees(contexts: Sequence[_Context], longest: int) -> list[PrefixTree]:
     """Builds trees; contexts that do not fit in a tree, or share nothing with its trunk, form further trees."""
     trees: list[PrefixTree] = []
     while contexts:
-        trunk = max(contexts, key=lambda part: len(part.tokens))
+        trunk = max(contexts, key=lambda context: len(context.tokens))
         room = longest - len(trunk.tokens)
         branches: list[tuple[int, _Context]] = []
         rest: list[_Context] = []
-        for part in contexts:
-            if part is trunk:
+        for context in contexts:
+            if context is trunk:
                 continue
-            common = _common_length(trunk, part)
-            more = len(part.tokens) - common
-            if common and more <= room:
-                branches.append((common, part))
-                room -= more
+            common = _common_length(trunk, context)
+            added = len(context.tokens) - common
+            if common and added <= room:
+                branches.append((common, context))
+                room -= added
             else:
-                rest.append(part)
+                rest.append(context)
         trees.append(_tree(trunk, sorted(branches, key=lambda branch: branch[0])))
         contexts = rest
     return trees
 
 
-def _common_length(trunk: _Context, part: _Context) -> int:
+def _common_length(trunk: _Context, other: _Context) -> int:
     """Length of the prefix that a context shares with the trunk.
 
     It ends before the prompt's last token, because that token's column predicts the policy's first token, which differs
     between contexts.
     """
-    limit = max(0, min(trunk.prompt, part.prompt) - 1)
-    same = trunk.tokens[:limit] == part.tokens[:limit]
+    limit = max(0, min(trunk.prompt, other.prompt) - 1)
+    same = trunk.tokens[:limit] == other.tokens[:limit]
     return limit if same.all() else int(same.argmin())
 
 
 def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> PrefixTree:
     """Lays out a tree; `branches` are pairs (length of the shared prefix, context), sorted by length."""
     tokens, positions, labels = [], [], []
-    covered, columns = [np.arange(trunk.start, trunk.stop)], [np.empty(trunk.stop - trunk.start, np.int64)]
-    placed = width = 0
+    trunk_columns = np.empty(trunk.stop - trunk.start, np.int64)
+    covered, columns = [np.arange(trunk.start, trunk.stop)], [trunk_columns]
+    placed = 0  # trunk tokens that have a column
+    width = 0  # columns so far
 
     def append(start: int, stop: int, position: int, branch: int) -> np.ndarray:
         """Puts tokens start..stop-1 in the next columns and returns these columns."""
@@ -124,12 +130,12 @@ def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> PrefixTr
         width += size
         return np.arange(width - size, width)
 
-    for branch, (common, part) in enumerate(branches, start=1):
-        columns[0][placed:common] = append(trunk.start + placed, trunk.start + common, placed, 0)
+    for branch, (common, context) in enumerate(branches, start=1):
+        trunk_columns[placed:common] = append(trunk.start + placed, trunk.start + common, placed, 0)
         placed = common
-        own = append(part.start + common, part.stop, common, branch)
-        covered.append(np.arange(part.start, part.stop))
-        columns.append(np.concatenate([columns[0][:common], own]))
-    columns[0][placed:] = append(trunk.start + placed, trunk.stop, placed, 0)
+        own = append(context.start + common, context.stop, common, branch)
+        covered.append(np.arange(context.start, context.stop))
+        columns.append(np.concatenate([trunk_columns[:common], own]))
+    trunk_columns[placed:] = append(trunk.start + placed, trunk.stop, placed, 0)
     joined = (np.concatenate(parts) for parts in (tokens, positions, labels, covered, columns))
     return PrefixTree(*joined)

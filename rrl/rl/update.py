@@ -30,7 +30,10 @@ Advantages = Float[np.ndarray, "N"] | Sequence[Float[np.ndarray, "T"]]
 
 
 class ReferenceLogprobs(NamedTuple):
-    """Log-probabilities under the reference policy, one array per trajectory; 0 on tokens that the policy did not write."""
+    """Log-probabilities under the reference policy, and KL penalties from them.
+
+    Each has one array per trajectory, which is 0 on tokens that the policy did not write.
+    """
 
     logps: list[Float[np.ndarray, "T"]]
     kl_penalties: list[Float[np.ndarray, "T"]]
@@ -51,15 +54,16 @@ def microbatches(
       trajectories: to learn from.
       advantages: one per trajectory or one per token.
       config: the objective.
-      shards: devices over which the rows of a microbatch are split.
-      old_logps: log-probabilities that the ratio is taken against; None: the sampler's.
+      shards: number of devices over which the rows of a microbatch are split.
+      old_logps: log-probabilities that the ratio is taken against; None: `Trajectory.logps`, the
+        sampler's at temperature 1 without truncation. "sampled_logp" is of the distribution that was sampled from.
       reference_logps: the reference's log-probabilities; needed if `config.extras` contains "reference_logp".
 
     Returns:
       The microbatches, and the number that the summed loss is divided by.
     """
     counts = np.array([t.policy_tokens for t in trajectories], np.int64)
-    weights, total = sequence_weights(
+    weights, divisor = sequence_weights(
         counts, config.aggregation, np.array([t.group for t in trajectories]), config.constant_tokens
     )
 
@@ -78,7 +82,7 @@ def microbatches(
         extras["sampled_logp"] = [t.sampled_logps for t in trajectories]
     if reference_logps is not None:
         extras["reference_logp"] = reference_logps
-    return pack_trajectories(trajectories, config, shards, extras).buckets.batches, total
+    return pack_trajectories(trajectories, config, shards, extras).buckets.batches, divisor
 
 
 class Updater:
@@ -114,13 +118,13 @@ class Updater:
         def logps(params: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
             return {"logp": token_logprobs(nnx.merge(graph, params, fixed), batch).logp}
 
-        def kl(reference: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
+        def reference_values(reference: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
             logp = logps(reference, fixed, batch)["logp"]
             estimate = kl_estimate(batch.extras["old_logp"], logp, config.kl_estimator)
             return {"logp": logp, "kl": jnp.where(batch.loss_mask, config.kl_coef * estimate, 0.0)}
 
         self.logps = PerTokenFunction(logps, config, mesh)
-        self.kl_penalties = PerTokenFunction(kl, config, mesh)
+        self.reference_values = PerTokenFunction(reference_values, config, mesh)
 
     def reference_logprobs(
         self, reference: PyTree, fixed: PyTree, trajectories: Sequence[Trajectory]
@@ -132,7 +136,7 @@ class Updater:
         if not self.config.kl_in_reward:
             return None
         old_logps = [t.logps for t in trajectories]
-        values = self.kl_penalties(reference, fixed, trajectories, {"old_logp": old_logps})
+        values = self.reference_values(reference, fixed, trajectories, {"old_logp": old_logps})
         return ReferenceLogprobs(values["logp"], values["kl"])
 
     def token_advantages(
@@ -141,7 +145,7 @@ class Updater:
         advantages: Float[np.ndarray, "N"],
         reference_logprobs: ReferenceLogprobs | None = None,
     ) -> Advantages:
-        """Final advantages, from the recipe's.
+        """Turns the recipe's advantages into those of the loss.
 
         If the KL is in the reward, subtracts the KL penalties from each token to the end. If `ObjectiveConfig.whiten` is
         set, whitens over the policy tokens of the batch. Otherwise returns the advantages unchanged.
@@ -178,11 +182,15 @@ class Updater:
           reference_logprobs: from the method of that name; None: computed here if needed.
 
         Returns:
-          New parameters, new optimiser state, and metrics. These are means over policy tokens, and over the steps with a
-          finite gradient if there are any: loss, grad_norm, kl (KL from the reference), step_kl (k3 estimate of
-          KL(old policy || current policy)), entropy, ratio, clip_fraction, and importance (with `config.importance_cap`).
-          logp_gap is |trainer's log-probability - sampler's| before the first step, over the first minibatch, or with
-          `config.importance_cap` over all. skipped counts skipped updates since the start of the run.
+          New parameters, new optimiser state, and metrics. Except for the last two, a metric is the mean over the optimiser
+          steps with a finite gradient; over all steps if no gradient is finite.
+            loss, grad_norm: of each step.
+            kl, entropy, ratio, clip_fraction: means over policy tokens; kl is that from the reference.
+            step_kl: mean over policy tokens of the k3 estimate of KL(old policy || current policy).
+            importance: mean truncated importance weight; only with `config.importance_cap`.
+            logp_gap: mean |trainer's log-probability - sampler's| over policy tokens, measured before the first step. With
+              `config.importance_cap` over all trajectories, otherwise over those of the first minibatch.
+            skipped: number of updates skipped since the start of the run.
         """
         config = self.config
         old = [t.logps for t in trajectories]
@@ -210,9 +218,9 @@ class Updater:
                     )
                 )
             steps: list[dict[str, float]] = []
-            for batches, total in packed * config.epochs:
+            for batches, divisor in packed * config.epochs:
                 params, opt_state, sums = self.accumulator.step(
-                    params, opt_state, (reference, fixed), batches, total
+                    params, opt_state, (reference, fixed), batches, divisor
                 )
                 tokens, not_sums = max(sums.pop("tokens"), 1.0), ("loss", "grad_norm", "skipped")
                 steps.append({n: v if n in not_sums else v / tokens for n, v in sums.items()})

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved by Orbax in the background, restored exactly, never read when incomplete.
+"""Checkpoints of a run: Orbax saves them in the background; incomplete checkpoints are never restored.
 
 Read `Checkpoints` first.
 """
@@ -27,15 +27,15 @@ FOLDER = "checkpoints"
 _log = logging.getLogger(__name__)
 
 _INDEX_DIGITS = 4
-"""Digits at the start of a leaf's name on disk. They keep the order of the leaves."""
+"""Digits of the leaf index at the start of a leaf's name on disk. They make the alphabetical order the order of the leaves."""
 _TEMPORARY = "*.orbax-checkpoint-tmp*"
 """Pattern of the names that Orbax gives checkpoints until they are complete."""
 _COMMITTED = "commit_success.txt"
 """File that Orbax writes last into the folder of a step, before it gives the folder its final name."""
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 """File in a step's folder: JSON with the time of the commit."""
-_ITEMS = ("state/_METADATA", "metadata/metadata")
-"""A file of each item of a step. A checkpoint without them cannot be read."""
+_ITEM_FILES = ("state/_METADATA", "metadata/metadata")
+"""One file of each part (arrays, metadata) of a checkpoint. A checkpoint that lacks one of them cannot be read."""
 _MAX_FILES = 64
 """Generous upper bound on the files and folders of one checkpoint."""
 
@@ -43,9 +43,8 @@ _MAX_FILES = 64
 class Checkpoints:
     """The checkpoints of one workdir.
 
-    A workdir belongs to one config, which is written to `config.json`. Opening it with another config raises an error, since a
-    run continued with other settings would be neither of the two runs. Saves are atomic (Orbax renames complete checkpoints)
-    and run in the background.
+    A workdir belongs to one config, which is written to `config.json`. Opening it with another config raises an error.
+    Saves are atomic (Orbax renames complete checkpoints) and run in the background.
 
     Opening a workdir removes the remains of killed saves and locks the workdir (`rrl.runs.workdir.lock_workdir`) until `close`.
     """
@@ -76,6 +75,7 @@ class Checkpoints:
         self._folder = self.workdir / FOLDER
         refuse_other_config(self.workdir, config, may_differ, may_grow)
         if self._folder.is_dir():
+            # Raises UserError if all checkpoints are incomplete, before anything is written.
             _complete_steps(self._folder)
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_workdir(self.workdir))
@@ -87,8 +87,8 @@ class Checkpoints:
                     _remove_leftovers(self._folder)
                 self._manager = _manager(self._folder, keep)
             self._open = stack.pop_all()
-        self._opened = self.workdir.stat()
-        self._saving = self._folder
+        self._workdir_stat = self.workdir.stat()
+        self._save_path = self._folder
         """Path of the latest save, for error messages."""
 
     @property
@@ -110,8 +110,8 @@ class Checkpoints:
             state=ocp.args.StandardSave(_leaves_by_path(state)),
             metadata=ocp.args.JsonSave(dict(metadata or {})),
         )
-        self._saving = self._folder / str(step)
-        with saving(self._saving):
+        self._save_path = self._folder / str(step)
+        with saving(self._save_path):
             _require_room(self._folder, state)
             self._manager.save(step, args=items, force=True)
 
@@ -119,10 +119,10 @@ class Checkpoints:
         """Raise SaveError if the workdir was deleted or the latest save failed. Does not wait for a running save."""
         self._refuse_lost_workdir()
         if not self._manager.is_saving_in_progress():
-            self.wait()
+            self.wait()  # returns at once, and raises the error of a failed save
 
     def _refuse_lost_workdir(self) -> None:
-        if not (self.workdir.is_dir() and os.path.samestat(self._opened, self.workdir.stat())):
+        if not (self.workdir.is_dir() and os.path.samestat(self._workdir_stat, self.workdir.stat())):
             raise SaveError(
                 f"workdir {self.workdir} was deleted or replaced during the run. Put it back, then give "
                 "the same command again: it continues from what was saved before."
@@ -130,7 +130,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the latest save is on disk. Raises SaveError if it failed."""
-        with saving(self._saving):
+        with saving(self._save_path):
             self._manager.wait_until_finished()
 
     def restore(
@@ -219,7 +219,7 @@ def read_part(workdir: str | os.PathLike[str], step: int, where: str, template: 
     Args:
         workdir: folder of the run.
         step: one of `saved_steps`.
-        where: path of the part in the saved state, as `jax.tree_util.keystr` writes it ("[0]" is the first item of a tuple).
+        where: path of the part in the saved pytree, as `jax.tree_util.keystr` writes it ("[0]" is the first item of a tuple).
         template: abstract arrays that give structure, shapes and shardings; dtypes are those on disk.
 
     Raises:
@@ -271,33 +271,33 @@ def _complete_steps(folder: pathlib.Path) -> tuple[list[int], dict[int, str]]:
     Raises:
         UserError: there are checkpoints, but none is complete.
     """
-    lacks = {
+    missing_files = {
         int(path.name): _missing_file(path)
         for path in folder.iterdir()
         if path.name.isdigit() and path.is_dir()
     }
-    whole = sorted(step for step, lack in lacks.items() if not lack)
-    broken = {step: lack for step, lack in sorted(lacks.items()) if lack}
-    if broken and not whole:
-        named = ", ".join(f"{step} lacks {lack}" for step, lack in broken.items())
+    complete = sorted(step for step, file in missing_files.items() if not file)
+    incomplete = {step: file for step, file in sorted(missing_files.items()) if file}
+    if incomplete and not complete:
+        reasons = ", ".join(f"{step} lacks {file}" for step, file in incomplete.items())
         raise UserError(
-            f"{folder} holds no complete checkpoint ({named}). Restore complete ones from a copy, or delete that folder and "
+            f"{folder} holds no complete checkpoint ({reasons}). Restore complete ones from a copy, or delete that folder and "
             "start from the beginning"
         )
-    return whole, broken
+    return complete, incomplete
 
 
 def _missing_file(folder: pathlib.Path) -> str:
     """Return the first file that a step's folder lacks to be a complete checkpoint; "" if it lacks none."""
     if not (folder / _COMMITTED).is_file():
-        try:  # Orbax before 0.12 writes only that mark; later versions also record the commit here
+        try:  # Orbax before 0.12 writes only _COMMITTED; later versions also record the commit in _STEP_METADATA
             known = json.loads((folder / _STEP_METADATA).read_bytes())
             committed = known["commit_timestamp_nsecs"]
         except (OSError, ValueError, LookupError, TypeError):
             committed = None
         if not committed:
             return _COMMITTED
-    return next((file for file in _ITEMS if not (folder / file).is_file()), "")
+    return next((file for file in _ITEM_FILES if not (folder / file).is_file()), "")
 
 
 def _remove_leftovers(folder: pathlib.Path) -> None:
@@ -309,20 +309,20 @@ def _remove_leftovers(folder: pathlib.Path) -> None:
         if path.is_dir() and not path.is_symlink():
             _log.info("removing %s, left by a killed save", path)
             shutil.rmtree(path)
-    whole, broken = _complete_steps(folder)
-    for step, lack in broken.items():
+    complete, incomplete = _complete_steps(folder)  # if there is an incomplete one, there is a complete one
+    for step, file in incomplete.items():
         path = folder / str(step)
-        if step < whole[-1]:
-            _log.warning("removing %s, an incomplete checkpoint (it lacks %s)", path, lack)
+        if step < complete[-1]:
+            _log.warning("removing %s, an incomplete checkpoint (it lacks %s)", path, file)
             shutil.rmtree(path)
             continue
-        aside = path.with_name(f"{step}.incomplete")
+        new_path = path.with_name(f"{step}.incomplete")
         _log.warning(
             "%s is an incomplete checkpoint (it lacks %s): renamed to %s; the one of step %d is used",
-            *(path, lack, aside.name, whole[-1]),
+            *(path, file, new_path.name, complete[-1]),
         )
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        shutil.rmtree(new_path, ignore_errors=True)
+        path.rename(new_path)
 
 
 def _require_room(folder: pathlib.Path, state: Any) -> None:

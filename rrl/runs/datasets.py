@@ -45,8 +45,8 @@ class RetrieverConfig:
     encoder: str = ""
     """Folder of the text encoder, for scann and exact."""
     title_weight: int = 3
-    """Weight of the title in BM25; its words count this many times. 0 leaves titles out, of embeddings too; for embeddings
-    every other value means 1."""
+    """BM25 counts each word of the title this many times. 0 leaves titles out of BM25 and of the embedded text. Embeddings do not
+    distinguish values above 0."""
     k1: float = 0.9
     """BM25's term-frequency saturation."""
     b: float = 0.4
@@ -60,7 +60,7 @@ class RetrieverConfig:
     def __post_init__(self) -> None:
         one_of((*INDEXES, "off"), self, "kind")
         one_of(FORMS, self, "form")
-        self.bm25()
+        self.bm25()  # checks its settings
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that determine search results, with an index identified by its content.
@@ -88,8 +88,8 @@ class RetrieverConfig:
             kind = settings["index"]["kind"]
         if self.encoder and kind in ("http", "bm25"):
             raise UserError(
-                f"retriever.encoder={self.encoder!r} has no meaning with retriever.index={self.index!r}, which takes words "
-                f"({kind}); leave it out"
+                f"retriever.encoder={self.encoder!r} has no meaning with retriever.index={self.index!r}, which searches by "
+                f"words ({kind}); leave it out, or with a config that sets it give --config.retriever.encoder="
             )
         return settings
 
@@ -123,9 +123,9 @@ class DataConfig:
     held_out: int = 500
     """Largest number of held-out questions of a folder."""
     on_error: OnFault = "refuse"
-    """What happens at a fault in the data. refuse: a broken record raises an error. skip: broken records are skipped and
-    counted. In both cases an episode whose question does not fit the context ends as context_limit. stop: like refuse, and
-    such a question raises an error too."""
+    """What happens with broken records and with questions that do not fit the context. refuse: a broken record raises an error.
+    skip: broken records are skipped and counted. With both, the episode of a question that does not fit the context ends as
+    context_limit. stop: a broken record and a question that does not fit both raise an error."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "seed", "held_out")
@@ -146,7 +146,7 @@ class SearchDataset:
     retriever: Retriever | None
     """None if the retriever is off."""
     passages: Sequence[Passage]
-    """Empty if the retriever uses a given index."""
+    """Empty if `RetrieverConfig.index` is given, which has its own passages."""
 
 
 def load_retriever(
@@ -162,9 +162,9 @@ def load_retriever(
         passages: indexed unless the config names an index or a service.
         config: kind and settings of the retriever.
         encoder: text encoder for scann and exact.
-        seconds: time after which the caller gives up a search; a service gets `SEARCH_ATTEMPTS` attempts within it.
-        workdir: folder in which an index is stored if building it again could give another result, so that a resumed run
-            finds the same passages; None: no index is stored.
+        seconds: time limit of a search. A search service gets `SEARCH_ATTEMPTS` attempts within it.
+        workdir: folder in which a large index over embeddings is stored, so that a resumed run finds the same passages
+            (ScaNN's builder is not deterministic); None: no index is stored.
 
     Returns:
         The retriever; None if it is off.
@@ -223,7 +223,7 @@ def load_retriever_encoder(config: RetrieverConfig, where: str = "retriever") ->
 
 
 def data_fingerprint(folder: str) -> dict[str, Any]:
-    """Return size and SHA-256 of each file of a data folder, so that a moved folder is recognised."""
+    """Return size and SHA-256 of each file of a data folder, which identify the data also after the folder has moved."""
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
     stamps = {file.name: stamp(file) for file in files}
     return {
@@ -260,28 +260,28 @@ def load_datasets(
             raise UserError(
                 "retriever.index needs data=FOLDER; the built-in world generates its own passages"
             )
-        sides = (
+        splits = (
             ("train", data.train_worlds, data.train_per_kind),
             (data.held_out_split, data.held_out_worlds, data.held_out_per_kind),
         )
-        corpora = []
-        for split, worlds, per_kind in sides:
+        datasets = []
+        for split, worlds, per_kind in splits:
             wiki = generate(split, data.seed, worlds * data.world_size, worlds)
             items = mixed_questions(wiki, per_kind, data.kinds, data.seed)
             log(
                 f"miniwiki {split}: {worlds} worlds, {len(wiki.passages)} passages, {len(items)} questions; indexing"
             )
-            search = load_retriever(wiki.passages, retriever, encoder, workdir=workdir)
-            corpora.append(SearchDataset([item.question for item in items], search, wiki.passages))
-        return corpora[0], corpora[1]
+            search_retriever = load_retriever(wiki.passages, retriever, encoder, workdir=workdir)
+            datasets.append(SearchDataset([item.question for item in items], search_retriever, wiki.passages))
+        return datasets[0], datasets[1]
     folder = load_folder(data.path, on_broken(data.on_error), corpus=not retriever.index)
     action = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
     log(f"{data.path}: {len(folder.passages)} passages; {action}")
-    search = load_retriever(folder.passages, retriever, encoder, search_seconds, workdir)
+    search_retriever = load_retriever(folder.passages, retriever, encoder, search_seconds, workdir)
     train, held_out = split_questions(folder)
     log(f"{data.path}: {len(train)} training questions, {len(held_out[: data.held_out])} held out")
-    return SearchDataset(train, search, folder.passages), SearchDataset(
-        held_out[: data.held_out], search, folder.passages
+    return SearchDataset(train, search_retriever, folder.passages), SearchDataset(
+        held_out[: data.held_out], search_retriever, folder.passages
     )
 
 

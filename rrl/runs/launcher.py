@@ -40,15 +40,14 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     """Parse the flags and run `main`. Errors end the process with one line and an exit code.
 
     Wrong input (flags, config arguments, fields, files), a failed save and a failed search exit with `EXIT_USER_ERROR`. A
-    service that does not answer exits with `EXIT_TRY_AGAIN`. absl's own handling would print the whole usage text and exit
-    with code 1.
+    service that does not answer exits with `EXIT_TRY_AGAIN`. (absl itself prints the whole usage text and exits with code 1.)
 
     Args:
         main: called with the remaining arguments.
-        callbacks: see `prepare_host`, which must run before the flags are parsed, since config files import jax.
+        callbacks: whether the program has host callbacks, as every rollout with retrieval does; see `prepare_host`.
     """
     use_huge_pages()
-    prepare_host(callbacks)
+    prepare_host(callbacks)  # before the flags are parsed, since config files import jax
     sys.argv[1:] = rename_overrides(sys.argv[1:])
     # A config in another folder may import `configs`.
     sys.path.append(str(pathlib.Path(sys.argv[0]).resolve().parent.parent))
@@ -64,7 +63,7 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
                 sys.exit(0)
             raise
 
-    def guarded(argv: Sequence[str]) -> None:
+    def run_main(argv: Sequence[str]) -> None:
         absl_logging.set_verbosity(absl_logging.WARNING)  # checkpointing logs every file it touches at INFO
         logging.getLogger("rrl").setLevel(logging.INFO)
         _quiet_failed_saves()
@@ -91,7 +90,7 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
                 raise
             _fail(f"{error.filename}: {error.strerror}. Fix that path, or give another one")
 
-    app.run(guarded, flags_parser=parse)
+    app.run(run_main, flags_parser=parse)
 
 
 def exit_after_runs(failed: Mapping[str, str], stopped: bool, again: bool = False) -> None:
@@ -121,9 +120,9 @@ def load_config(config: str, overrides: Sequence[str]) -> Any:
     values = flags.FlagValues()
     renamed = rename_overrides([f"--config.{override}" for override in overrides])
     argv = ["rrl", f"--config={config}", *renamed]
-    holder = config_flags.DEFINE_config_file("config", None, "", values, lock_config=True, sys_argv=argv)
+    flag = config_flags.DEFINE_config_file("config", None, "", values, lock_config=True, sys_argv=argv)
     _parse_flags(argv, values)
-    return holder.value
+    return flag.value
 
 
 def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
@@ -132,19 +131,23 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
     try:
         return values(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        known = {
+        if isinstance(
+            cause := _cause(error), UserError
+        ):  # an error of the config file, whatever the overrides
+            raise UserError(str(cause)) from error
+        describers = {
             AttributeError: _unknown_field,
             KeyError: _unknown_field,
             flags.IllegalFlagValueError: _wrong_value,
         }
         reason = next(
-            (describe(argv, values) for kind, describe in known.items() if isinstance(error, kind)), ""
+            (describe(argv, values) for kind, describe in describers.items() if isinstance(error, kind)), ""
         )
-        raise UserError(reason or str(_cause(error))) from error
+        raise UserError(reason or str(cause)) from error
 
 
 def _with_shipped_config(argv: Sequence[str]) -> list[str]:
-    """The arguments, with the checkout's file for a config `configs/...` that is not under the current folder."""
+    """Return the arguments with a --config file that is missing in the current folder replaced by the one that comes with rrl."""
     found = list(argv)
     for at, arg in enumerate(argv):
         flag, equals, value = arg.partition("=")
@@ -158,7 +161,7 @@ def _with_shipped_config(argv: Sequence[str]) -> list[str]:
 
 
 def default_workdir(config: Any) -> str:
-    """Return the default workdir, named after the config: configs/miniwiki_pretrain.py gets runs/pretrain.
+    """Return the default workdir: `runs/` and the config's name without "miniwiki_", such as runs/pretrain.
 
     Config arguments become part of the name, so that a smoke run does not block the main run.
     """
@@ -215,14 +218,16 @@ def _wrong_value(argv: Sequence[str], values: flags.FlagValues) -> str:
 
 
 def _parses_as(kind: Callable[[str], Any]) -> Callable[[str], bool]:
-    def reads(text: str) -> bool:
+    """Return a function that tells whether `kind` can parse a text."""
+
+    def parses(text: str) -> bool:
         try:
             kind(text)
         except (ValueError, SyntaxError):
             return False
         return True
 
-    return reads
+    return parses
 
 
 _PARSERS: dict[type, tuple[Callable[[str], bool], str]] = {
@@ -248,11 +253,11 @@ def _quiet_failed_saves() -> None:
     logging.getLogger("absl").addFilter(
         lambda record: not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
     )
-    report = sys.unraisablehook
+    default_hook = sys.unraisablehook
 
     def unraisable(error: "sys.UnraisableHookArgs") -> None:
         if error.object is not None or str(error.exc_value) != "Event loop is closed":
-            report(error)
+            default_hook(error)
 
     sys.unraisablehook = unraisable
 

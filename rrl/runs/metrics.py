@@ -39,13 +39,13 @@ class MetricsWriter:
     """Appends the metrics of each step to `workdir/metrics.jsonl` and to TensorBoard.
 
     A run that resumes from the checkpoint of step S truncates the file to the lines that it had when that checkpoint was
-    saved. So the file reads, line by line, as one uninterrupted run. Save `lines` with each checkpoint for this purpose.
+    saved. So the file equals that of an uninterrupted run. The caller must save `lines` with each checkpoint.
     In a run of several processes, which share the workdir and have the same metrics, only the first writes.
 
     Attributes:
       past: the lines that remain, in every process.
-      repeated: removed lines of steps up to S, in every process. They are evaluations that were done after the checkpoint;
-        the run may write them again instead of repeating the evaluations.
+      removed: lines of steps up to S that were removed, in every process. They are evaluations that were done after the
+        checkpoint; the run may write them again instead of repeating the evaluations.
       lines: number of lines in the file.
     """
 
@@ -72,11 +72,11 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         existing = _lines_of(path) if path.exists() else []
-        # Duplicate lines must not displace others.
+        # A duplicate must not count towards `resume_lines`, or the cut would remove another line.
         unique = list({json.dumps(line): line for line in existing}.values())
         known = [line for line in unique if line["step"] <= resume_step]
         end = len(known) if resume_lines is None else resume_lines
-        self.past, self.repeated = known[:end], known[end:]
+        self.past, self.removed = known[:end], known[end:]
         self.lines = len(self.past)
         self._file: pathlib.Path | None = None
         self._board: EventFile | None = None
@@ -88,7 +88,7 @@ class MetricsWriter:
                     len(existing),
                 )
             _warn_of_lost_lines(path, resume_step, len(self.past), resume_lines)
-            # A kill between two writes must not lose the remaining lines.
+            # The new file replaces the old one atomically, so that a kill loses no line.
             with saving(path), atomic_stream(path) as stream:
                 stream.write("".join(json.dumps(line) + "\n" for line in self.past).encode())
             self._file = path
@@ -106,8 +106,8 @@ class MetricsWriter:
         if self._file is None:
             return
         plain = {name: _plain(value) for name, value in metrics.items()}
-        # TensorBoard already has repeated lines, since resuming does not remove them from its files.
-        if self._board is not None and all(line["step"] != step for line in self.repeated):
+        # TensorBoard already has the removed lines, since resuming does not remove them from its files.
+        if self._board is not None and all(line["step"] != step for line in self.removed):
             scalars = {name: value for name, value in plain.items() if isinstance(value, int | float)}
             with saving(self._board.file):
                 self._board.write(step, scalars)
@@ -142,7 +142,7 @@ def refuse_damaged_metrics(workdir: str | os.PathLike[str]) -> None:
 
 
 def _lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the lines in the order of the file. (The evaluation of the start, step 0, is written after step 1.)"""
+    """Return the lines in the order of the file. (The initial policy's evaluation, step 0, is written after step 1.)"""
     lines = []
     for number, line in read_json_lines(pathlib.Path(path), _REMEDY):
         if "step" not in line:
@@ -161,16 +161,16 @@ def _lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _warn_of_lost_lines(path: pathlib.Path, step: int, remaining: int, expected: int | None) -> None:
     """Log a warning if lines are missing that the run had written by its checkpoint."""
-    least = min(step, 1) if expected is None else expected
-    if remaining < least:
-        number = "none" if not remaining else f"only {remaining}"
-        of = "the lines" if expected is None else f"the {expected} lines"
+    minimum = min(step, 1) if expected is None else expected
+    if remaining < minimum:
+        present = "none" if not remaining else f"only {remaining}"
+        written = "the lines" if expected is None else f"the {expected} lines"
         log.warning(
             "%s holds %s of %s that the run had written by its checkpoint of step %d: the others are lost and missing in "
             "curves and comparisons. The TensorBoard files in %s hold their values",
             path,
-            number,
-            of,
+            present,
+            written,
             step,
             path.parent / "tensorboard",
         )

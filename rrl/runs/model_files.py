@@ -14,7 +14,7 @@ from rrl.recipes.card import RecipeCard, write_card
 MODEL_FILES = "model_files"
 """Folder of a workdir with these files."""
 START_FILE = "start.json"
-"""File in `MODEL_FILES` with the path and the hash of the folder that the run started from."""
+"""File in `MODEL_FILES` with the path and the hash of the initial model's folder."""
 
 
 def write_model_files(
@@ -31,7 +31,8 @@ def write_model_files(
         config: shape of the model.
         tokenizer: its tokenizer.
         card: recipe card; None if the run has none.
-        start: folder that the run started from. An export needs it because checkpoints do not contain frozen parameters.
+        start: folder of the initial model; None if the run had none. An export reads the frozen parameters from it,
+            because checkpoints do not contain them.
     """
     folder = pathlib.Path(workdir, MODEL_FILES)
     save_config_and_tokenizer(folder, config, tokenizer)

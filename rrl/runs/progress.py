@@ -14,7 +14,7 @@ class Progress:
     """Shows step, chosen metrics, tokens/s and the estimated time left.
 
     The estimate ignores the first step, which compiles. On a terminal the progress is a tqdm bar. In a log file or pipe it is
-    one line for the first step, then at most one line every `seconds`, and one line at the end.
+    one line for the first step, then at most one line every `seconds` seconds, and one line at the end.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Progress:
                 self._bar.unpause()
 
     def update(
-        self, step: int, metrics: Mapping[str, Any], tokens: int = 0, seconds: float | None = None
+        self, step: int, metrics: Mapping[str, Any], tokens: int = 0, seconds_left: float | None = None
     ) -> None:
         """Show that `step` updates are done.
 
@@ -66,7 +66,7 @@ class Progress:
             step: completed updates.
             metrics: values to show, by name.
             tokens: tokens that were processed since the last call.
-            seconds: time after which the run ends regardless of its steps; None without such a limit.
+            seconds_left: time until the run ends regardless of its steps; None without such a limit.
         """
         advance, self.step = step - self.step, step
         self._tokens += tokens
@@ -77,9 +77,12 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(advance)
+        # The last condition holds for the first update of this process.
         elif now - self._last >= self.seconds or step >= self.total or advance == step - self._start:
             self._last = now
-            self._line(f"{self.label}: {step}/{self.total} {shown} left={self._left(step, now, seconds)}")
+            self._line(
+                f"{self.label}: {step}/{self.total} {shown} left={self._left(step, now, seconds_left)}"
+            )
         if self._first is None:
             self._first = step, now
 
@@ -88,8 +91,8 @@ class Progress:
             return _clock(0)
         if self._first is None or step <= self._first[0]:
             return "?" if limit is None else _clock(max(0.0, limit))
-        done, since = self._first
-        left = (now - since) / (step - done) * (self.total - step)
+        first_step, first_time = self._first
+        left = (now - first_time) / (step - first_step) * (self.total - step)
         return _clock(left if limit is None else max(0.0, min(left, limit)))
 
     def note(self, text: str) -> None:

@@ -1,8 +1,8 @@
 """Saves the trajectories that the final report shows, so that a killed run can still write its report.
 
 The report shows trajectories of the last evaluation and of the last training step. A run that is killed while it writes the
-report cannot sample them again. So they are saved first: those of an evaluation before its line of metrics, those of the last
-step before the last checkpoint.
+report cannot sample them again. So the trajectories of an evaluation are saved before its line of metrics is
+written, and those of the last step before the last checkpoint.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ FOLDER = "report"
 EVALUATED, SAMPLED = "evaluated", "sampled"
 """Names of the files in it, without ".jsonl"."""
 _ARRAYS = ("tokens", "roles", "logps", "sampled_logps", "turns")
-_REMEDY = "remove that file: the page of trajectories is then written without it"
+_REMEDY = "remove that file: trajectories.html is then written without its trajectories"
 
 
 class SavedTrajectories:
@@ -107,7 +107,7 @@ def from_json(record: dict[str, Any]) -> Trajectory:
     """Return the trajectory that `as_json` converted."""
     arrays = {name: np.array(record[name]["values"], record[name]["dtype"]) for name in _ARRAYS}
     turn_rewards = record["turn_rewards"]
-    made: dict[str, Any] = {
+    converted: dict[str, Any] = {
         "question": Question(**_tuples(record["question"])),
         "segments": [tuple(segment) for segment in record["segments"]],
         "searches": [
@@ -118,7 +118,7 @@ def from_json(record: dict[str, Any]) -> Trajectory:
         "cuts": tuple(tuple(cut) for cut in record["cuts"]),
         "turn_rewards": turn_rewards and {int(turn): reward for turn, reward in turn_rewards.items()},
     }
-    return Trajectory(**record | arrays | made)
+    return Trajectory(**record | arrays | converted)
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:

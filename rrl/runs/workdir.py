@@ -11,7 +11,7 @@ import jax
 
 from rrl.config.renamed import rename_stored
 from rrl.errors import UserError
-from rrl.files import MAX_NAME_BYTES, exclusive_lock, saving
+from rrl.files import LOCK, MAX_NAME_BYTES, exclusive_lock, saving
 
 CONFIG = "config.json"
 """File with the run's settings, as JSON."""
@@ -26,12 +26,12 @@ FILES = (
     "result.json",
 )
 """Files that a training run creates in its workdir, besides `CONFIG`."""
-RESUMABLE: Mapping[str, str] = {
+RESULTS: Mapping[str, str] = {
     "checkpoints/*": "checkpoints",
     "results.jsonl": "answers (results.jsonl)",
     "blocks/*.jsonl": "sampled trajectories (blocks)",
 }
-"""Glob pattern -> description of results that only a run of the same config may continue."""
+"""Glob pattern -> description of unfinished results. Only a run of the same config may continue them."""
 ADDED_FIELDS = (
     "run.data.content",
     "run.tokenizer_sha256",
@@ -54,8 +54,8 @@ _LOCKED = (
 def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
     """Lock a workdir within the block, so that no other process runs in it. Creates the folder if it is missing.
 
-    Readers (export, evaluation) do not take the lock. The system releases it when the process ends, in whatever way. One
-    process may nest such blocks. In a run of several processes only the first takes the lock.
+    Readers (export, evaluation) do not take the lock. The operating system releases it when the process ends, even by a kill.
+    A process may lock a workdir again that it has locked. In a run of several processes only the first takes the lock.
 
     Raises:
         UserError: another process has locked the workdir.
@@ -67,7 +67,7 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with saving(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with saving(folder / "lock"):
+        with saving(folder / LOCK):
             stack.enter_context(exclusive_lock(folder, _LOCKED.format(os.fspath(workdir))))
         _locked_workdirs.add(folder)
         stack.callback(_locked_workdirs.discard, folder)
@@ -77,7 +77,7 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
 def refuse_locked(
     workdir: str | os.PathLike[str], folders: Sequence[str] = FOLDERS, files: Sequence[str] = FILES
 ) -> None:
-    """Raise UserError if another process has locked the workdir or a path that the run needs is occupied.
+    """Raise UserError if the workdir cannot be used: another process has locked it, or a path that the run needs is occupied.
 
     A path is occupied if one of `folders` is a file, or one of `files` is a folder. This function writes nothing; call it
     before models are loaded.
@@ -89,7 +89,7 @@ def refuse_locked(
     for name in files:
         if (folder / name).is_dir():
             raise UserError(f"{folder / name} is a folder, but the run needs a file there; move it away")
-    if (folder / "lock").is_file():
+    if (folder / LOCK).is_file():
         with lock_workdir(workdir):
             pass
 
@@ -156,9 +156,9 @@ def refuse_other_config(
     path = pathlib.Path(workdir) / CONFIG
     refuse_unwritable(workdir, "workdir")
     if not path.exists():
-        if left := [what for place, what in RESUMABLE.items() if any(path.parent.glob(place))]:
+        if found := [text for pattern, text in RESULTS.items() if any(path.parent.glob(pattern))]:
             raise UserError(
-                f"workdir {os.fspath(workdir)} holds {left[0]}, but the config.json of their run is missing; restore that "
+                f"workdir {os.fspath(workdir)} holds {found[0]}, but the config.json of their run is missing; restore that "
                 "file, choose another --workdir, or delete that folder."
             )
         return {}
@@ -166,13 +166,13 @@ def refuse_other_config(
     given = _flat(json.loads(json.dumps(config)))
     names = sorted(n for n in stored.keys() | given.keys() if not _is_within(n, may_differ))
     # A run of an older version, which lacks such a field, may continue.
-    new = [prefix for prefix in ADDED_FIELDS if not any(_is_within(n, (prefix,)) for n in stored)]
+    not_stored = [prefix for prefix in ADDED_FIELDS if not any(_is_within(n, (prefix,)) for n in stored)]
     grown = {
         n: (stored[n], given[n])
         for n in may_grow
         if n in stored and n in given and _grew(stored[n], given[n])
     }
-    names = [n for n in names if n not in grown and not _is_within(n, tuple(new))]
+    names = [n for n in names if n not in grown and not _is_within(n, tuple(not_stored))]
     absent = "(absent)"
     differing = [
         f"{n}: {stored.get(n, absent)!r} there, {given.get(n, absent)!r} now"
@@ -198,7 +198,7 @@ def _grew(before: Any, now: Any) -> bool:
 
 
 def refuse_unwritable(folder: str | os.PathLike[str], option: str) -> None:
-    """Raise UserError if the folder that the flag --`option` names is a file, cannot be created or is not writable."""
+    """Raise UserError if `folder` is a file, cannot be created or is not writable. `option` is its flag, without the dashes."""
     path = pathlib.Path(folder).absolute()
     for name in path.parts:
         if (size := len(os.fsencode(name))) > MAX_NAME_BYTES:

@@ -30,7 +30,8 @@ from rrl.serve.events import Event, ObservedEnvironment
 READER_CONTEXT = 1024
 """Maximum tokens of the reader's prompt and answer."""
 DEFAULT_CONTEXT = 4096
-"""Maximum tokens of a trajectory, for a policy whose folder has no recipe card."""
+"""Maximum tokens of a trajectory, for a policy without a recipe card (`rrl_recipe.json`, which
+states the recipe and the settings of its training)."""
 
 
 class Agent:
@@ -77,8 +78,9 @@ class Agent:
           reader: folder of a model that answers from the evidence alone (R-Search, Eq. 4). Its answer
             is only shown.
           temperature: sampling temperature; 0 is greedy.
-          top_k: passages per search; None: the card's number.
-          context: maximum tokens of a trajectory; None: the card's number.
+          top_k: passages per search; None: as in the card, or 3 without a card.
+          context: maximum tokens of a trajectory; None: as in the card, or `DEFAULT_CONTEXT` without a card.
+            It never exceeds the policy's maximum number of positions.
           rows: number of questions that `ask_all` processes at once.
           seed: seed of the sampling.
 
@@ -90,29 +92,31 @@ class Agent:
         card = read_card(policy)
         if isinstance(recipe, str):
             if card is None or card.recipe != recipe:
-                card = make_card(make_recipe(recipe), 0, 3)
+                card = make_card(make_recipe(recipe), context=0, top_k=3)
             recipe = card.make()
-        card = card or RecipeCard("", {}, {})
+        card = card or RecipeCard("")  # default context and top_k for a recipe object without a card
         decoder, tokenizer = load_language_model(policy, "policy", chat=uses_chat(recipe))
         config = EngineConfig(
             rows=rows,
             context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_positions),
-            wake_threshold=min(rows, 16),
+            wake_threshold=min(rows, 16),  # 16 is the default of `EngineConfig`
             top_k=top_k or card.top_k,
         )
         check_tags(recipe, tokenizer)
         engine = Engine(decoder, tokenizer, config, retriever=_retriever(index, encoder))
-        read = None
+        loaded_reader = None
         if reader is not None:
             model = load_language_model(reader, "reader")
             reader_context = min(READER_CONTEXT, model[0].config.max_positions)
-            read = Reader(*model, EngineConfig(rows=rows, context=reader_context))
-        return cls(engine, nnx.state(decoder), recipe, reader=read, temperature=temperature, seed=seed)
+            loaded_reader = Reader(*model, EngineConfig(rows=rows, context=reader_context))
+        return cls(
+            engine, nnx.state(decoder), recipe, reader=loaded_reader, temperature=temperature, seed=seed
+        )
 
     def close(self) -> None:
         """Release the engines' compiled programs, after the running call has ended.
 
-        Later calls raise UserError. `with` calls this at its end.
+        Later calls raise UserError. A `with` block calls `close` when it ends.
         """
         with self._lock:
             self.engine.close()
@@ -185,15 +189,15 @@ class Agent:
 
     def _score(self, trajectories: Sequence[Trajectory]) -> None:
         """Score questions with gold answers; for the others only extract answer and evidence."""
-        unknown = {id(t): t.question for t in trajectories if not t.question.answers}
+        without_gold = {id(t): t.question for t in trajectories if not t.question.answers}
         for trajectory in trajectories:
-            if id(trajectory) in unknown:
+            if id(trajectory) in without_gold:
                 # A recipe needs some gold answer; these scores are discarded below.
                 trajectory.question = dataclasses.replace(trajectory.question, answers=("",))
         self.recipe.score(trajectories, ScoringContext(reader=self.reader.answers if self.reader else None))
         for trajectory in trajectories:
-            if id(trajectory) in unknown:
-                trajectory.question = unknown[id(trajectory)]
+            if id(trajectory) in without_gold:
+                trajectory.question = without_gold[id(trajectory)]
                 trajectory.rewards, trajectory.metrics = {}, {}
 
 

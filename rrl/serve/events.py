@@ -49,8 +49,8 @@ class ObservedEnvironment:
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
         """React like the wrapped environment, and emit the segments of the turn."""
-        for piece in policy_segments(text, self._tags):
-            self._emit(Event(piece.kind, piece.text))
+        for segment in policy_segments(text, self._tags):
+            self._emit(Event(segment.kind, segment.text))
         action = self._inner.react(episode, text, stop)
         if isinstance(action, Append):
             self._emit(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
@@ -60,7 +60,7 @@ class ObservedEnvironment:
         return action
 
     def observe(self, episode: Episode, *results: Sequence[Passage] | None) -> Action:
-        """Observe like the wrapped environment, and emit the passages."""
+        """Observe like the wrapped environment, and emit the passages. `results`: the passages of each parallel query."""
         action = self._inner.observe(episode, *results)
         passages = [passage for result in results for passage in result or ()]
         text = action.body if isinstance(action, Append) else render(passages)
@@ -68,5 +68,5 @@ class ObservedEnvironment:
         return action
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
-        """Shorten an observation like the wrapped environment. The event held the whole text."""
+        """Replace a message that does not fit, like the wrapped environment. Its event already held the full text."""
         return self._inner.overflow(episode, message, room)

@@ -36,7 +36,7 @@ from rrl.sft import loop as sft
 from rrl.train import learner
 
 _MODEL_FOLDERS = (MODEL_FILES, "policy", "model")
-"""Folders of a workdir that may hold the model's files; workdirs of older versions lack the first."""
+"""Folders of a workdir that may hold the model's files. Workdirs of older versions have no `model_files/`."""
 _REWRITTEN_FILES = re.compile(r"start\.json|config\.json|generation_config\.json|model.*\.safetensors.*|\..*")
 """Files that are not copied, since the export writes them itself."""
 _UNITS = {"MB": 10**6, "GB": 10**9}
@@ -59,8 +59,8 @@ def export(
       workdir: of launch/train.py or launch/sft.py; the run may still be active.
       out: a folder that does not exist yet or is empty.
       dtype: dtype of the weights: float32, bfloat16 or float16.
-      step: step of the checkpoint; None: the latest. The parameters are the averaged ones if the run
-        averages, and the best ones if it stops early.
+      step: step of the checkpoint; None: the latest. A run with weight averaging exports its
+        averaged parameters, a run with early stopping its best ones.
       max_shard_size: maximum size of one weight file, in MB or GB.
       start: new path of the folder that the run started from, if it was moved. Needed only if
         parameters were frozen or adapters trained.
@@ -128,7 +128,7 @@ def _model_folder(workdir: pathlib.Path) -> pathlib.Path:
         if (workdir / name / CONFIG_FILE).is_file():
             return workdir / name
     raise UserError(
-        f"workdir {os.fspath(workdir)} does not describe its model (no {MODEL_FILES}/{CONFIG_FILE}); start its command "
+        f"workdir {os.fspath(workdir)} does not describe its model (no {MODEL_FILES}/{CONFIG_FILE}); run its training command "
         "again, which writes that file, or give the workdir of a run with a language model"
     )
 
@@ -140,12 +140,12 @@ def _read_decoder(
     settings, run = read_config(workdir), read_identity(workdir)
     if "optim" not in settings:
         raise UserError(f"{workdir / CONFIG_FILE} has no section optim; give the workdir of a training run")
-    if "average_last" in settings:
-        where = learner.learned_params_path(settings)
+    if "average_last" in settings:  # a field of reinforcement learning only
+        params_path = learner.learned_params_path(settings)
     else:
-        where = sft.learned_params_path(settings, saved_metadata(workdir, step))
+        params_path = sft.learned_params_path(settings, saved_metadata(workdir, step))
     mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
-    frozen, lora = _trained_sections(workdir, settings["optim"], run.get("lora", {}))
+    frozen, lora = _frozen_and_lora(workdir, settings["optim"], run.get("lora", {}))
     if frozen or lora.rank:
         decoder = load_decoder(_start_folder(workdir, model_folder, start), mesh=mesh)
         add_lora(decoder, lora, rngs=nnx.Rngs(0))
@@ -160,11 +160,11 @@ def _read_decoder(
             for path, leaf in nnx.to_flat_state(trained)
         }
     )
-    return nnx.merge(graph, read_part(workdir, step, where, template), fixed)
+    return nnx.merge(graph, read_part(workdir, step, params_path, template), fixed)
 
 
-def _trained_sections(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, ...], LoraConfig]:
-    """Return the frozen parameters and the adapters of a run.
+def _frozen_and_lora(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, ...], LoraConfig]:
+    """Return a run's `optim.frozen` (patterns of frozen parameters) and its LoRA config.
 
     Args:
       workdir: of the run, for error messages.
@@ -188,10 +188,12 @@ def _start_folder(
     """Return the folder that a run started from. Raises UserError if its weights have changed."""
     if not (model_folder / START_FILE).is_file():
         raise UserError(
-            f"workdir {os.fspath(workdir)}: the run froze parameters and started from random ones; only the folder that it "
-            "writes at its end holds them"
+            f"workdir {os.fspath(workdir)}: the run froze parameters that were randomly initialised. Its checkpoints do not "
+            "hold them; only the model folder that the run writes at its end does"
         )
-    expected = read_json(model_folder / START_FILE, "which names the folder that the run started from")
+    expected = read_json(
+        model_folder / START_FILE, "the file that names the folder from which the run started"
+    )
     folder = shipped(moved or expected["folder"])
     sha256 = folder_hash(folder) if (folder / CONFIG_FILE).is_file() else "none"
     if sha256 != expected["sha256"]:

@@ -75,8 +75,8 @@ class SamplingConfig:
     temperatures: tuple[float, ...] = (0.1, 0.4, 0.7, 1.0)
     """Sampling temperatures: one trajectory of each question at each of them. A temperature may occur more than once."""
     keep: int = 1
-    """Largest number of accepted trajectories per question; the first ones are taken. 0: all that differ. With 1 the paper
-    accepts a trajectory for 51,254 of 64,937 questions."""
+    """Largest number of accepted trajectories per question; the first ones are taken. 0: all, without duplicates. The paper takes
+    1: it accepts a trajectory for 51,254 of its 64,937 questions."""
     block: int = 64
     """Questions per block; the trajectories of a block are written together."""
     seed: int = 0
@@ -143,7 +143,9 @@ class ColdStartSettings:
         recipe = make_recipe(name, fields, environment)
         if not isinstance(recipe, HasDemonstrations):
             able = ", ".join(key for key in RECIPES if isinstance(make_recipe(key), HasDemonstrations))
-            raise UserError(f"recipe.name={name!r} makes no pairs of its trajectories; choose {able}")
+            raise UserError(
+                f"recipe.name={name!r} cannot turn trajectories into (input, output) pairs; choose {able}"
+            )
         model, endpoint = values["model"], values.get("endpoint", {})
         if bool(model) == bool(endpoint.get("url")):
             raise UserError(
@@ -231,7 +233,7 @@ class ColdStartSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ColdStartReport:
-    """Counts of accepted and rejected trajectories. The field names are keys of report.json."""
+    """Counts of accepted (`kept`) and rejected (`fell`) trajectories. The field names are keys of report.json."""
 
     questions: int
     """Questions that were sampled."""
@@ -240,7 +242,7 @@ class ColdStartReport:
     kept: int
     """Accepted trajectories."""
     answered: int
-    """Questions with an accepted trajectory."""
+    """Questions with at least one accepted trajectory."""
     pairs: int
     """(input, output) pairs of the accepted trajectories."""
     fell: Mapping[str, int]
@@ -248,7 +250,7 @@ class ColdStartReport:
     by_temperature: Mapping[str, tuple[int, int]]
     """(accepted, sampled) trajectories by temperature."""
     unread: int = 0
-    """Answers of the judge that could not be parsed; they count as "no"."""
+    """Judge answers that could not be parsed; they count as "no"."""
 
     def text(self) -> str:
         """Return the report as a table."""
@@ -283,7 +285,7 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> ColdStart
     """
     log, settings, folder = TimedLog(), ColdStartSettings.from_config(config), pathlib.Path(workdir)
     identity = json.loads(json.dumps(settings.identity()))
-    # `keep` applies only after all sampling. The others are identified by their content.
+    # These fields may change: `keep` does not affect sampling, and `identity` holds content hashes of data and encoder.
     refuse_other_config(folder, identity, ("sampling.keep", "data.path", "retriever.encoder"))
     refuse_locked(folder, FOLDERS, FILES)
     enable_compilation_cache()
@@ -305,7 +307,7 @@ def _run(
     }
     missing = [file for file, block in blocks.items() if not _is_complete(file, block, sampling, log)]
     models = settings.load(data, log) if missing else None
-    # Only after `load`: a user who fixes what `load` refuses changes the config.
+    # Written only after `load`. If `load` raises, the user corrects the config, and no stored config may forbid that.
     _write(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
     if models is not None:
         teacher, judge = models
@@ -316,7 +318,7 @@ def _run(
                 if stop:
                     log("stopped; the same command continues")
                     return None
-                batch, first = [questions[at] for at in blocks[file]], blocks[file].start
+                batch, first = [questions[number] for number in blocks[file]], blocks[file].start
                 try:
                     records = sample_block(
                         teacher, settings.recipe, batch, first, sampling.temperatures, judge
@@ -327,9 +329,9 @@ def _run(
                     log("stopped; the same command continues")
                     return None
                 _write(file, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
-                good = sum(not record["fault"] for record in records)
+                accepted = sum(not record["fault"] for record in records)
                 log(
-                    f"questions {first + 1} to {first + len(batch)}: {good} of {len(records)} trajectories accepted"
+                    f"questions {first + 1} to {first + len(batch)}: {accepted} of {len(records)} trajectories accepted"
                 )
     fix = "delete that file and give the same command again: it samples the file's questions again"
     lines = (record for file in blocks for _, record in read_json_lines(file, fix))
@@ -371,8 +373,8 @@ def sample_block(
         recipe: scores them and turns them into pairs.
         questions: questions of the block.
         first: number of the first question in the run.
-        temperatures: those of the teacher, for the records.
-        judge: judge of answers that do not match; None without one.
+        temperatures: the teacher's temperatures, which the records name.
+        judge: judge of answers that do not match the gold answers; None: no judge.
 
     Returns:
         A record per trajectory, with the reason of its rejection in `fault` ("" if it is accepted).
@@ -380,14 +382,14 @@ def sample_block(
     trajectories = teacher.sample(questions, first)
     recipe.score(trajectories, ScoringContext(judge=judge))
     records = []
-    for place, trajectory in enumerate(trajectories):
+    for index, trajectory in enumerate(trajectories):
         fault = REFUSED if trajectory.ended == REFUSED else recipe.rejection_reason(trajectory)
         records.append(
             {
                 "number": trajectory.group,
                 "id": trajectory.question.id,
                 "question": trajectory.question.text,
-                "temperature": temperatures[place % len(temperatures)],
+                "temperature": temperatures[index % len(temperatures)],
                 "fault": fault,
                 "unread": int(trajectory.metrics.get("judge_unread", 0)),
                 "ended": trajectory.ended,
@@ -407,7 +409,7 @@ def select_pairs(
     Of several trajectories of a question whose outputs differ only in white space, the first is taken.
 
     Args:
-        records: those of `sample_block`, of all blocks.
+        records: records of all blocks, as `sample_block` returns them.
         keep: largest number of trajectories per question; 0: all.
         questions: number of sampled questions, for the report.
     """
@@ -435,8 +437,8 @@ def select_pairs(
         taken[number] += 1
         accepted[temperature] += 1
         pairs += [
-            {"id": record["id"], "step": step, "input": read, "output": written}
-            for step, (read, written) in enumerate(record["pairs"], start=1)
+            {"id": record["id"], "step": step, "input": text, "output": output}
+            for step, (text, output) in enumerate(record["pairs"], start=1)
         ]
     return pairs, ColdStartReport(
         questions=questions,

@@ -22,13 +22,13 @@ from rrl.text.encoding import plain_ids, text_ids
 
 @dataclasses.dataclass(frozen=True)
 class RecipeDataConfig:
-    """The recipe that the data demonstrates, for the recipe card that is saved with the weights."""
+    """The recipe that the data demonstrates. It is saved with the weights as the recipe card (`rrl_recipe.json`)."""
 
     top_k: int = 3
     """Passages per search in the demonstrations."""
     card_top_k: int = 0
-    """Passages per search for the trained policy, as its recipe card states; 0: `top_k`. They differ for R2AG, whose expert
-    retrieves two passages and shows the first, rarely the second."""
+    """Passages per search for the trained policy, as its recipe card states; 0: `top_k`. R2AG needs both: its expert
+    retrieves two passages and shows one of them (mostly the first), but its policy retrieves one."""
     context: int = 1024
     """Largest number of tokens of a trajectory, for the recipe card."""
     recipe: str = "rsearch"
@@ -70,11 +70,13 @@ def demonstration_examples(
 ) -> list[Example]:
     """Let the recipe's scripted expert answer each question with a real retriever; return one example per context.
 
+    A recipe that restarts its prompt (`Restart`) has several contexts per question, others have one.
+
     The loss is on the policy's tokens, including the end-of-sequence token, and not on prompts and observations.
 
     Args:
-        recipe: its expert acts.
-        tokenizer: tokenises as the rollout engine does.
+        recipe: recipe whose scripted expert writes the demonstrations.
+        tokenizer: tokenizer of the policy.
         items: questions of the built-in world.
         retriever: answers the searches.
         top_k: passages per search.
@@ -90,26 +92,40 @@ def demonstration_examples(
         return [hit.passage for hit in hits[query]]
 
     check_tags(recipe, tokenizer)
+    # `encode` turns names of special tokens into those tokens; `encode_body` treats them as plain text.
     encode, encode_body = (functools.partial(ids, tokenizer) for ids in (text_ids, plain_ids))
 
     examples = []
     for item in items:
         prompt = recipe.prompt(item.question)
         contexts = [[(chat_ids(tokenizer, prompt), False)]]
-        thinks = opened_by_template(tokenizer, prompt)
+        template_opens_thought = opened_by_template(tokenizer, prompt)
         for segment in recipe.demonstrate(item, retrieve):
             if isinstance(segment, str):
                 # If the chat template already opens the thought, the expert does not open it again.
-                text = segment.removeprefix("<think>") if thinks and len(contexts[-1]) == 1 else segment
+                text = (
+                    segment.removeprefix("<think>")
+                    if template_opens_thought and len(contexts[-1]) == 1
+                    else segment
+                )
                 contexts[-1].append((encode(text), True))
             elif isinstance(segment, Append):
                 body, _ = message_ids(segment, encode, recipe.environment.observation_tokens, encode_body)
                 contexts[-1].append((body, False))
             else:
-                again = segment.prompt
-                thinks = not isinstance(again, np.ndarray) and opened_by_template(tokenizer, again)
+                next_prompt = segment.prompt
+                template_opens_thought = not isinstance(next_prompt, np.ndarray) and opened_by_template(
+                    tokenizer, next_prompt
+                )
                 contexts.append(
-                    [(again if isinstance(again, np.ndarray) else chat_ids(tokenizer, again), False)]
+                    [
+                        (
+                            next_prompt
+                            if isinstance(next_prompt, np.ndarray)
+                            else chat_ids(tokenizer, next_prompt),
+                            False,
+                        )
+                    ]
                 )
         examples += [_example(segments, tokenizer.eos_token_id) for segments in contexts]
     return examples

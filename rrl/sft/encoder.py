@@ -148,6 +148,7 @@ def _draw_query(config: EncoderTrainingConfig, pairs: EncoderPairs, at: int, rng
         if chosen < config.names + config.questions
         else "query"
     )
+    # A passage may have no query of the drawn kind, but it always has its name.
     options = pairs.by_passage[kind][at] or pairs.by_passage["name"][at]
     return options[int(rng.integers(len(options)))]
 
@@ -156,6 +157,7 @@ def _draw_hard_negative(pairs: EncoderPairs, at: int, rng: np.random.Generator) 
     options = pairs.hard_negatives[at]
     if options:
         return options[int(rng.integers(len(options)))]
+    # Without a hard negative: any other passage of the same world.
     span = next(span for span in pairs.spans if at in span)
     return span[(at - span.start + 1 + int(rng.integers(len(span) - 1))) % len(span)]
 
@@ -170,7 +172,7 @@ def optimizer(config: EncoderTrainingConfig) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
 def _update(
-    config: EncoderTrainingConfig, graph: Any, state: Any, moments: Any, batch: Any, pad_id: int
+    config: EncoderTrainingConfig, graph: Any, state: Any, opt_state: Any, batch: Any, pad_id: int
 ) -> Any:
     queries, passages, allowed = batch
 
@@ -180,8 +182,8 @@ def _update(
         return contrastive_loss(*embeddings, allowed, config.temperature)
 
     (loss, accuracy), gradient = jax.value_and_grad(loss_of, has_aux=True)(state)
-    updates, moments = optimizer(config).update(gradient, moments, state)
-    return optax.apply_updates(state, updates), moments, loss, accuracy
+    updates, opt_state = optimizer(config).update(gradient, opt_state, state)
+    return optax.apply_updates(state, updates), opt_state, loss, accuracy
 
 
 def train_encoder(
@@ -206,7 +208,7 @@ def train_encoder(
         pad_token_id=tokenizer.pad_token_id,
     )
     graph, state = nnx.split(Encoder(shape, rngs=nnx.Rngs(config.seed)))
-    moments = optimizer(config).init(state)
+    opt_state = optimizer(config).init(state)
     stream = batches(
         config, make_pairs(config.seed, config.worlds, config.passages_per_world), tokenizer, settings
     )
@@ -214,8 +216,8 @@ def train_encoder(
     for step in range(config.steps):
         batch = next(stream)
         arrays = (batch.queries, batch.passages, batch.allowed)
-        state, moments, loss, accuracy = _update(
-            config, graph, state, moments, arrays, tokenizer.pad_token_id
+        state, opt_state, loss, accuracy = _update(
+            config, graph, state, opt_state, arrays, tokenizer.pad_token_id
         )
         if log and (step % 20 == 19 or step + 1 == config.steps):
             seconds = time.perf_counter() - started

@@ -53,6 +53,7 @@ def make_pairs(seed: int, worlds: int, passages_per_world: int) -> EncoderPairs:
 
     for relation in RELATIONS:
         for number, title in enumerate(wiki.world.names[relation.subject]):
+            # A negative value means that the entity lacks this relation.
             if wiki.world.facts[relation.subject, relation.name][number] >= 0:
                 add("query", relation.query(title), (title,))
     for title in position:
@@ -69,13 +70,14 @@ def make_pairs(seed: int, worlds: int, passages_per_world: int) -> EncoderPairs:
 def _hard_negatives(wiki: MiniWiki) -> list[list[int]]:
     negatives: list[list[int]] = []
     for span in wiki.spans:
-        holders: dict[str, set[int]] = collections.defaultdict(set)
+        passages_with: dict[str, set[int]] = collections.defaultdict(set)
         for at in span:
             passage = wiki.passages[at]
             for word in f"{passage.title} {passage.text}".replace(".", " ").replace(",", " ").split():
                 if word[0].isupper():
-                    holders[word].add(at)
+                    passages_with[word].add(at)
         for at in span:
+            # Too common in titles to make a passage a hard negative.
             words = [word for word in wiki.passages[at].title.split() if word not in ("The", "New")]
-            negatives.append(sorted(set().union(*(holders[word] for word in words)) - {at}))
+            negatives.append(sorted(set().union(*(passages_with[word] for word in words)) - {at}))
     return negatives

@@ -1,5 +1,7 @@
 """Agreement of a judge with the oracle, on held-out built-in worlds or on the trajectories of a policy.
 
+The oracle (`rrl.rewards.oracle.Oracle`) scores by the gold passages and gold answers of a question.
+
 Read `agreement` first.
 """
 
@@ -57,7 +59,7 @@ def judge_examples_of(trajectories: Sequence[Trajectory], answer: Tag = "answer"
         prompts += [Sufficiency(question, transcript), Thinking(question, transcript)]
         if trajectory.answer:
             prompts.append(Correctness(question, trajectory.answer))
-    scores = Oracle().grade(prompts)
+    scores = Oracle().grade(prompts)  # the oracle has a score for each prompt; `or` narrows the type
     return [JudgeExample(prompt, score or 0.0, "") for prompt, score in zip(prompts, scores, strict=True)]
 
 
@@ -73,13 +75,13 @@ def judge_report(
     """Load a judge, compare it with the oracle and return the table.
 
     Args:
-        judge: the judge in one word (see `judge_settings.judge_sections`).
+        judge: "oracle", the folder of a judge model, or the http address of a service.
         model: name of its model, for a service.
         examples: prompts with the oracle's scores.
         compute: dtype of a judge model.
         mesh: devices of a judge model.
         rows: prompts that a judge model answers at a time.
-        context: largest number of tokens of a prompt and its answer; 0: as the judge's card states.
+        context: largest number of tokens of a prompt and its answer; 0: the number in the judge card (`rrl_judge.json`).
 
     Raises:
         UserError: the judge is missing.
@@ -99,7 +101,7 @@ def agreement(judge: Judge, examples: Sequence[JudgeExample]) -> dict[str, dict[
     Returns:
         By kind of prompt:
 
-        - cases: number of examples; unread: answers of the judge without a readable score, which agree with nothing;
+        - cases: number of examples; unread: judge answers that could not be parsed, which count as disagreement;
         - exact: share of equal scores; near: share of scores that differ by at most 0.2;
         - balanced: mean of `exact` over the n scores that occur, so that a constant answer earns at most 1/n;
         - majority_exact, majority_near, majority_balanced: the same for a judge that always gives the most frequent score.

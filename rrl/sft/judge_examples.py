@@ -1,5 +1,7 @@
 """Judge examples from the built-in world: prompts with the oracle's score and reasons, to train and to test a small judge.
 
+The oracle (`rrl.rewards.oracle.Oracle`) scores by gold passages and gold answers.
+
 A recipe's scripted expert carries out an attempt at a question, correct or faulty, with a real retriever. The attempt gives
 one prompt of each kind that recipes send to a judge: whether the context is sufficient, how good the thinking is
 (TIRESRAG-R1), how relevant the passages of one step are (R3-RAG), and whether the answer is correct.
@@ -18,7 +20,7 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least
-from rrl.miniwiki import KINDS as QUESTIONS
+from rrl.miniwiki import KINDS as QUESTION_KINDS
 from rrl.miniwiki import MiniQuestion, MiniWiki, mixed_questions
 from rrl.miniwiki.attempts import Attempt, make_attempt, wrong_answer
 from rrl.miniwiki.lookup import WikiLookup
@@ -45,7 +47,7 @@ from rrl.text.encoding import plain_ids
 PROMPT_KINDS: tuple[type, ...] = (Relevance, Sufficiency, Thinking, Correctness)
 """Kinds of prompts that the judge of the built-in world answers."""
 MAX_LISTED_WORDS = 6
-"""Largest number of ungrounded words that the reasons of an answer list."""
+"""A judge's reasons list at most this many ungrounded words."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,7 @@ class JudgeExamplesConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"data.options.{name}={getattr(self, name)} must lie in 0..1, a share")
         at_least(1, self, "top_k", "answer_tokens", where="data.options.")
+        # At least one prompt token, besides the 2 tokens that `tokenize_judge_examples` leaves free.
         if self.context < self.answer_tokens + 3:
             raise UserError(
                 f"data.options.context={self.context} must hold answer_tokens={self.answer_tokens} and a prompt"
@@ -77,7 +80,10 @@ class JudgeExamplesConfig:
     def card(self) -> JudgeCard:
         """Return the card of a judge that is trained on these examples."""
         return JudgeCard(
-            False, self.context, self.answer_tokens, tuple(kind.__name__ for kind in PROMPT_KINDS)
+            instructions=False,
+            context=self.context,
+            answer_tokens=self.answer_tokens,
+            cases=tuple(kind.__name__ for kind in PROMPT_KINDS),
         )
 
 
@@ -105,64 +111,81 @@ def make_judge_examples(
         recipe: its scripted expert carries out the attempts; None: TIRESRAG-R1 with the tags of the built-in world.
     """
     recipe = recipe or TiresRag(opening="bare")
-    rng = np.random.default_rng((seed, 4))
+    rng = np.random.default_rng((seed, 4))  # 4 separates these draws from others with the same seed
     lookup = WikiLookup(wiki)
-    items = mixed_questions(wiki, per_kind, QUESTIONS, seed)
+    items = mixed_questions(wiki, per_kind, QUESTION_KINDS, seed)
     attempts = [make_attempt(item, lookup, rng, config.faulty) for item in items]
     retriever = make_retriever(wiki.passages, "bm25", None, Bm25Config(title_weight=3))
     queries = [
-        *(hop.query for tried in attempts for hop in tried.hops),
+        *(hop.query for attempt in attempts for hop in attempt.hops),
         *(item.question.text for item in items),
     ]
     unique = list(dict.fromkeys(queries))
-    # One passage more than an attempt sees, since a search that must miss drops the gold passage.
+    # One passage more than `top_k`: a search that must fail loses its gold passage and still returns `top_k` passages.
     hits = retriever.search(unique, config.top_k + 1)
-    results = {query: [hit.passage for hit in some] for query, some in zip(unique, hits, strict=True)}
-    for item, tried in zip(items, attempts, strict=True):
-        episode = act_out(item, tried, results, config.top_k, recipe)
-        for prompt in _prompts(item, tried, episode, results, lookup, rng, config, recipe):
+    results = {
+        query: [hit.passage for hit in query_hits] for query, query_hits in zip(unique, hits, strict=True)
+    }
+    for item, attempt in zip(items, attempts, strict=True):
+        episode = act_out(item, attempt, results, config.top_k, recipe)
+        for prompt in _prompts(item, attempt, episode, results, lookup, rng, config, recipe):
             (score,) = Oracle().grade([prompt])
             assert score is not None
             yield JudgeExample(prompt, score, f" {_answer(prompt, item, score)}")
 
 
 def act_out(
-    item: MiniQuestion, tried: Attempt, results: Mapping[str, Sequence[Passage]], top_k: int, recipe: TiresRag
+    item: MiniQuestion,
+    attempt: Attempt,
+    results: Mapping[str, Sequence[Passage]],
+    top_k: int,
+    recipe: TiresRag,
 ) -> Trajectory:
     """Let the recipe's expert carry out an attempt; return its trajectory, without tokens and scores.
 
     Args:
         item: the question.
-        tried: the attempt.
-        results: passages of each query, at least `top_k` + 1.
+        attempt: its facts and answer, correct or wrong, and the searches that must fail.
+        results: query -> its best passages, at least `top_k` + 1.
         top_k: passages per search.
-        recipe: its scripted expert acts.
+        recipe: recipe whose scripted expert carries out the attempt.
     """
     searches: list[Search] = []
 
     def retrieve(query: str) -> list[Passage]:
-        place = len(searches)
+        hop_index = len(searches)
         passages = list(results[query])
-        if place in tried.failed_hops:
-            passages = [p for p in passages if p.title != tried.hops[place].title]
+        if hop_index in attempt.failed_hops:
+            passages = [p for p in passages if p.title != attempt.hops[hop_index].title]
         passages = passages[:top_k]
-        searches.append(Search.of(place, query, passages))
+        searches.append(Search.of(hop_index, query, passages))
         return passages
 
-    acted = dataclasses.replace(
-        item, question=dataclasses.replace(item.question, answers=(tried.answer,)), plan=tried
+    expert_item = dataclasses.replace(
+        item, question=dataclasses.replace(item.question, answers=(attempt.answer,)), plan=attempt
     )
     segments: list[tuple[int, str]] = []
-    for part in recipe.demonstrate(acted, retrieve):
+    for part in recipe.demonstrate(expert_item, retrieve):
         if isinstance(part, str):
             segments.append((POLICY, part))
         elif isinstance(part, Append):
-            # A segment without a body is an early answer, which the expert sees but must not learn to write.
+            # An Append without a body is an early answer of the expert. It is an Append so that SFT does not train on it.
             text = f"{part.prefix}{part.body}{part.suffix}"
             segments.append((ENVIRONMENT if part.body else POLICY, text))
-    none = np.zeros(0)
+    empty = np.zeros(0)
     return Trajectory(
-        item.question, 0, 0, none, none, none, none, none, segments, searches, "answer", answer=tried.answer
+        item.question,
+        request=0,
+        group=0,
+        tokens=empty,
+        roles=empty,
+        logps=empty,
+        sampled_logps=empty,
+        turns=empty,
+        segments=segments,
+        searches=searches,
+        ended="answer",
+        answer=attempt.answer,
     )
 
 
@@ -184,7 +207,7 @@ def tokenize_judge_examples(
 
 def _prompts(
     item: MiniQuestion,
-    tried: Attempt,
+    attempt: Attempt,
     episode: Trajectory,
     results: Mapping[str, Sequence[Passage]],
     lookup: WikiLookup,
@@ -200,20 +223,20 @@ def _prompts(
     shown = R3RagEnvironment().documents(episode.searches)
     shown = [passages for passages in shown if passages]
     documents = shown[int(rng.integers(len(shown)))]
-    if rng.random() < 0.1:
+    if rng.random() < 0.1:  # sometimes the passages that the whole question retrieves
         documents = tuple(results[item.question.text][: config.top_k])
     return [
         Relevance(item.question, documents),
         Sufficiency(item.question, transcript),
         Thinking(item.question, transcript),
-        Correctness(item.question, _predicted(item, tried, lookup, rng)),
+        Correctness(item.question, _predicted(item, attempt, lookup, rng)),
     ]
 
 
-def _predicted(item: MiniQuestion, tried: Attempt, lookup: WikiLookup, rng: np.random.Generator) -> str:
+def _predicted(item: MiniQuestion, attempt: Attempt, lookup: WikiLookup, rng: np.random.Generator) -> str:
     """Return the answer to judge: the attempt's, a gold answer or a wrong one, sometimes within a sentence."""
     draw = rng.random()
-    answer = tried.answer
+    answer = attempt.answer
     if draw < 0.3:
         answer = item.question.answers[int(rng.integers(len(item.question.answers)))]
     elif draw < 0.7:
@@ -225,7 +248,7 @@ def _predicted(item: MiniQuestion, tried: Attempt, lookup: WikiLookup, rng: np.r
         "{}",
         "It is {}.",
         "The answer is {}.",
-        f"The {tried.hops[-1].query} is {{}}.",
+        f"The {attempt.hops[-1].query} is {{}}.",
     )
     return forms[int(rng.integers(len(forms)))].format(answer)
 
@@ -238,14 +261,15 @@ def _answer(prompt: JudgePrompt, item: MiniQuestion, score: float) -> str:
     match prompt:
         case Sufficiency(_, transcript):
             verdict = f'{{"Sufficient Context": {score:.0f}}}'
-            return _with_reasons(_chain(item, transcript), verdict)
+            return _with_reasons(_sufficiency_reasons(item, transcript), verdict)
         case Thinking(question, transcript):
-            return _with_reasons(_quality(question, transcript), f"{score:.1f}")
+            return _with_reasons(_thinking_reasons(question, transcript), f"{score:.1f}")
         case Relevance(question, passages):
             titles = {passage.title for passage in passages}
             retrieved = [title for title in question.gold if title in titles]
             return _with_reasons(f"{item.plan.facts} : {' ; '.join(retrieved) or 'nothing'}", f"{score:.1f}")
-        case Correctness(question, predicted):  # side by side they are easier to compare
+        case Correctness(question, predicted):
+            # The reasons put both answers next to each other, where they are easier to compare.
             return _with_reasons(f"{gold_text(question)} : {predicted}", str(score > 0))
     raise TypeError(f"no reasons are known for {type(prompt).__name__}")
 
@@ -254,8 +278,11 @@ def _with_reasons(reasons: str, verdict: str) -> str:
     return f"<think> {reasons} </think> {verdict}"
 
 
-def _chain(item: MiniQuestion, transcript: Transcript) -> str:
-    """Return the facts that the question needs, up to the first whose passage was not retrieved."""
+def _sufficiency_reasons(item: MiniQuestion, transcript: Transcript) -> str:
+    """Return the reasons of a sufficiency score.
+
+    They are the facts that the question needs, up to the first whose passage was not retrieved.
+    """
     facts = []
     for hop in item.plan.hops:
         known = hop.title in transcript.titles
@@ -265,14 +292,19 @@ def _chain(item: MiniQuestion, transcript: Transcript) -> str:
     return " ".join(facts)
 
 
-def _quality(question: Question, transcript: Transcript) -> str:
-    """Return the gold passages that the thinking names and the words that no passage supports, with the share of each."""
+def _thinking_reasons(question: Question, transcript: Transcript) -> str:
+    """Return the reasons of a thinking score.
+
+    They are the gold passages that the thinking names and the words that no passage supports, with the score of each part.
+    """
     named = [
         title if chain_coverage(dataclasses.replace(question, gold=(title,)), transcript) else "unknown"
         for title in question.gold
     ]
-    new = list(dict.fromkeys(word for word, stood in claims(question, transcript) if not stood))[
+    ungrounded = list(dict.fromkeys(word for word, grounded in claims(question, transcript) if not grounded))[
         :MAX_LISTED_WORDS
     ]
     shares = f"{chain_coverage(question, transcript):.1f}", f"{groundedness(question, transcript):.1f}"
-    return f"{' ; '.join(named)} : {shares[0]}. Not found : {', '.join(new) or 'nothing'} : {shares[1]}."
+    return (
+        f"{' ; '.join(named)} : {shares[0]}. Not found : {', '.join(ungrounded) or 'nothing'} : {shares[1]}."
+    )

@@ -50,7 +50,7 @@ class SFTConfig:
     """Updates."""
     optim: OptimConfig
     rows: int = 16
-    """Rows per step. The source decides what a row holds."""
+    """Rows per step. A row holds one or more packed examples."""
     row_length: int = 512
     """Tokens per row."""
     chunk: int = 1024
@@ -66,8 +66,8 @@ class SFTConfig:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: only at the end and after SIGTERM."""
     minutes: float = 0.0
-    """End at the first step after this much training time, without evaluations; 0: no limit. With a limit the result is not
-    bitwise reproducible."""
+    """Limit of training time in minutes; 0: no limit. The run ends at the first step that exceeds it. Evaluations do not count.
+    With a limit the result is not bitwise reproducible."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "rows", "row_length", "chunk", "log_every"):
@@ -85,7 +85,10 @@ MAY_GROW = ("steps", "optim.total_steps", "eval_every")
 
 
 def learned_params_path(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
-    """Return the path of the final parameters within a checkpoint's state: the best ones with `patience`, else the last."""
+    """Return the path of the final parameters in a checkpoint's state, as `jax.tree_util.keystr` writes it.
+
+    The state is (TrainState, best parameters). The final parameters are the best ones with `patience`, else the last ones.
+    """
     return "[1]" if settings["patience"] and metadata["loss"] is not None else "[0].params"
 
 
@@ -124,7 +127,7 @@ def make_update(
 ) -> Callable[..., Any]:
     """Return the jitted update: (state, fixed, batch) -> (state, metrics). It donates the buffers of the old state.
 
-    `graph` and the frozen parameters `fixed` come from `rrl.rl.optim.split_trained`.
+    `fixed` holds the frozen parameters. `graph` and `fixed` come from `rrl.rl.optim.split_trained`.
     """
 
     def loss(params: nnx.State, fixed: nnx.State, batch: Batch) -> jax.Array:
@@ -245,7 +248,8 @@ def train(
     rate = make_schedule(config.optim)
     evaluate = Evaluator(held_out, config.rows, config.row_length, config.chunk, mesh) if held_out else None
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
-    # Metadata of checkpoints: lowest held-out loss, evaluations since then, training seconds, lines of metrics.
+    # Metadata of checkpoints. loss: lowest held-out loss; bad: evaluations since the lowest loss; seconds: training time;
+    # lines: lines of metrics.jsonl.
     metadata: dict[str, Any] = {"loss": None, "bad": 0, "seconds": 0.0, "lines": 0}
     with Checkpoints(workdir, settings, 2, MAY_DIFFER, MAY_GROW) as checkpoints, stop_requested() as stop:
         best_params = jax.tree.map(jnp.copy, params) if config.patience else None
@@ -280,6 +284,7 @@ def train(
                     host = {k: v.item() for k, v in jax.device_get(metrics).items()} | {
                         "lr": float(rate(step - 1))
                     }
+                    # Tokens since the last line, if each step has as many as this one. The first line follows `start`.
                     tokens = host["tokens"] * (step - start if not tokens else config.log_every)
                     writer.write(step, host)
                     shown = {"loss": host["loss"], "lr": host["lr"]}
@@ -300,7 +305,7 @@ def train(
                         step,
                         {f"eval/{k}": v for k, v in evaluation.items()} | {"seconds": metadata["seconds"]},
                     )
-                    progress.note(f"step {step} ({metadata['seconds']:.0f} s): {_table(evaluation)}")
+                    progress.note(f"step {step} ({metadata['seconds']:.0f} s): {_format_metrics(evaluation)}")
                     if config.patience:
                         if metadata["loss"] is None or evaluation["loss"] < metadata["loss"]:
                             metadata |= {"loss": evaluation["loss"], "bad": 0}
@@ -328,9 +333,9 @@ def train(
                 and evaluate
                 and stopped in ("done", "minutes")
             ):
-                now = evaluate(nnx.merge(graph, state.params, fixed))
-                if now["loss"] < metadata["loss"]:
-                    metadata["loss"], best_params = now["loss"], state.params
+                last_evaluation = evaluate(nnx.merge(graph, state.params, fixed))
+                if last_evaluation["loss"] < metadata["loss"]:
+                    metadata["loss"], best_params = last_evaluation["loss"], state.params
             if step > start:
                 _refuse_divergence(step, metrics, checkpoints.latest)
             checkpoints.save(step, (state, best_params), metadata | {"lines": writer.lines})
@@ -343,7 +348,7 @@ def train(
                 writer.write(
                     step, {f"eval/{k}": v for k, v in evaluation.items()} | {"seconds": metadata["seconds"]}
                 )
-                progress.note(f"end, step {step} ({stopped}): {_table(evaluation)}")
+                progress.note(f"end, step {step} ({stopped}): {_format_metrics(evaluation)}")
     file = pathlib.Path(workdir, "result.json")
     if jax.process_index() == 0:
         with saving(file):
@@ -367,5 +372,5 @@ def _refuse_divergence(step: int, metrics: Mapping[str, jax.Array], saved: int |
         )
 
 
-def _table(metrics: Mapping[str, float]) -> str:
+def _format_metrics(metrics: Mapping[str, float]) -> str:
     return " ".join(f"{name}={value:.3f}" for name, value in metrics.items())

@@ -1,10 +1,13 @@
 """The stages of supervised training: turns a config into data and model, trains, and writes a Hugging Face folder.
 
 reading (stage 0): an endless stream of reading, copying and comparing exercises, from random parameters.
-evidence: an endless stream of questions with evidence, for the reader (a model of another family).
+evidence: an endless stream of questions with evidence, for the reader (R-Search: a model of another family than the policy).
 demonstrations (stage 1): a small fixed set of demonstrations of a recipe's scripted expert, from the model of stage 0.
 pairs: a fixed set of (input, output) pairs from a file, such as a teacher's demonstrations.
-verdicts: an endless stream of judge examples, for a judge; at the end its agreement with the oracle is printed.
+verdicts: an endless stream of judge examples, for a judge. At the end its agreement with the oracle is printed; the oracle
+    (`rrl.rewards.oracle`) scores by gold passages and gold answers.
+
+A world is a generated encyclopedia of passages (`rrl.miniwiki`).
 
 Read `run` first.
 """
@@ -65,7 +68,8 @@ from rrl.sft.sources import AlternatingSource, BatchSource, FixedSource, StreamS
 AGREEMENT_QUESTIONS = 200
 """Held-out questions for the agreement of a trained judge with the oracle."""
 _FIRST_WORLD_SEED = 1000
-"""First seed of the streams' worlds. It keeps them apart from the worlds of reinforcement learning."""
+"""First seed of the worlds of streams. It keeps them apart from the worlds of reinforcement learning, whose seeds are
+small."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +83,15 @@ class StreamConfig:
     steps_per_block: int = 20
     """Steps per block."""
     probes: int = 64
-    """Held-out examples of each kind, from worlds of the dev split."""
+    """Held-out examples of each kind of exercise or judge prompt, from worlds of the dev split. Stage evidence: a quarter of the
+    held-out examples."""
     short_length: int = 0
-    """Row length of short blocks, which are cheaper; their rows have the same number of tokens in total. 0: none."""
+    """Row length of short blocks, in tokens; 0: no short blocks. Attention over short rows is cheaper. A step of a short block
+    has more rows, so that it has as many tokens as a step of a long block."""
     short_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Arguments of the stream in short blocks; they override `options`."""
     long_every: int = 4
-    """With short blocks, one block in this many has the full row length."""
+    """With short blocks: one block in this many has rows of `train.row_length` tokens."""
     curriculum: str = ""
     """"1:200;2:300": reading examples have at most 1 passage for 200 steps, then at most 2 for 300, and then as many as
     `options` allow. "": no curriculum."""
@@ -93,8 +99,8 @@ class StreamConfig:
     """Further arguments of the stream (rrl.miniwiki.reading, .evidence; rrl.sft.judge_examples.JudgeExamplesConfig)."""
 
     reading: float = 0.0
-    """Stage evidence: share of tokens that are reading examples during the curriculum. Answers alone have too few target
-    tokens to learn retrieval from context."""
+    """Stage evidence: share of the tokens that come from reading examples, during the curriculum. Without them the model
+    does not learn to retrieve from its context, because answers have too few target tokens."""
     reading_later: float = 0.0
     """Stage evidence: the same share after the curriculum."""
     reading_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -117,13 +123,13 @@ class StreamConfig:
         return None
 
 
-HARDWARE = {"mesh": MeshConfig, "compute": ComputeConfig, "lora": LoraConfig}
-"""Optional sections of a config and their dataclasses."""
-SECTIONS = (
+OPTIONAL_SECTIONS = {"mesh": MeshConfig, "compute": ComputeConfig, "lora": LoraConfig}
+"""Optional config sections and their dataclasses."""
+CONFIG_FIELDS = (
     *("stage", "init", "tokenizer", "out", "model", "scales", "induction", "data", "train", "optim"),
-    *HARDWARE,
+    *OPTIONAL_SECTIONS,
 )
-"""All fields of a config."""
+"""All top-level fields of a config: sections and single values."""
 
 
 def with_defaults(config: ConfigDict) -> ConfigDict:
@@ -131,7 +137,7 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     rename_config(config)
     fill_defaults(config.train, SFTConfig)
     fill_defaults(config.optim, OptimConfig)
-    for name, kind in HARDWARE.items():
+    for name, kind in OPTIONAL_SECTIONS.items():
         if name not in config:
             config[name] = ConfigDict()
         fill_defaults(config[name], kind)
@@ -152,9 +158,9 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
 
 
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> SFTResult:
-    """Train a model by a config and write it to `config["out"]` (default: workdir/model).
+    """Train the model that a config describes and write it to `config["out"]` (default: workdir/model).
 
-    The same config continues a stopped run. A finished run only writes the model again.
+    If the workdir holds a stopped run of the same config, continue it. If that run is finished, only write its model again.
 
     Raises:
         UserError: a field is unknown or wrong, or the workdir belongs to another config or is locked by another process.
@@ -167,7 +173,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> SFTResult:
 def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextlib.ExitStack) -> SFTResult:
     """The body of `run`. The workdir stays locked until `stack` is closed."""
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    refuse_unknown_fields(SECTIONS, values, "config")
+    refuse_unknown_fields(CONFIG_FIELDS, values, "config")
     stage, model = values["stage"], values["model"]
     if stage not in STAGES:
         raise UserError(f"stage={stage!r} is unknown; choose one of {', '.join(STAGES)}")
@@ -196,6 +202,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER, MAY_GROW)
     if out.exists() and not out.is_dir():
         raise UserError(f"out={str(out)!r} is a file; give a folder, which may be a new one")
+    # Fail before anything is loaded. `lock_workdir` below creates the workdir, so it comes after all checks.
     refuse_locked(workdir)
     refuse_damaged_metrics(workdir)
     mesh = mesh_config.make()
@@ -211,7 +218,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         )
     else:
         tokenizer = load_tokenizer(values["tokenizer"])
-        shape = build(
+        decoder_config = build(
             DecoderConfig,
             model,
             "model",
@@ -219,7 +226,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-        decoder = Decoder(shape, rngs=nnx.Rngs(settings.seed), **options)
+        decoder = Decoder(decoder_config, rngs=nnx.Rngs(settings.seed), **options)
         scale_parameters(decoder, values.get("scales", {}))
         if values.get("induction"):
             init_induction_heads(decoder, seed=settings.seed, **values["induction"])
@@ -246,7 +253,8 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
                 write_judge_card(out, judge_config.card)
         print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
         if judge_config is not None:
-            # Few rows, since launch/sft.py does not enlarge the thread pool for the callbacks of more rows.
+            # Few rows: launch/sft.py keeps XLA's small CPU thread pool, in which a host callback with many rows can hang
+            # (`rrl.parallel.runtime.prepare_host`).
             print(
                 judge_report(
                     str(out),
@@ -292,23 +300,21 @@ def _reading(
     def source(rows: int, row_length: int, options: Mapping[str, float]) -> BatchSource:
         def make(block: int) -> list[Example]:
             tokens = config.steps_per_block * rows * row_length
-            return _read_block(config, settings.seed, tokenizer, block, tokens, row_length, options)
+            return _reading_block(config, settings.seed, tokenizer, block, tokens, row_length, options)
 
         return StreamSource(make, rows, row_length, settings.seed, config.steps_per_block)
 
     dev = generate("dev", 0, config.worlds * config.world_size, config.worlds)
     probes = reading_probes(dev, tokenizer, 0, config.probes, limit=settings.row_length)
-    whole = source(settings.rows, settings.row_length, config.options)
+    full = source(settings.rows, settings.row_length, config.options)
     if not config.short_length:
-        return whole, dict(probes)
+        return full, dict(probes)
     short_rows = settings.rows * settings.row_length // config.short_length
     short = source(short_rows, config.short_length, {**config.options, **config.short_options})
-    return AlternatingSource([short] * (config.long_every - 1) + [whole], config.steps_per_block), dict(
-        probes
-    )
+    return AlternatingSource([short] * (config.long_every - 1) + [full], config.steps_per_block), dict(probes)
 
 
-def _read_block(
+def _reading_block(
     config: StreamConfig,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
@@ -317,12 +323,12 @@ def _read_block(
     limit: int,
     options: Mapping[str, float],
 ) -> list[Example]:
-    """Return `tokens` tokens of reading examples for a block, from newly generated worlds."""
-    number = _FIRST_WORLD_SEED * (seed + 1) + block
-    wiki = generate("train", number, config.worlds * config.world_size, config.worlds)
-    most = config.most_passages(block * config.steps_per_block)
-    arguments = {**options} if most is None else {**options, "most_passages": most}
-    return _take_tokens(reading_examples(wiki, tokenizer, number, limit=limit, **arguments), tokens)  # type: ignore[arg-type]
+    """Generate the reading examples of a block, with at least `tokens` tokens in total, from new worlds."""
+    world_seed = _FIRST_WORLD_SEED * (seed + 1) + block
+    wiki = generate("train", world_seed, config.worlds * config.world_size, config.worlds)
+    most_passages = config.most_passages(block * config.steps_per_block)
+    arguments = {**options} if most_passages is None else {**options, "most_passages": most_passages}
+    return _take_tokens(reading_examples(wiki, tokenizer, world_seed, limit=limit, **arguments), tokens)  # type: ignore[arg-type]
 
 
 def _evidence(
@@ -337,15 +343,17 @@ def _evidence(
 
     def make(block: int) -> list[Example]:
         tokens = config.steps_per_block * settings.rows * settings.row_length
-        early = config.most_passages(block * config.steps_per_block) is not None
-        share = config.reading if early else config.reading_later
-        read = int(share * tokens)
+        in_curriculum = config.most_passages(block * config.steps_per_block) is not None
+        share = config.reading if in_curriculum else config.reading_later
+        reading_tokens = int(share * tokens)
         examples = _take_tokens(
-            stream("train", _FIRST_WORLD_SEED * (settings.seed + 1) + block), tokens - read
+            stream("train", _FIRST_WORLD_SEED * (settings.seed + 1) + block), tokens - reading_tokens
         )
-        if read:
+        if reading_tokens:
             length, options = settings.row_length, config.reading_options
-            examples += _read_block(config, settings.seed, tokenizer, block, read, length, options)
+            examples += _reading_block(
+                config, settings.seed, tokenizer, block, reading_tokens, length, options
+            )
         return examples
 
     source = StreamSource(make, settings.rows, settings.row_length, settings.seed, config.steps_per_block)
@@ -364,8 +372,8 @@ def _demonstrations(
 
     def examples(split: str, worlds: int, number: int) -> list[Example]:
         wiki = generate(split, world.seed, worlds * world.world_size, worlds)
-        each = -(-number // len(world.kinds))
-        items = mixed_questions(wiki, each, world.kinds, world.seed)[:number]
+        per_kind = -(-number // len(world.kinds))  # rounded up
+        items = mixed_questions(wiki, per_kind, world.kinds, world.seed)[:number]
         retriever = load_retriever(wiki.passages, retrieval, encoder, workdir=workdir)
         if retriever is None:
             raise UserError(
@@ -393,26 +401,29 @@ def _judge_examples(
     data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
 ) -> tuple[BatchSource, dict[str, Sequence[Example]]]:
     config, options = build(StreamConfig, data, "data"), _judge_examples_config(data)
+    # `per_kind` below: questions of each kind. `prompt_kind`: class of the judge prompt.
     tokens = config.steps_per_block * settings.rows * settings.row_length
 
-    def stream(split: str, seed: int, per_kind: int, kind: type | None = None) -> Iterator[Example]:
+    def stream(split: str, seed: int, per_kind: int, prompt_kind: type | None = None) -> Iterator[Example]:
         wiki = generate(split, seed, config.worlds * config.world_size, config.worlds)
         selected = (
-            v
-            for v in make_judge_examples(wiki, seed, per_kind, options)
-            if kind is None or type(v.prompt) is kind
+            example
+            for example in make_judge_examples(wiki, seed, per_kind, options)
+            if prompt_kind is None or type(example.prompt) is prompt_kind
         )
         examples = tokenize_judge_examples(selected, tokenizer, options.card)
         return (example for example in examples if len(example) <= settings.row_length)
 
     def make(block: int) -> list[Example]:
-        # A question gives four examples. This many questions are more than the tokens need.
+        # One question of each kind for 3000 tokens. This is more than enough, since a question gives four examples.
         return _take_tokens(
             stream("train", _FIRST_WORLD_SEED * (settings.seed + 1) + block, tokens // 3000 + 1), tokens
         )
 
     probes: dict[str, Sequence[Example]] = {
-        kind.__name__.lower(): list(stream("dev", 0, config.probes // 5 + 1, kind)) for kind in PROMPT_KINDS
+        # A fifth of the probes for each of the five kinds of questions; each question gives one prompt of each kind.
+        kind.__name__.lower(): list(stream("dev", 0, config.probes // 5 + 1, kind))
+        for kind in PROMPT_KINDS
     }
     return StreamSource(
         make, settings.rows, settings.row_length, settings.seed, config.steps_per_block

@@ -36,7 +36,7 @@ class Teacher(Protocol):
             first: number of the first question in the run.
 
         Returns:
-            Q x T trajectories for T temperatures, question by question. The number of the question is their group.
+            Q x T trajectories for T temperatures, question by question. Their `group` is the number of their question in the run.
         """
 
 
@@ -84,13 +84,12 @@ class EndpointTeacher:
         seed: int = 0,
     ) -> None:
         self.recipe, self.retriever, self.top_k = recipe, retriever, top_k
-        # The cache answers equal requests: a second sample at the same temperature needs another seed.
-        first = seed * len(temperatures)  # so that runs with different seeds never send the same request
+        # The cache of `Endpoint` answers a repeated request. A temperature that occurs again therefore gets another seed, and
+        # runs with different seeds get disjoint ranges of request seeds. Request seed 0 is sent as None.
+        first_seed = seed * len(temperatures)
         repeats = [list(temperatures[:at]).count(value) for at, value in enumerate(temperatures)]
         self.endpoints = [
-            Endpoint(
-                dataclasses.replace(config, temperature=value, seed=first + count if first + count else None)
-            )
+            Endpoint(dataclasses.replace(config, temperature=value, seed=first_seed + count or None))
             for value, count in zip(temperatures, repeats, strict=True)
         ]
 
@@ -107,8 +106,8 @@ class EndpointTeacher:
         ]
         while any(not state.ended for group in groups for state in group):
             searching: list[tuple[_TeacherEpisode, str]] = []
-            for sample, endpoint in enumerate(self.endpoints):
-                running = [group[sample] for group in groups if not group[sample].ended]
+            for index, endpoint in enumerate(self.endpoints):
+                running = [group[index] for group in groups if not group[index].ended]
                 replies = endpoint.replies([state.prompt for state in running])
                 for state, reply in zip(running, replies, strict=True):
                     if reply.refused:
@@ -136,7 +135,7 @@ class EndpointTeacher:
             return [[] for _ in queries]
         vectors = self.retriever.embed(queries) if self.retriever.needs_embeddings else None
         hits = self.retriever.search(queries, self.top_k, vectors)
-        return [[hit.passage for hit in of_one] for of_one in hits]
+        return [[hit.passage for hit in query_hits] for query_hits in hits]
 
 
 def _apply_action(state: _TeacherEpisode, action: Action) -> None:
@@ -158,12 +157,16 @@ def _prompt_text(prompt: str | Prompt) -> str:
 
 def _trajectory(state: _TeacherEpisode) -> Trajectory:
     """Return the trajectory with text and searches only: a service returns no token ids."""
-    none = np.zeros(0)
+    empty = np.zeros(0)
     return Trajectory(
-        state.episode.question,
-        state.group,
-        state.group,
-        *(none, none, none, none, none),
+        question=state.episode.question,
+        request=state.group,
+        group=state.group,
+        tokens=empty,
+        roles=empty,
+        logps=empty,
+        sampled_logps=empty,
+        turns=empty,
         segments=state.segments,
         searches=list(state.episode.searches),
         ended=state.ended,

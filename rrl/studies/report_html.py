@@ -136,8 +136,10 @@ def _filters(sides: Sequence[Sequence[Trajectory]]) -> str:
 
 def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
     marks = "".join(f'<b class="{correctness(t)}">{MARKS[correctness(t)]}</b>' for t in side)
-    small = f"<small>{marks} {in_words(question.kind)}</small>"
-    return f'<a href="#t{at}" data-at="{at}"><span>{_text(question.text)}{small}</span></a>'
+    return (
+        f'<a href="#t{at}" data-at="{at}"><span><span class="asked">{_text(question.text)}</span>'
+        f"<small>{marks} {in_words(question.kind)}</small></span></a>"
+    )
 
 
 def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[EvaluationRun]) -> str:

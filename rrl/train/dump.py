@@ -19,9 +19,9 @@ def dump_batch(
 ) -> pathlib.Path | None:
     """Write the trajectories and advantages of an update to `folder/step_N.npz`.
 
-    The file has arrays over the concatenated tokens of all trajectories: tokens, roles, logps, sampled_logps, turns, rewards
-    (paid at each token) and advantages. It also has lengths (tokens of each trajectory) and `about`, JSON with question,
-    rewards, context starts, segments and end reason of each trajectory.
+    The file has arrays over the concatenated tokens of all trajectories: tokens, roles, logps, sampled_logps and turns (see
+    `Trajectory`), rewards (`Trajectory.token_rewards`) and advantages. It also has lengths (tokens of each trajectory) and
+    `about`, JSON with id, question, request, group, end reason, cuts, starts, rewards and segments of each trajectory.
 
     Returns:
         The file; None if the folder already has `MAX_FILES` files, and in every process except the first.

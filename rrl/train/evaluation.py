@@ -24,13 +24,23 @@ def evaluate(
     temperature: float = 0.0,
     retriever: Retriever | None = None,
     scoring: ScoringContext = NO_MODELS,
-    on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
+    on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """Sample one episode per question, greedily by default, and return its metrics and trajectories.
 
     Metrics are "eval/em", "eval/f1", ... over all questions, and "eval/em/KIND", ... over each kind of question.
     "eval/searches_failed" and "eval/not_finite" count failed searches and episodes with logits that were not finite; both
     can lower all other metrics.
+
+    Args:
+        engine: samples the episodes.
+        params: parameters of the policy.
+        recipe: prompts, environment and metrics.
+        questions: held-out questions.
+        temperature: sampling temperature; 0: greedy.
+        retriever: retriever for these questions; None: the engine's.
+        scoring: models that the rewards use.
+        on_finish: called with the index of the question and its unscored trajectory when an episode ends.
     """
     trajectories = run_questions(
         engine,

@@ -136,7 +136,7 @@ class TrainSettings:
         if settings.judge is not None:
             settings.judge.check()
         encoder_folder(settings.retriever)
-        settings.retriever.identity()  # checks its index, if it has one
+        settings.retriever.identity()  # raises UserError if its index is broken
         path = settings.data.path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
             raise UserError(f"data={path!r} is not a folder; give one, or miniwiki for the built-in world")
@@ -172,14 +172,16 @@ class TrainSettings:
         rollout = build(EngineConfig, values["rollout"], "rollout")
         if objective.row_lengths[-1] < rollout.context:
             raise UserError(
-                f"objective.row_lengths={objective.row_lengths} must reach rollout.context={rollout.context}: add it as the last"
+                f"objective.row_lengths={objective.row_lengths} is too short for rollout.context={rollout.context}: the "
+                "last length must be at least the context"
             )
         recipe = make_recipe(name, recipe_values, environment)
-        default, advantage = (getattr(made, "advantage", None) for made in (make_recipe(name), recipe))
-        if critic is not None and advantage != default:
+        advantage = getattr(recipe, "advantage", None)
+        default_advantage = getattr(make_recipe(name), "advantage", None)
+        if critic is not None and advantage != default_advantage:
             raise UserError(
                 f"recipe.advantage={advantage!r} has no effect in a run with a critic, which gives the advantages: leave it at "
-                f"{default!r}, or remove the config's critic"
+                f"{default_advantage!r}, or remove the config's critic"
             )
         if critic is None and steps and values["train"].get("samples") == 1 and advantage in GROUP_RELATIVE:
             raise UserError(
@@ -272,7 +274,7 @@ def load(settings: TrainSettings, log: TimedLog, workdir: pathlib.Path) -> Train
     if settings.train.critic is not None:
         value_model = load_value_model(
             settings.policy,
-            layers=settings.train.critic.body(decoder.config).layers,
+            layers=settings.train.critic.decoder_config(decoder.config).layers,
             dtype=jnp.dtype(compute.dtype),
             param_dtype=jnp.dtype(compute.param_dtype),
             mesh=mesh if mesh.size > 1 else None,
@@ -285,7 +287,7 @@ def load(settings: TrainSettings, log: TimedLog, workdir: pathlib.Path) -> Train
     reader = None
     if settings.reader:
         log(f"reader {settings.reader}")
-        frozen = load_language_model(
+        reader_model = load_language_model(
             settings.reader,
             "reader",
             context=settings.reader_rollout.context,
@@ -293,7 +295,7 @@ def load(settings: TrainSettings, log: TimedLog, workdir: pathlib.Path) -> Train
             param_dtype=jnp.dtype(compute.dtype),
             mesh=mesh if mesh.size > 1 else None,
         )
-        reader = Reader(*frozen, settings.reader_rollout, mesh=mesh)
+        reader = Reader(*reader_model, settings.reader_rollout, mesh=mesh)
     train_data, held_out = load_datasets(
         settings.data, settings.retriever, log, settings.rollout.search_seconds, workdir
     )
@@ -328,9 +330,13 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     identity = identity_of(settings)
     workdir = pathlib.Path(workdir)
     train_settings = dataclasses.asdict(settings.train) | {"run": identity}
-    grown = refuse_other_config(workdir, train_settings, MAY_DIFFER, MAY_GROW)
-    if "steps" in grown:
-        log("train.steps: {} before, {} now; the run continues after its last step".format(*grown["steps"]))
+    raised_fields = refuse_other_config(workdir, train_settings, MAY_DIFFER, MAY_GROW)
+    if "steps" in raised_fields:
+        log(
+            "train.steps: {} before, {} now; the run continues after its last step".format(
+                *raised_fields["steps"]
+            )
+        )
     refuse_locked(workdir)
     refuse_damaged_metrics(workdir)
     enable_compilation_cache()
@@ -340,7 +346,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
 
     def before_writing() -> None:
         stack.enter_context(lock_workdir(workdir))
-        if grown:  # the run is no longer finished
+        if raised_fields:  # e.g. more steps: the run is no longer finished
             (workdir / "summary.txt").unlink(missing_ok=True)
         with saving(workdir / MODEL_FILES):
             write_model_files(
@@ -349,7 +355,9 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
 
     if settings.note:
         log(settings.note)
-    log(f"compiling on first use (the update stays in the compilation cache): {describe_programs(settings)}")
+    log(
+        f"programs compiled on first use (later runs find the update in the compilation cache): {describe_programs(settings)}"
+    )
     outcome = train(
         settings.train,
         settings.recipe,
@@ -386,7 +394,7 @@ def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, log: 
     train = [question for place, question in enumerate(task.train) if place not in long]
     if len(train) < len(task.train):
         log(
-            f"{len(task.train) - len(train)} of {len(task.train)} training questions are left out for that reason"
+            f"{len(task.train) - len(train)} of {len(task.train)} training questions do not fit the context and are left out"
         )
     if not train:
         raise UserError(
@@ -396,19 +404,23 @@ def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, log: 
 
 
 def describe_programs(settings: TrainSettings) -> str:
-    """Describe the compiled programs of a run and their sizes. A run compiles each of them once and nothing else."""
+    """Describe the programs that a run compiles, each with the shape of its batch. Nothing else is compiled."""
     objective, shards = settings.train.objective, data_shards(settings.mesh.make())
     update = ", ".join(
         f"{objective.rows_per_microbatch(length, shards)} x {length}" for length in objective.row_lengths
     )
 
-    def loop(name: str, sizes: EngineConfig) -> str:
-        return f"{name} of {sizes.rows} rows x {sizes.context} tokens"
+    def engine(name: str, config: EngineConfig) -> str:
+        return f"{name} of {config.rows} rows x {config.context} tokens"
 
-    reader = f"; {loop('the reader', settings.reader_rollout)}" if settings.reader else ""
-    used = settings.judge if settings.recipe.needs_judge else None
-    judge = f"; {loop('the judge', used.rollout)}" if used and used.judge.kind == "model" else ""
-    return f"{loop('rollout', settings.rollout)}{reader}{judge}; update of {update}"
+    reader = f"; {engine('the reader', settings.reader_rollout)}" if settings.reader else ""
+    judge_settings = settings.judge if settings.recipe.needs_judge else None
+    judge = (
+        f"; {engine('the judge', judge_settings.rollout)}"
+        if judge_settings and judge_settings.judge.kind == "model"
+        else ""
+    )
+    return f"{engine('rollout', settings.rollout)}{reader}{judge}; update of {update}"
 
 
 def identity_of(settings: TrainSettings) -> dict[str, Any]:
@@ -455,10 +467,10 @@ def report(
         return
     with saving(workdir / "policy"):
         write_card(workdir / "policy", _card(settings))
-    rows = read_metrics(workdir / "metrics.jsonl")
+    metrics_lines = read_metrics(workdir / "metrics.jsonl")
     with saving(workdir / "curves.png"):
         plot_training(
-            rows,
+            metrics_lines,
             workdir / "curves.png",
             f"Training of {settings.name}",
             settings.train.eval_temperature,
@@ -507,6 +519,7 @@ def report(
 
 
 def _card(settings: TrainSettings) -> RecipeCard:
+    """Return the recipe card, which records for later evaluation how the policy was trained."""
     return make_card(settings.recipe, settings.rollout.context, settings.rollout.top_k)
 
 

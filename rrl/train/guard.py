@@ -11,10 +11,11 @@ ACTIONS = ("off", "warn", "stop")
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    """When a run counts as collapsed, and the action then."""
+    """Thresholds of the signs of collapse, and what to do about a collapse."""
 
     action: str = "warn"
-    """"warn" logs a warning; "stop" ends the run at its last good checkpoint, or at its start; "off" checks nothing."""
+    """"warn" logs a warning. "stop" ends the run and restores its latest checkpoint without a sign of collapse, which may be
+    the initial state. "off" checks nothing."""
     steps: int = 10
     """Consecutive steps for which a sign of collapse must last."""
     reward: float = 0.0
@@ -36,6 +37,7 @@ class Guard:
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
+        # `not x > limit` is also true for NaN.
         self._signs: dict[str, tuple[str, Callable[[float], bool]]] = {
             f"the reward is at most {config.reward:g}": ("reward/total", lambda x: not x > config.reward),
             f"the entropy is at most {config.entropy:g}": (
@@ -47,6 +49,7 @@ class Guard:
                 lambda x: not x <= config.kl,
             ),
             "logits of the policy are not finite": ("train/not_finite", lambda x: x > 0),
+            # A mean over the finite gradients of a step. It is not finite only if no gradient is.
             "no gradient is finite": ("train/grad_norm", lambda x: not math.isfinite(x)),
             "no gradient of the critic is finite": ("critic/grad_norm", lambda x: not math.isfinite(x)),
         }
@@ -60,7 +63,7 @@ class Guard:
     def check(self, step: int, metrics: Mapping[str, float]) -> str:
         """Check the metrics of a completed step.
 
-        A metric that the step lacks (because it learned nothing) neither continues nor ends its sign.
+        A step without an update lacks some metrics. It does not change the count of consecutive steps of their signs.
 
         Returns:
             A description of the signs that have lasted for exactly `config.steps` steps now; "" if there are none.

@@ -16,20 +16,27 @@ from rrl.models.decoder import Decoder, cast_params
 from rrl.models.heads import ValueModel
 from rrl.rl.critic import CriticState, ValueEstimate, make_critic
 from rrl.rl.optim import (
+    applied_updates,
     init_optimizer,
     make_optimizer,
     make_schedule,
     running_mean,
     skipped_updates,
     split_trained,
-    taken_updates,
 )
 from rrl.rl.update import Advantages, ReferenceLogprobs, Updater
 from rrl.train.rl_config import RLConfig
 
 
 def learned_params_path(settings: Mapping[str, Any]) -> str:
-    """Return the path of the final policy's parameters within a checkpoint's state, given the run's config.json."""
+    """Return where a checkpoint has the final policy's parameters, as an index into `Learner.state`.
+
+    Args:
+        settings: the run's config.json.
+
+    Returns:
+        A path for `rrl.runs.checkpoints.read_part`: the average of the parameters if the run has one, else the parameters.
+    """
     return "[2]" if settings["average_last"] else "[0]"
 
 
@@ -38,17 +45,17 @@ class LearningBatch:
     """The trajectories that a step learns from, and their advantages."""
 
     left_out: Bool[np.ndarray, "N"]
-    """True for the sampled trajectories that are not in `trajectories`' groups."""
+    """[N] True for sampled trajectories whose group the step does not learn from."""
     trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
     """M of the N sampled trajectories; empty if there is nothing to learn from."""
     advantages: Advantages = ()
-    """Final advantages: one per trajectory or one per token."""
+    """Advantages that the loss uses (after KL penalty and whitening): one per trajectory or one per token."""
     advantage_std: float = 0.0
     """Standard deviation of the advantages before whitening: over trajectories, or over policy tokens with a critic."""
     reference_logprobs: ReferenceLogprobs | None = None
-    """If the KL is in the reward."""
+    """Log-probabilities under the reference, if the objective has the KL penalty in the reward; else None."""
     values: ValueEstimate | None = None
-    """With a critic."""
+    """The critic's estimates; None without a critic."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +63,7 @@ class UpdateResult:
     """The result of `Learner.update`."""
 
     metrics: dict[str, float]
-    """critic/... and train/... of the updates that were made."""
+    """Metrics of the update, with the prefixes "train/" (policy) and "critic/"."""
     finite: bool = True
     """False if a gradient was not finite, so that its update was skipped."""
 
@@ -96,9 +103,10 @@ class Learner:
         if (config.critic is None) != (value_model is None):
             raise UserError("train.critic and a value model go together; give both or neither")
         self.config = config
-        graph, params, fixed = split_trained(decoder, config.optim.frozen)
-        self._fixed = _commit_to_devices(cast_params(fixed, decoder.dtype))
-        nnx.update(decoder, self._fixed)  # frees the copy in the wider dtype
+        graph, params, frozen = split_trained(decoder, config.optim.frozen)
+        self._frozen = _commit_to_devices(cast_params(frozen, decoder.dtype))
+        # The decoder now holds the cast parameters. This frees those in param_dtype.
+        nnx.update(decoder, self._frozen)
         self._reference = _commit_to_devices(
             jax.tree.map(lambda x: x.copy(), cast_params(params, decoder.dtype))
         )
@@ -128,25 +136,25 @@ class Learner:
     @property
     def policy_params(self) -> PyTree:
         """All parameters of the current policy, which samples episodes."""
-        return nnx.merge_state(self._params, self._fixed)
+        return nnx.merge_state(self._params, self._frozen)
 
     @property
     def learned_params(self) -> PyTree:
         """All parameters of the policy to evaluate and to save: the average if there is one, else the current policy."""
-        return nnx.merge_state(self._params if self._average is None else self._average, self._fixed)
+        return nnx.merge_state(self._params if self._average is None else self._average, self._frozen)
 
     @property
     def reference_params(self) -> PyTree:
         """All parameters of the reference, which is the initial policy."""
-        return nnx.merge_state(self._reference, self._fixed)
+        return nnx.merge_state(self._reference, self._frozen)
 
-    def batch(
+    def make_batch(
         self,
         trajectories: Sequence[Trajectory],
         advantages: Float[np.ndarray, "M"],
         left_out: Bool[np.ndarray, "N"],
     ) -> LearningBatch:
-        """Return the batch with its final advantages.
+        """Return the batch with the advantages that the loss uses.
 
         With a critic they are estimated by GAE, and the recipe's are not used. The KL penalty is subtracted if the objective
         has it in the reward. Then advantages are whitened if the objective asks for it.
@@ -156,7 +164,7 @@ class Learner:
             advantages: [M] the recipe's advantages.
             left_out: see `LearningBatch`.
         """
-        reference_logprobs = self._updater.reference_logprobs(self._reference, self._fixed, trajectories)
+        reference_logprobs = self._updater.reference_logprobs(self._reference, self._frozen, trajectories)
         if self._critic is None:
             std = float(advantages.std())
             final = self._updater.token_advantages(trajectories, advantages, reference_logprobs)
@@ -176,7 +184,7 @@ class Learner:
             step: number of the step, from 0.
             batch: what to learn from.
         """
-        skipped, metrics = self._skipped, {"train/advantage_std": batch.advantage_std}
+        skipped_before, metrics = self._skipped, {"train/advantage_std": batch.advantage_std}
         if self._critic is not None and batch.values is not None:
             self._critic_state[0], critic_metrics = self._critic.update(
                 self._critic_state[0], batch.trajectories, batch.values
@@ -187,7 +195,7 @@ class Learner:
                 self._params,
                 self._opt_state,
                 self._reference,
-                self._fixed,
+                self._frozen,
                 batch.trajectories,
                 batch.advantages,
                 batch.reference_logprobs,
@@ -195,23 +203,23 @@ class Learner:
             metrics |= {f"train/{name}": value for name, value in policy_metrics.items()}
         metrics["train/lr"] = self.learning_rate
         self._update_average(step + 1)
-        return UpdateResult(metrics, self._skipped == skipped)
+        return UpdateResult(metrics, self._skipped == skipped_before)
 
     def _update_average(self, steps: int) -> None:
         """Add the parameters after `steps` updates to their average. Does nothing without averaging."""
         if self._average is not None:
+            # Before `average_start` the count is 1: the mean is just the current parameters.
             count = max(1, steps - self.config.average_start)
             self._average = running_mean(self._average, self._params, count)
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of the last update that was not skipped; 0 before the first."""
-        taken = taken_updates(self._opt_state)
+        taken = applied_updates(self._opt_state)
         return float(self._schedule(taken - 1)) if taken else 0.0
 
     @property
     def _skipped(self) -> list[float]:
-        """Updates skipped since the start of the run, of the policy and of the critic."""
-        return [
-            float(skipped_updates(state)) for state in (self._opt_state, *(v[1] for v in self._critic_state))
-        ]
+        """Numbers of skipped updates since the start of the run: of the policy, and of the critic if there is one."""
+        critic_opt_states = [opt_state for _, opt_state in self._critic_state]
+        return [float(skipped_updates(state)) for state in (self._opt_state, *critic_opt_states)]

@@ -1,7 +1,7 @@
 """Reinforcement learning of a search agent, on one page: sample, score, select, compute advantages, update, log, save.
 
-Each call in `train` is one stage; its module has the details. From here to the loss of GRPO or PPO: `Learner.update`,
-`rrl.rl.update.Updater`, `rrl.rl.losses.policy_loss`.
+Each call in `train` is one stage; its module has the details. `Learner.update` calls `rrl.rl.update.Updater`, whose loss (GRPO
+or PPO) is `rrl.rl.losses.policy_loss`.
 """
 
 import os
@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rrl.recipes.base import Recipe
-from rrl.train.learning_batch import learning_batch
+from rrl.train.learning_batch import compute_advantages, select_trajectories
 from rrl.train.rl_config import RLConfig
 from rrl.train.run import Outcome, RunModels, Task, open_run
-from rrl.train.sample import sample_step
+from rrl.train.sample import sample_and_score
 
 
 def train(
@@ -35,7 +35,7 @@ def train(
             `config.average_last` the mean over the last updates.
         workdir: gets config.json, checkpoints, metrics and trajectories for the report.
         identity: what identifies the run besides `config` (models, data). Another identity in the workdir is refused.
-        before_writing: called after all settings and questions are checked, before anything is written.
+        before_writing: called once, when all checks have passed and nothing is written yet. It may lock the workdir.
 
     Raises:
         UserError: the workdir belongs to another config.
@@ -47,16 +47,22 @@ def train(
         learner, curriculum = run.learner, run.curriculum
 
         for step in run.steps():
-            # Sample and score: questions x samples episodes, more rounds if too few groups are informative (DAPO).
-            sampled = sample_step(config, step, engine, learner.policy_params, recipe, curriculum, scoring)
+            # Sample and score: the curriculum gives the questions, each gets a group of episodes. DAPO: more rounds if too few
+            # groups have unequal rewards.
+            sampled = sample_and_score(
+                config, step, engine, learner.policy_params, recipe, curriculum, scoring
+            )
 
-            # Select and compute advantages: group-normalised, or by the critic.
-            batch = learning_batch(config, sampled, recipe, learner)
+            # Select: DAPO drops groups with equal rewards.
+            selected, left_out = select_trajectories(config, sampled, recipe)
+
+            # Compute advantages: group-normalised (GRPO), or by a critic (PPO).
+            batch = compute_advantages(selected, left_out, recipe, learner)
 
             # Update: pack the trajectories into microbatches, sum gradients, take the optimiser steps.
             result = learner.update(step, batch)
 
-            # Log; evaluate and save when due.
+            # Log the step. Evaluate and save if due.
             run.end_step(sampled, batch, result)
 
     return run.outcome()

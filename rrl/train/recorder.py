@@ -33,7 +33,7 @@ class RunRecorder:
       writer: metrics of the run.
       progress: progress line of this process.
       guard: checks for collapse. With action="warn" it has already checked the metrics of earlier processes.
-      guard_message: the guard's last message on those; "" if there was none.
+      guard_message: the guard's last message about the metrics of earlier processes; "" if there was none.
       saved: trajectories for the final report.
     """
 
@@ -59,15 +59,17 @@ class RunRecorder:
         self.learner, self.curriculum = learner, curriculum
         settings = dataclasses.asdict(config) | {"run": dict(identity)}
         with contextlib.ExitStack() as stack:
-            self._checkpoints = stack.enter_context(Checkpoints(workdir, settings, 2, MAY_DIFFER, MAY_GROW))
-            lines: int | None = 0
+            self._checkpoints = stack.enter_context(
+                Checkpoints(workdir, settings, may_differ=MAY_DIFFER, may_grow=MAY_GROW)
+            )
+            metrics_lines: int | None = 0
             if self._checkpoints.latest is not None:
-                self.step, lines = self.restore()
-            self.writer = stack.enter_context(MetricsWriter(workdir, self.step, lines))
+                self.step, metrics_lines = self.restore()
+            self.writer = stack.enter_context(MetricsWriter(workdir, self.step, metrics_lines))
             if self._checkpoints.latest is None and config.guard.action == "stop":
                 self.save(0)  # for a run that collapses before its first regular checkpoint
             self._evaluations = _evaluations(self.writer.past)
-            self._repeated = _evaluations(self.writer.repeated)
+            self._removed_evaluations = _evaluations(self.writer.removed)
             # With "stop" the latest checkpoint is from before any sign of collapse, so the guard starts empty.
             for line in self.writer.past if config.guard.action == "warn" else ():
                 self.guard_message = self.guard.check(line["step"], _with_nan(line)) or self.guard_message
@@ -82,7 +84,7 @@ class RunRecorder:
     ) -> None:
         self._open.__exit__(kind, error, trace)
 
-    def check(self) -> None:
+    def check_last_save(self) -> None:
         """Raise SaveError if the last checkpoint, which Orbax saves in the background, could not be saved."""
         self._checkpoints.check()
 
@@ -113,10 +115,11 @@ class RunRecorder:
     def past_evaluation(self, step: int) -> dict[str, float] | None:
         """Return the held-out metrics of a step if this or an earlier process evaluated it; else None.
 
-        If the evaluation was done after the checkpoint that this process restored, its line is written again.
+        An evaluation that was done after the checkpoint was saved is not repeated: opening metrics.jsonl removed its line, which
+        is written again here.
         """
-        if step in self._repeated:
-            self._evaluations[step] = self._repeated.pop(step)
+        if step in self._removed_evaluations:
+            self._evaluations[step] = self._removed_evaluations.pop(step)
             self.writer.write(step, self._evaluations[step])
         return self._evaluations.get(step)
 

@@ -35,7 +35,7 @@ class RLConfig:
     temperatures: tuple[float, ...] = ()
     """One temperature for each sample of a question (R3-RAG). Empty: `temperature` for all."""
     seed: int = 0
-    """Seed of sampling, question order and adapters."""
+    """Seed of sampling, of the order of questions, and of the initial LoRA parameters."""
     eval_every: int = 0
     """Steps between held-out evaluations; 0: only before and after training."""
     eval_temperature: float = 0.0
@@ -46,8 +46,8 @@ class RLConfig:
     checkpoint_every: int = 20
     """Steps between checkpoints."""
     permute_rewards: bool = False
-    """Control experiment: permute the rewards at random over the batch (over each round of it) before anything depends on
-    them, so that they carry no information."""
+    """Control experiment: permute the rewards at random over the trajectories of a step (of each round with dynamic sampling),
+    so that they carry no information. This happens before groups are selected."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "questions", "samples", "rounds", "checkpoint_every", where="train.")
@@ -95,7 +95,7 @@ class RLConfig:
 
     @property
     def average_start(self) -> int:
-        """Updates before the first one whose parameters enter the mean."""
+        """Number of updates before averaging starts. The mean is over the parameters after each later update."""
         return self.steps - round(self.average_last * self.steps)
 
 

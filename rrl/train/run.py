@@ -1,7 +1,6 @@
-"""A run from its first step to its end: where it continues, what it writes after a step, when it stops.
+"""Everything around the steps of a run: continuing from a checkpoint, signals, logging, evaluation, saving and the final result.
 
-`rrl.train.loop.train` is the algorithm. This module handles signals, checkpoints and evaluations. Read `TrainingRun.steps`
-and `TrainingRun.end_step` first.
+`rrl.train.loop.train` is the algorithm. Read `TrainingRun.steps` and `TrainingRun.end_step` first.
 """
 
 import contextlib
@@ -52,7 +51,7 @@ class Outcome:
     step: int
     """Completed updates."""
     stopped: str
-    """Reason of the end: done, signal or collapse."""
+    """Why the run ended: "done" (all steps are completed), "signal" (SIGTERM or Ctrl-C) or "collapse" (its guard ended it)."""
     start_metrics: dict[str, float]
     """Held-out metrics of the initial policy."""
     final_metrics: dict[str, float]
@@ -98,7 +97,7 @@ def open_run(
 
     The end of the `with` block evaluates the final policy and writes its parameters to the decoder. If a judge or reader does
     not answer during the steps, the completed steps are saved and ServiceUnavailable is raised; the next process repeats the
-    unfinished step.
+    unfinished step. A signal also makes requests to services fail. The run then ends as after any signal, without an error.
     """
     learner = Learner(config, models.decoder, models.engine.mesh, models.value_model)
     curriculum = curriculum_of(recipe, task.train, config.questions, config.seed)
@@ -109,23 +108,23 @@ def open_run(
         try:
             yield run
         except ServiceUnavailable:
-            if not run.in_steps:
+            if not run.in_steps:  # before the first step or after the last: nothing to save
                 raise
             run.save_completed_steps()
-            if not stop:
+            if not stop:  # the service failed by itself
                 raise
         run.finish()
     nnx.update(models.decoder, learner.learned_params)
 
 
 class TrainingRun:
-    """The state of a run outside the algorithm.
+    """A run in progress: its completed steps, why it stopped, and its outputs.
 
     Attributes:
       learner: the policy with its optimiser, the reference and the critic.
       curriculum: selects the questions.
       step: completed updates.
-      stopped: reason of the end (done, signal or collapse); "" while steps remain.
+      stopped: see `Outcome`; "" while the run continues.
       in_steps: True from the first step of this process until the last.
     """
 
@@ -143,20 +142,21 @@ class TrainingRun:
         self._recorder, self._stop = recorder, stop
         self.step, self.stopped, self.in_steps = recorder.step, "", False
         self._guard_message = recorder.guard_message
+        # Metrics and trajectories of the evaluation after `step` updates; None if there was none.
         self._evaluation: tuple[dict[str, float], list[Trajectory]] | None = None
         self._sampled: list[Trajectory] = []
         self._left_out: Bool[np.ndarray, "N"] = np.zeros(0, bool)
 
     def start(self) -> None:
-        """Catch up on evaluations that an earlier process was stopped before, and note where the run continues."""
+        """Do the evaluations that an earlier process left undone when it was stopped. Log where the run continues."""
         recorder, step = self._recorder, self.step
         if step and self.task.held_out and not recorder.start_metrics:
             recorder.start_metrics, _ = self._evaluate(0)
         if self._evaluation_is_due():
             self._evaluation = self._evaluate(step)
         if step:
-            words = "finished already," if step == self.config.steps else "continues"
-            recorder.progress.note(f"{words} after step {step} of {self.config.steps}")
+            state = "finished already," if step == self.config.steps else "continues"
+            recorder.progress.note(f"{state} after step {step} of {self.config.steps}")
         recorder.progress.begin()
 
     def steps(self) -> Iterator[int]:
@@ -192,7 +192,7 @@ class TrainingRun:
         self._update_progress(metrics)
         if self.step == config.steps:
             recorder.saved.save_sampled(self.step, self._sampled, self._left_out)
-        recorder.check()
+        recorder.check_last_save()
         recorder.writer.write(self.step, metrics)
         # The initial policy is evaluated after the first update, since users wait for the first update.
         if self.task.held_out and not recorder.start_metrics and not self._stop:
@@ -216,7 +216,7 @@ class TrainingRun:
             recorder.save(self.step)
 
     def save_completed_steps(self) -> None:
-        """Save a checkpoint without the unfinished step."""
+        """Save a checkpoint without the unfinished step, and end the run as after a signal."""
         self.curriculum.restore(self._curriculum_state)
         self._recorder.save(self.step)
         self.stopped, self.in_steps = "signal", False
@@ -232,6 +232,7 @@ class TrainingRun:
             if self.step and not recorder.start_metrics:
                 recorder.start_metrics, _ = self._evaluate(0)
             self._evaluation = self._evaluate(self.step)
+            # Without a completed step the final policy is the initial one.
             recorder.start_metrics = recorder.start_metrics or self._evaluation[0]
         if not self._sampled and self.step == self.config.steps:
             self._sampled, self._left_out = recorder.saved.load_sampled(self.step)
@@ -271,16 +272,17 @@ class TrainingRun:
         return recorder.write_evaluation(step, metrics, time.perf_counter() - began), trajectories
 
     def _evaluation_is_due(self) -> bool:
-        """Return whether the policy is evaluated after the completed steps, during training."""
+        """Return whether `eval_every` asks for an evaluation after `step` updates. Start and end of the run do not count."""
         every, step = self.config.eval_every, self.step
         return bool(self.task.held_out and every and step % every == 0 and 0 < step < self.config.steps)
 
     def _note_missing_update(self, batch: LearningBatch, result: UpdateResult) -> None:
-        """Log why a step changed nothing, or a part of it did not."""
+        """Log why a step made no update, or skipped a part of it."""
         note, step = self._recorder.progress.note, self.step
         if not result.finite:
             self._recorder.save_non_finite_batch(step, batch)
         elif not batch.trajectories and not batch.left_out.all():
+            # Groups were selected, but have no policy token.
             note(f"step {step}: no update: logits were not finite, so that no token was sampled")
         elif not batch.trajectories:
             note(

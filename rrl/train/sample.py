@@ -1,4 +1,4 @@
-"""Samples and scores the episodes of a training step. Read `sample_step` first."""
+"""Samples and scores the episodes of a training step. Read `sample_and_score` first."""
 
 import dataclasses
 import time
@@ -23,14 +23,14 @@ class SampledStep:
     """The scored episodes of a training step."""
 
     trajectories: list[Trajectory]
-    """N trajectories. Their groups are numbered over all rounds."""
+    """N trajectories. Group ids are unique over all rounds of the step."""
     stats: RolloutStats
     """Rollout statistics, summed over all rounds."""
     seconds: float
     """Duration of sampling and scoring."""
 
 
-def sample_step(
+def sample_and_score(
     config: RLConfig,
     step: int,
     engine: Engine,
@@ -41,8 +41,8 @@ def sample_step(
 ) -> SampledStep:
     """Sample and score the episodes of a training step.
 
-    Rounds of episodes are sampled until `config.questions` groups are informative (dynamic sampling), or `config.rounds`
-    rounds are done. A pure function of its arguments and of the curriculum's state, which it updates.
+    Rounds of episodes are sampled until `config.questions` groups are usable (DAPO's dynamic sampling; see `usable_groups`), or
+    `config.rounds` rounds are done. A pure function of its arguments and of the curriculum's state, which it updates.
 
     Args:
         config: settings of the run.
@@ -57,17 +57,19 @@ def sample_step(
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     trajectories: list[Trajectory] = []
     stats = RolloutStats()
-    groups = 0
-    for number in range(config.rounds):
-        count = groups_to_sample(config.questions, groups, len(usable_groups(config, trajectories, recipe)))
+    group_count = 0
+    for round_index in range(config.rounds):
+        usable = len(usable_groups(config, trajectories, recipe))
+        count = groups_to_sample(config.questions, group_count, usable)
         if not count:
             break
         sampled = run_questions(
             engine,
             params,
             recipe,
-            curriculum.select(step, number, count),
-            key=jax.random.fold_in(key, number) if number else key,
+            curriculum.select(step, round_index, count),
+            # Round 0, the only one without dynamic sampling, uses the key of the step unchanged.
+            key=jax.random.fold_in(key, round_index) if round_index else key,
             samples=config.samples,
             temperature=config.temperatures or config.temperature,
             scoring=scoring.at_step(step, config.steps),
@@ -76,20 +78,23 @@ def sample_step(
         if config.overlong:
             apply_overlong_penalty(sampled, *config.overlong)
         if config.permute_rewards:
-            # Before groups are selected: a selection by the true rewards would reveal what the control must not know.
+            # Permute before groups are selected: a selection by the true rewards would leak them into the control.
             permute_rewards(
-                sampled, np.random.default_rng((config.seed, step, *([number] if number else [])))
+                sampled, np.random.default_rng((config.seed, step, *([round_index] if round_index else [])))
             )
         for trajectory in sampled:
-            trajectory.group += groups
-        groups += len({trajectory.group for trajectory in sampled})
+            trajectory.group += group_count
+        group_count += len({trajectory.group for trajectory in sampled})
         trajectories += sampled
         stats += engine.stats
     return SampledStep(trajectories, stats, time.perf_counter() - began)
 
 
 def usable_groups(config: RLConfig, trajectories: Sequence[Trajectory], recipe: Recipe) -> list[int]:
-    """Return the ids of the groups with different rewards that the recipe does not exclude, in sampling order."""
+    """Return the ids of the groups that an update can learn from, in sampling order.
+
+    The rewards within such a group differ by more than `config.drop_spread`, and the recipe does not exclude it.
+    """
     if not trajectories:
         return []
     totals = np.array([t.rewards["total"] for t in trajectories])
@@ -101,6 +106,11 @@ def apply_overlong_penalty(trajectories: Sequence[Trajectory], longest: int, cac
     """Add DAPO's penalty for long outputs (`overlong_penalty`) to the rewards, in place.
 
     It becomes the component "overlong" and is added to "total" and, if turns have rewards, to the last turn's reward.
+
+    Args:
+        trajectories: scored trajectories.
+        longest: L_max of DAPO, in policy tokens: the penalty is 1 from here on.
+        cache: L_cache of DAPO: number of last tokens before `longest` over which the penalty grows.
     """
     penalties = overlong_penalty(np.array([t.policy_tokens for t in trajectories]), longest, cache)
     for trajectory, penalty in zip(trajectories, penalties.tolist(), strict=True):
@@ -116,9 +126,11 @@ def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator
     Turn rewards are permuted over all turns of the batch.
     """
     components = [t.rewards for t in trajectories]
-    for trajectory, place in zip(trajectories, rng.permutation(np.arange(len(components))), strict=True):
-        trajectory.rewards = dict(components[place])
-    paid = [(t.turn_rewards, turn) for t in trajectories if t.turn_rewards for turn in t.turn_rewards]
-    earned = rng.permutation([rewards[turn] for rewards, turn in paid])
-    for (rewards, turn), reward in zip(paid, earned, strict=True):
+    for trajectory, source in zip(trajectories, rng.permutation(np.arange(len(components))), strict=True):
+        trajectory.rewards = dict(components[source])
+    rewarded_turns = [
+        (t.turn_rewards, turn) for t in trajectories if t.turn_rewards for turn in t.turn_rewards
+    ]
+    permuted = rng.permutation([rewards[turn] for rewards, turn in rewarded_turns])
+    for (rewards, turn), reward in zip(rewarded_turns, permuted, strict=True):
         rewards[turn] = float(reward)

@@ -47,7 +47,7 @@ def trajectory_metrics(trajectories: Sequence[Trajectory], prefix: str) -> dict[
     for reason, number in collections.Counter(t.ended for t in trajectories).items():
         out[f"ended/{reason}"] = number / count
     for limit, number in collections.Counter(
-        name for t in trajectories for name in {c[1] for c in t.cuts}
+        limit for t in trajectories for limit in {limit for _turn, limit in t.cuts}
     ).items():
         out[f"cut/{limit}"] = number / count
     return out

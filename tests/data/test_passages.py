@@ -262,6 +262,10 @@ def written(folder: Path, *records: dict) -> Path:
         ({"docid": "7", "title": "Varga", "body": "High.", "url": "x"}, Passage("7", "Varga", "High.")),
         ({"id": "7", "title": "Varga", "text": "", "contents": "High."}, Passage("7", "Varga", "High.")),
         (
+            {"id": "7", "title": " ", "text": " \n", "contents": '"Varga"\nHigh.'},
+            Passage("7", "Varga", "High."),
+        ),
+        (
             {"id": "7", "title": "Varga", "text": [["It is.", " High."], ["Old."]]},
             Passage("7", "Varga", "It is. High. Old."),
         ),

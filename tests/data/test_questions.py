@@ -384,6 +384,8 @@ def test_files_of_a_folder_are_assigned_by_name(tmp_path: Path) -> None:
             Question("h", "Who?", ("A",), gold=("T", "U")),
         ),
         ({"query_id": "7", "query": "Who?", "answer": "A", "gold_docs": [{}]}, Question("7", "Who?", ("A",))),
+        ({"question": "Who?", "answers": ["A", None]}, Question("0", "Who?", ("A",))),
+        ({"input": "Who?", "output": [{"answer": None}, {"answer": "A"}]}, Question("0", "Who?", ("A",))),
         ({"question": "Who?", "answers": "['A', 'B']"}, Question("0", "Who?", ("A", "B"))),
         ({"question": "Who?", "answer": "[A]"}, Question("0", "Who?", ("[A]",))),
         (
@@ -400,6 +402,8 @@ UNANSWERABLE = [
     {"id": "2hop__1_2", "question": "Who?", "answer": "A", "answerable": False},
     {"id": "s", "question": "Who?", "answers": {"text": [], "answer_start": []}},
     {"id": "s", "question": "Who?", "answers": [], "is_impossible": True},
+    {"id": "s", "question": "Who?", "answer": "A", "answerable": "no"},
+    {"id": "s", "question": "Who?", "answer": "A", "is_impossible": "1.0"},
 ]
 
 

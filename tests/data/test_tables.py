@@ -193,11 +193,42 @@ def test_columns_are_identified_by_name_or_by_an_unambiguous_order(
         ("who sang it\tZoe\n", "'who sang it', 'Zoe' is not a header"),
         ("id\ttext\ttext\n1\ta\tb\n", "the column 'text' occurs twice in the header id, text, text"),
         ("id\tname\tlink\n1\tSela\tx\n", "'id', 'name', 'link' is not a header"),
+        (
+            "passage_number\tthe passage text\n1\tIt joins the Dorn.\n2\tIt has nine arches.\n",
+            "'passage_number', 'the passage text' is not a header.*, or in its place",
+        ),
+        (
+            "key\tname\tall of the description\nd1\tSela\tIt joins the Dorn.\nd2\tOrla\tIt has nine arches.\n",
+            "'key', 'name', 'all of the description' is not a header",
+        ),
     ],
 )
 def test_ambiguous_columns_are_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(UserError, match=rf"a.tsv, line 1: .*{words}"):
         load_passages(written(tmp_path, "a.tsv", text))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (
+            "id,title,text\n1,Sela,It joins the Dorn.\n".encode("utf-16"),
+            "the first line.* is UTF-16, not UTF-8",
+        ),
+        ("id,t\xeftel,text\n1,Sela,x\n".encode("latin-1"), "the first line.* is not UTF-8"),
+        (b"id,title,text\r1,Sela,It joins the Dorn.\r", "carriage returns alone. Save it with line feeds"),
+    ],
+)
+def test_a_header_that_cannot_be_read_is_named(tmp_path: Path, data: bytes, words: str) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=rf"a.csv.*{words}"):
+        load_passages(file)
+
+
+def test_questions_with_lists_of_answers_need_no_digits(tmp_path: Path) -> None:
+    text = "who designed it\t['Marta Quell']\nwhat opened in 1913\t['the viaduct']\n"
+    assert len(load_questions(written(tmp_path, "nq.qa.csv", text))) == 2
 
 
 def test_given_columns_override_the_header_which_is_not_a_passage(tmp_path: Path) -> None:

@@ -245,6 +245,11 @@ def test_the_error_names_an_unknown_field_or_argument() -> None:
             call()
 
 
+def test_a_service_of_the_built_in_world_needs_no_encoder_to_be_left_out() -> None:
+    assert config("method=rsearch,index=http://127.0.0.1:9").retriever.encoder == ""
+    assert config("method=rsearch").retriever.encoder == "assets/miniwiki-encoder"
+
+
 @pytest.mark.parametrize("name", [*RECIPES, *METHODS])
 def test_every_recipe_and_method_has_valid_settings(name: str) -> None:
     settings = EvaluationSettings.of(config(f"method={name}"))

@@ -15,7 +15,7 @@ from rrl.miniwiki import generate
 from rrl.models.tokenizer import (
     END,
     PAD,
-    QWEN_END,
+    QWEN_MARKER,
     START,
     end_ids,
     load_tokenizer,
@@ -183,7 +183,7 @@ def test_a_config_json_in_the_folder_does_not_change_the_tokenizer(tmp_path: Pat
 def of_qwen(folder: Path, normalizer: normalizers.Normalizer | None, declared: str) -> Path:
     """A folder whose tokenizer has Qwen's end-of-text token and some letters."""
     letters = pre_tokenizers.ByteLevel.alphabet()
-    vocab = {letter: number for number, letter in enumerate(letters)} | dict([QWEN_END])
+    vocab = {letter: number for number, letter in enumerate(letters)} | dict([QWEN_MARKER])
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -191,7 +191,7 @@ def of_qwen(folder: Path, normalizer: normalizers.Normalizer | None, declared: s
         tokenizer.normalizer = normalizer
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    wanted = {"tokenizer_class": declared, "eos_token": QWEN_END[0]}
+    wanted = {"tokenizer_class": declared, "eos_token": QWEN_MARKER[0]}
     (folder / "tokenizer_config.json").write_text(json.dumps(wanted))
     return folder
 

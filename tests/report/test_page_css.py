@@ -1,6 +1,7 @@
 """Every page fits the window of a laptop and of a phone, with any content."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from rrl.retrieval.retriever import Hit
 from rrl.studies.run_report import write_run_report
 from tests.eval.fakes import malformed, spouse, winter
 from tests.eval.runs import finished
-from tests.report.browser import BROWSER, sticking_out
+from tests.report.browser import BROWSER, sticking_out, title_of
 
 LONG = "Donaudampfschifffahrtsgesellschaft" * 5
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium here")]
@@ -59,3 +60,15 @@ def found(folder: Path) -> Path:
 def test_a_page_fits_1300_and_400_pixels(written, tmp_path):
     page = written(tmp_path).read_text(encoding="utf-8")
     assert sticking_out(page, (1300, 400), tmp_path / "browser") == [[0, []], [0, []]]
+
+
+HEIGHTS = """<script>onload = () => document.title = JSON.stringify(
+  [...document.querySelectorAll("nav a")].map(link => [link.offsetHeight, link.querySelector("small").offsetHeight]));</script>"""
+
+
+def test_a_question_of_many_words_does_not_fill_the_list(tmp_path):
+    long = dataclasses.replace(winter(), question=Question("q", "Read this list. " * 500, ("yes",)))
+    write_html([winter(), long], tmp_path / "page.html", "Run")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    (_, (height, small)) = json.loads(title_of(page + HEIGHTS, tmp_path / "browser"))
+    assert height < 150 and small > 0

@@ -162,12 +162,12 @@ def test_backoff_doubles_and_retry_after_replaces_it_up_to_the_maximum(service):
     endpoint = Endpoint(service.config(backoff=1.0, max_backoff=5.0, retries=5))
     busy = (500, {}, "")
     service.script = [busy, busy, busy, busy, (429, {"Retry-After": "3"}, "")]
-    endpoint._ask(endpoint._body("a"), stop)
+    endpoint._send_with_retries(endpoint._body("a"), stop)
     low, high = 0.75, 1.25
     assert all(low * 2**i <= waited[i] <= high * 2**i for i in range(2)), waited
     assert 3.0 <= waited[2] <= 5.0 and waited[3] == 5.0 and waited[4] == 3.0
     service.script, waited[:] = [(429, {"Retry-After": "3600"}, "")], []
-    endpoint._ask(endpoint._body("b"), stop)
+    endpoint._send_with_retries(endpoint._body("b"), stop)
     assert waited == [5.0]
 
 

@@ -246,6 +246,14 @@ def test_short_answers_are_scored_from_the_listed_answers(reply, em, f1):
         "As an AI language model, I am not able to say whether it is true.",
         "Unfortunately, I\u2019m unable to verify this: false",
         "<think>True?</think>\n\nSorry, but I can't rate this 1.0.",
+        "I apologize, but I cannot say whether this is True or False.",
+        "My apologies, I can't rate this 0.5: true",
+        "I must decline to answer whether it is true.",
+        "I'm not comfortable with a score of 0.7, true or false.",
+        "I don't have enough information to judge if it is true (0.0).",
+        "We cannot determine if the statement is true",
+        "Unfortunately, it is not possible to determine whether the answer is true.",
+        "I cannot in good conscience say True",
     ],
 )
 def test_a_refusal_has_neither_verdict_nor_score(text):
@@ -259,6 +267,9 @@ def test_a_refusal_has_neither_verdict_nor_score(text):
         ("I can say it is true", 1.0),
         ("Sorry, no.", 0.0),
         ("No, I can't", 0.0),
+        ("It is not possible to infer the answer from these documents: false", 0.0),
+        ("We cannot determine the year from the context. False.", 0.0),
+        ("I do not have doubts. True", 1.0),
     ],
 )
 def test_a_verdict_that_resembles_a_refusal_is_parsed(text, verdict):

@@ -75,13 +75,13 @@ def test_parallel_microbatches_give_the_same_values_from_several_threads(monkeyp
         critic, state = make_critic(
             model(), CONFIG, dataclasses.replace(SPLIT, parallel_microbatches=parallel)
         )
-        program = critic._estimate.program
+        program = critic._token_values.program
 
         def watched(*given, program=program):
             names.add(threading.current_thread().name.partition("_")[0])
             return program(*given)
 
-        critic._estimate.program = watched
+        critic._token_values.program = watched
         found.append(critic.estimate(state, TRAJECTORIES))
     assert names == {"MainThread", "rrl-microbatch"}
     for one, other in zip(found[0].values, found[1].values, strict=True):

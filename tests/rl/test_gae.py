@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.rl.gae import before_token, gae
+from rrl.rl.gae import gae, values_before_tokens
 
 LENGTH = 12
 roles = st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH)
@@ -104,5 +104,5 @@ def test_r3_rags_steps_as_segments_and_as_time_steps_of_eq_8():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_value_of_a_token_is_that_of_the_state_before_it(rows):
     after = jnp.arange(rows * 4.0).reshape(rows, 4)
-    np.testing.assert_array_equal(before_token(after)[:, 1:], after[:, :-1])
-    assert not before_token(after)[:, 0].any()
+    np.testing.assert_array_equal(values_before_tokens(after)[:, 1:], after[:, :-1])
+    assert not values_before_tokens(after)[:, 0].any()

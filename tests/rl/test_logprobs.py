@@ -115,7 +115,7 @@ def test_logits_of_the_whole_batch_never_exist():
 
 def test_chunk_size_follows_from_the_memory_of_its_logits():
     assert [chunk_positions(size) for size in (500, 128_256, 151_936, 10**7)] == [2048, 640, 512, 128]
-    assert chunk_positions(151_936, shares=4) == 2048
+    assert chunk_positions(151_936, devices=4) == 2048
 
 
 def gradient(params, graph, batch, remat):

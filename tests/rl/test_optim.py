@@ -10,12 +10,12 @@ from flax import nnx
 from rrl.errors import UserError
 from rrl.rl.optim import (
     OptimConfig,
+    applied_updates,
     make_optimizer,
     make_schedule,
     running_mean,
     skipped_updates,
     split_trained,
-    taken_updates,
 )
 
 
@@ -90,7 +90,7 @@ def test_weight_decay_is_on_matrices_only(name):
     params = stacked_params()
     optimizer = make_optimizer(OptimConfig(name=name, lr=1.0, weight_decay=0.5))
     updates, state = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    assert taken_updates(state) == 1
+    assert applied_updates(state) == 1
     np.testing.assert_allclose(updates["layers"]["q"], -0.5 * params["layers"]["q"], rtol=1e-5)
     assert not updates["layers"]["attention_norm"].any() and not updates["embedding"].any()
 
@@ -109,7 +109,7 @@ def test_an_update_with_a_non_finite_gradient_is_skipped_and_counted(bad):
     got, last = optimizer.update(good, after, params)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert skipped_updates(last) == 1
-    assert [taken_updates(state) for state in (once, after, last)] == [1, 1, 2]
+    assert [applied_updates(state) for state in (once, after, last)] == [1, 1, 2]
 
 
 def test_adamw_equals_optax_adamw():

@@ -36,6 +36,10 @@ ROOT = pathlib.Path(__file__).parents[2]
             ["--config=configs/miniwiki_pretrain.py", "--config.optim.frozen=('[',"],
             ["--config.optim.frozen=", "must be a tuple"],
         ),
+        (
+            ["--config=configs/miniwiki_pretrain.py:steps=many", "--config.optim.lrr=1"],
+            ["steps='many'", "whole number"],
+        ),
         (["--config=configs/nothing.py"], ["configs/nothing.py"]),
         (["--config=configs/miniwiki_pretrain.py", "--workdir="], ["workdir"]),
         ([], ["config"]),

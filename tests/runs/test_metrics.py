@@ -74,10 +74,10 @@ def test_evaluations_after_the_checkpoint_can_be_written_again_in_order(tmp_path
     for _ in range(2):  # a process that wrote nothing changes nothing for the next
         with MetricsWriter(tmp_path, 1, saved) as writer:
             assert writer.past == [{"step": 1, "loss": 1.0}] and writer.lines == saved == 1
-            assert writer.repeated == [{"step": 0, "eval/em": 0.0}, {"step": 1, "eval/em": 0.5}]
+            assert writer.removed == [{"step": 0, "eval/em": 0.0}, {"step": 1, "eval/em": 0.5}]
             (tmp_path / "metrics.jsonl").write_bytes(before)
     with MetricsWriter(tmp_path, 1, saved) as writer:
-        for line in writer.repeated:
+        for line in writer.removed:
             writer.write(line["step"], {"eval/em": line["eval/em"]})
         writer.write(2, {"loss": 2.0})
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

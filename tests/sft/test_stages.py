@@ -19,7 +19,7 @@ from rrl.runs.datasets import RetrieverConfig
 from rrl.sft.loop import SFTConfig
 from rrl.sft.sources import AlternatingSource, StreamSource
 from rrl.sft.stages import (
-    HARDWARE,
+    OPTIONAL_SECTIONS,
     DemonstrationConfig,
     StreamConfig,
     parse_curriculum,
@@ -134,7 +134,7 @@ def test_an_initial_model_with_another_tokenizer_is_refused(tmp_path):
 def test_a_config_lists_every_field_and_unknown_fields_are_refused(name, tmp_path):
     config = config_of(f"miniwiki_{name}", "")
     kinds = [(config.train, SFTConfig), (config.optim, OptimConfig)]
-    kinds += [(config[section], kind) for section, kind in HARDWARE.items()]
+    kinds += [(config[section], kind) for section, kind in OPTIONAL_SECTIONS.items()]
     if name == "cold_start":
         kinds += [(config.data.demonstrations, DemonstrationConfig), (config.data.retriever, RetrieverConfig)]
     else:

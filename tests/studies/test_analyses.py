@@ -264,6 +264,11 @@ def test_the_interval_is_the_wider_of_questions_and_seeds():
         ("top_k", {"fields": {"rollout.top": "2"}}, "config.rollout has no field 'top'"),
         ("max_steps", {"policies": ["direct@assets/miniwiki-reader"]}, "'direct' has no step limit"),
         ("max_steps", {"policies": ["magic@assets/miniwiki-reader"]}, "method='magic' is unknown"),
+        (
+            "top_k",
+            {"policies": [POLICY], "arguments": ["index=http://127.0.0.1:9"]},
+            "retriever.index=http://127.0.0.1:9: search failed .*Start the service",
+        ),
         ("tokens", {"values": ["1"]}, "nothing is varied in 'Tokens per right answer'"),
         ("schedules", {"policies": [POLICY]}, "what='schedules' trains its own policies"),
         ("tokens", {"keep": Path("docs/reproduction")}, "leave out --keep"),

@@ -399,3 +399,8 @@ def test_the_note_of_a_smoke_run_has_the_numbers_of_the_run_itself():
     assert "16 questions an update, 8 held-out questions of each kind" in config.note
     config.train.questions = 4
     assert "4 questions an update, 8 held-out questions of each kind" in config.note
+
+
+def test_the_note_of_a_smoke_run_over_a_folder_says_nothing_of_the_built_in_world():
+    note = made.config("rsearch_grpo", "steps=2,data=folder").note
+    assert "16 questions an update, rows of one length" in note and "of each kind" not in note

@@ -87,9 +87,9 @@ def test_a_killed_run_from_cold_start_to_trees_resumes_to_the_same_forest(tmp_pa
         run.objective.row_lengths = (256,)
         run.recipe.trees = 3
         run.recipe.environment.turn_tokens = 8
-        steps, sample = 0, rl.sample_step
+        steps, sample = 0, rl.sample_and_score
 
-        def sample_step(*arguments):
+        def sample_and_score(*arguments):
             nonlocal steps
             steps += 1
             if steps == die_after:
@@ -97,7 +97,7 @@ def test_a_killed_run_from_cold_start_to_trees_resumes_to_the_same_forest(tmp_pa
             return sample(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(rl, "sample_step", sample_step)
+            patch.setattr(rl, "sample_and_score", sample_and_score)
             return run, experiment.run(run, workdir)
 
     settings, outcome = run(tmp_path / "whole")

@@ -156,18 +156,18 @@ def test_a_signal_during_an_evaluation_ends_the_run_after_it(parts, whole, tmp_p
 def test_completed_steps_are_saved_when_a_judge_does_not_answer(
     parts, whole, tmp_path, monkeypatch, stopping
 ):
-    stop, sample_step = StopSignal(), rl.sample_step
+    stop, sample_and_score = StopSignal(), rl.sample_and_score
 
     def no_answer(config, step, *others):
         if step == 1:
-            sample_step(config, step, *others)  # its changes to the curriculum must be undone
+            sample_and_score(config, step, *others)  # its changes to the curriculum must be undone
             if stopping:
                 stop.set()
             raise ServiceUnavailable("no answer")
-        return sample_step(config, step, *others)
+        return sample_and_score(config, step, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "sample_step", no_answer)
+        patch.setattr(rl, "sample_and_score", no_answer)
         patch.setattr(train_run, "stop_requested", lambda: contextlib.nullcontext(stop))
         with contextlib.nullcontext() if stopping else pytest.raises(ServiceUnavailable):
             stopped, _ = run(parts, tmp_path, CONFIG)

@@ -28,7 +28,7 @@ from rrl.rollout.episodes import EpisodeState, Request
 from rrl.train import sample as rollouts
 from rrl.train.evaluation import evaluate
 from rrl.train.rl_config import RLConfig
-from rrl.train.sample import sample_step, usable_groups
+from rrl.train.sample import sample_and_score, usable_groups
 from tests.tiny import tiny_shape
 
 OBJECTIVE = ObjectiveConfig(drop_spread=0.0)
@@ -48,7 +48,7 @@ class NumberedQuestions:
 
 @pytest.fixture
 def sample(monkeypatch):
-    """`sample_step` with fake rollouts in which only odd questions have unequal rewards.
+    """`sample_and_score` with fake rollouts in which only odd questions have unequal rewards.
 
     Returns the step, the questions of the groups that its update uses, and the calls.
     """
@@ -75,7 +75,7 @@ def sample(monkeypatch):
         config = RLConfig(10, OptimConfig(), questions=questions, rounds=rounds, **settings)
         recipe = recipe or RSearch()
         calls.clear()
-        found = sample_step(
+        found = sample_and_score(
             config, step, SimpleNamespace(), None, recipe, NumberedQuestions(), ScoringContext()
         )
         groups = usable_groups(config, found.trajectories, recipe)[:questions]

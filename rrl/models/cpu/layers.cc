@@ -2,7 +2,7 @@
 // copies of cache rows.
 //
 // Weights and cache are read in place. All queries of a key head read a block's keys and values together, and their scores stay
-// in the CPU's first caches. The order of each sum depends only on the token's own position.
+// in the CPU's L1 and L2 caches. The order of each sum depends only on the token's own position.
 
 #include <algorithm>
 #include <cmath>
@@ -17,105 +17,118 @@
 
 namespace {
 
-// Registers per step of a polynomial, floats in them, and queries that read a block together.
-constexpr int64_t kTogether = 4, kStride = kTogether * kLanes, kQueries = 16;
-// Tokens per pass through a layer (four times as many if its weights are large), and tokens of a row that read together.
-constexpr int64_t kTokens = 64, kReads = 32;
-// Sampling sums the weights of this many vocabulary entries at a time: to find the sampled token, and for top-p.
-constexpr int64_t kBlock = 128, kSummed = 32 * kBlock;
+// The softmax computes the exponentials of this many registers, and so of this many scores, at a time.
+constexpr int64_t kExpRegisters = 4, kExpScores = kExpRegisters * kLanes;
+// Number of queries whose scores with a block are in memory at a time.
+constexpr int64_t kQueryTile = 16;
+// Number of tokens per pass through a layer; four times as many if its weights are large.
+constexpr int64_t kChunkTokens = 64;
+// Maximum number of tokens in a QueryGroup.
+constexpr int64_t kGroupTokens = 32;
+// To find the sampled token, the weights of this many vocabulary entries are summed at a time.
+constexpr int64_t kSumBlock = 128;
+// Top-p sums the weights of this many vocabulary entries in float32 before it adds them to a double.
+constexpr int64_t kTopPBlock = 32 * kSumBlock;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 
 // The queries of some tokens of one row and one key head, with the state of their running softmax.
 class QueryGroup {
  public:
-  QueryGroup(int64_t most, int64_t width) : width_(width), most_((most + kLanes - 1) / kLanes * kLanes), seen_(most) {
-    room_.resize(most_ * (2 * width + kLanes + 2) / kLanes);
-    queries_ = reinterpret_cast<float*>(room_.data());
-    mixed_ = queries_ + most_ * width;
-    total_ = mixed_ + most_ * width;
-    peak_ = total_ + most_ * kLanes;
-    shrink_ = peak_ + most_;
-    std::fill_n(peak_, most_, kLowest);
+  QueryGroup(int64_t capacity, int64_t width)
+      : width_(width), capacity_((capacity + kLanes - 1) / kLanes * kLanes), visible_(capacity) {
+    buffer_.resize(capacity_ * (2 * width + kLanes + 2) / kLanes);
+    queries_ = reinterpret_cast<float*>(buffer_.data());
+    weighted_ = queries_ + capacity_ * width;
+    total_ = weighted_ + capacity_ * width;
+    peak_ = total_ + capacity_ * kLanes;
+    rescale_ = peak_ + capacity_;
+    std::fill_n(peak_, capacity_, kLowest);
   }
 
   QueryGroup(QueryGroup&&) = default;  // a copy would write to the same memory
 
   // Adds a query that sees the first `slots` slots of its row; `out` is for its result.
   void add(const float* query, int64_t slots, float* out) {
-    const int64_t m = places_.size();
+    const int64_t m = outputs_.size();
     for (int64_t c = 0; c < width_; ++c) queries_[m * width_ + c] = query[c] * kLog2e;
-    seen_[m] = slots;
-    places_.push_back(out);
+    visible_[m] = slots;
+    outputs_.push_back(out);
     longest_ = std::max(longest_, slots);
   }
 
   int64_t longest() const { return longest_; }
 
-  // Reads the block whose first slot is `first`, for a few queries at a time, so that their scores stay in the cache. `scores` is
-  // a buffer for them.
+  // Reads the block whose first slot is `first`, for a few queries at a time, so that their scores stay in the CPU's cache.
+  // `scores` is a buffer for them.
   void read(const float* keys, const float* values, int64_t first, int64_t block, float* scores) {
-    const int64_t here = std::min(block, (longest_ - first + kStride - 1) / kStride * kStride), count = places_.size();
-    for (int64_t begin = 0; begin < count; begin += kQueries)
-      read(begin, std::min(begin + kQueries, count), keys, values, first, here, block, scores);
+    const int64_t count = outputs_.size();
+    const int64_t length = std::min(block, (longest_ - first + kExpScores - 1) / kExpScores * kExpScores);
+    for (int64_t begin = 0; begin < count; begin += kQueryTile)
+      read_tile(begin, std::min(begin + kQueryTile, count), keys, values, first, length, block, scores);
   }
 
   // Divides the sums and writes the results.
   void finish() const {
-    for (size_t m = 0; m < places_.size(); ++m) {
+    for (size_t m = 0; m < outputs_.size(); ++m) {
       float sum = 0;
       for (int i = 0; i < kLanes; ++i) sum += total_[m * kLanes + i];
-      for (int64_t c = 0; c < width_; ++c) places_[m][c] = mixed_[m * width_ + c] / sum;
+      for (int64_t c = 0; c < width_; ++c) outputs_[m][c] = weighted_[m * width_ + c] / sum;
     }
   }
 
  private:
-  // Running softmax (Milakov & Gimelshein 2018) of queries begin..end-1 over `here` slots.
-  void read(int64_t begin, int64_t end, const float* keys, const float* values, int64_t first, int64_t here, int64_t block,
-            float* scores) {
+  // Running softmax (Milakov & Gimelshein 2018) of queries begin..end-1 over the first `length` slots of a block.
+  void read_tile(int64_t begin, int64_t end, const float* keys, const float* values, int64_t first, int64_t length,
+                 int64_t block, float* scores) {
     const int64_t count = end - begin;
-    multiply<kRows>({queries_ + begin * width_, width_}, {keys, block}, count, width_, here, nullptr, scores, block);
-    float *peak = peak_ + begin, *shrink = shrink_ + begin, *total = total_ + begin * kLanes;
+    multiply<kRows>({queries_ + begin * width_, width_}, {keys, block}, count, width_, length, nullptr, scores, block);
+    float *peak = peak_ + begin, *rescale = rescale_ + begin, *total = total_ + begin * kLanes;
     for (int64_t m = 0; m < count; ++m) {
       float* score = scores + m * block;
-      const int64_t own = std::max<int64_t>(seen_[begin + m] - first, 0);
-      if (own < here) std::fill(score + own, score + here, kLowest);
+      const int64_t visible = std::max<int64_t>(visible_[begin + m] - first, 0);
+      if (visible < length) std::fill(score + visible, score + length, kLowest);
       Lanes high = load(score);
-      for (int64_t s = kLanes; s < here; s += kLanes) high = larger(high, load(score + s));
+      for (int64_t s = kLanes; s < length; s += kLanes) high = larger(high, load(score + s));
       const float before = peak[m];
-      peak[m] = largest_of<kLanes>(larger(high, all(before)));
-      shrink[m] = before - peak[m];
+      peak[m] = largest_of<kLanes>(larger(high, broadcast(before)));
+      rescale[m] = before - peak[m];
     }
     for (int64_t m = 0; m < count; m += kLanes) {
-      Lanes x[] = {load(shrink + m)};
+      Lanes x[] = {load(rescale + m)};
       power_of_two(x);
-      store(shrink + m, x[0]);
+      store(rescale + m, x[0]);
     }
     for (int64_t m = 0; m < count; ++m) {
       float* score = scores + m * block;
-      const int64_t own = std::max<int64_t>(seen_[begin + m] - first, 0);
-      const Lanes highest = all(peak[m]);
-      Lanes sum = load(total + m * kLanes) * shrink[m];
-      for (int64_t s = 0; s < here; s += kStride) {
-        Lanes x[kTogether];
-        for (int i = 0; i < kTogether; ++i) x[i] = load(score + s + i * kLanes) - highest;
+      const int64_t visible = std::max<int64_t>(visible_[begin + m] - first, 0);
+      const Lanes highest = broadcast(peak[m]);
+      Lanes sum = load(total + m * kLanes) * rescale[m];
+      for (int64_t s = 0; s < length; s += kExpScores) {
+        Lanes x[kExpRegisters];
+        for (int i = 0; i < kExpRegisters; ++i) x[i] = load(score + s + i * kLanes) - highest;
         power_of_two(x);
-        for (int i = 0; i < kTogether; ++i) store(score + s + i * kLanes, x[i]);
-        if (own < s + kStride) {  // masked slots have weight 0
-          std::fill(score + std::max(own, s), score + s + kStride, 0.0f);
-          for (int i = 0; i < kTogether; ++i) x[i] = load(score + s + i * kLanes);
+        for (int i = 0; i < kExpRegisters; ++i) store(score + s + i * kLanes, x[i]);
+        if (visible < s + kExpScores) {  // masked slots have weight 0
+          std::fill(score + std::max(visible, s), score + s + kExpScores, 0.0f);
+          for (int i = 0; i < kExpRegisters; ++i) x[i] = load(score + s + i * kLanes);
         }
         sum += (x[0] + x[1]) + (x[2] + x[3]);
       }
       store(total + m * kLanes, sum);
     }
-    multiply<kRows>({scores, block}, {values, width_}, count, here, width_, shrink, mixed_ + begin * width_, width_);
+    multiply<kRows>({scores, block}, {values, width_}, count, length, width_, rescale, weighted_ + begin * width_, width_);
   }
 
-  int64_t width_, most_, longest_ = 0;
-  std::vector<Lanes> room_;  // aligned to a register
-  float *queries_, *mixed_, *total_, *peak_, *shrink_;
-  std::vector<int64_t> seen_;
-  std::vector<float*> places_;
+  int64_t width_, capacity_;
+  int64_t longest_ = 0;  // the largest number in visible_
+  std::vector<Lanes> buffer_;  // aligned to a register
+  float* queries_;   // queries times log2(e)
+  float* weighted_;  // sum of the values times their softmax weights, for each query
+  float* total_;     // sum of the weights, kLanes partial sums for each query
+  float* peak_;      // largest score so far
+  float* rescale_;   // 2^(previous peak - new peak)
+  std::vector<int64_t> visible_;  // number of slots that each query sees
+  std::vector<float*> outputs_;   // where each query's result is written
 };
 
 // A token: its row, the number of slots that it sees, its queries [N, H], and the place for the attention's output.
@@ -136,7 +149,8 @@ struct Cache {
   }
 };
 
-// Attention of tokens that are sorted by row. Tokens of one row read a block one after another, while it is in the cache.
+// Attention of tokens that are sorted by row. All QueryGroups of a row read a block before the next block is read, so that the
+// block is still in the CPU's cache.
 void attend(const std::vector<Token>& tokens, const Cache<const float>& cache, int64_t group, ThreadTeam& team) {
   const int64_t count = tokens.size(), block = cache.block;
   std::vector<std::pair<int64_t, int64_t>> rows;
@@ -148,12 +162,12 @@ void attend(const std::vector<Token>& tokens, const Cache<const float>& cache, i
     const auto [begin, end] = rows[number / cache.heads];
     const int64_t head = number % cache.heads;
     thread_local std::vector<Lanes> scores;
-    scores.resize(kQueries * block / kLanes);
+    scores.resize(kQueryTile * block / kLanes);
     std::vector<QueryGroup> groups;
-    groups.reserve((end - begin + kReads - 1) / kReads);
+    groups.reserve((end - begin + kGroupTokens - 1) / kGroupTokens);
     int64_t longest = 0;
-    for (int64_t first = begin; first < end; first += kReads) {
-      const int64_t last = std::min(first + kReads, end);
+    for (int64_t first = begin; first < end; first += kGroupTokens) {
+      const int64_t last = std::min(first + kGroupTokens, end);
       groups.emplace_back((last - first) * group, cache.width);
       for (int64_t t = first; t < last; ++t)
         for (int64_t g = head * group; g < (head + 1) * group; ++g)
@@ -216,7 +230,7 @@ void gated(float* x, const float* y, int64_t count) {
     const Lanes given = load(x + c);
     Lanes small[] = {(given < 0 ? given : -given) * kLog2e};
     power_of_two(small);
-    const Lanes silu = given * (given < 0 ? small[0] : all(1)) / (small[0] + 1);
+    const Lanes silu = given * (given < 0 ? small[0] : broadcast(1)) / (small[0] + 1);
     store(x + c, (given < -87 ? Lanes{} : silu) * load(y + c));
   }
 }
@@ -241,10 +255,10 @@ void project_heads(const float* x, const float* weight, const float* bias, const
   const int64_t half = s.width / 2, all_heads = heads * s.width;
   product(x, weight, count, s.hidden, all_heads, out, team);
   for (int64_t m = 0; m < count; ++m) {
-    float* own = out + m * all_heads;
+    float* projected = out + m * all_heads;
     if (bias)
-      for (int64_t c = 0; c < all_heads; ++c) own[c] += bias[c];
-    for (float* head = own; head < own + all_heads; head += s.width) {
+      for (int64_t c = 0; c < all_heads; ++c) projected[c] += bias[c];
+    for (float* head = projected; head < projected + all_heads; head += s.width) {
       if (norm) normalise(head, norm, s.width, s.eps, head);
       if (cosines)
         for (int64_t c = 0; c < half; ++c) {
@@ -280,7 +294,7 @@ enum {
 };
 
 ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows, ffi::RemainingArgs given,
-                  int32_t slots, float eps, bool last_reads, int32_t threads, ffi::ResultBuffer<ffi::F32> out,
+                  int32_t slots, float eps, bool last_layer_attends, int32_t threads, ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::F32> keys, ffi::ResultBuffer<ffi::F32> values) {
   std::vector<ffi::Buffer<ffi::F32>> args;
   for (size_t i = 0; i < given.size(); ++i) {
@@ -295,12 +309,12 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
   const int64_t layer_size = cache_shape[1] * cache_shape[2] * cache_shape[3] * block * s.width;
   const int64_t entries = positions.dimensions()[0];
   const auto indices = valid_tokens(positions.typed_data(), rows.typed_data(), entries, time, slots, cache_shape[2]);
-  const int64_t count = indices.size(), chunk = s.hidden * s.mlp < kLarge ? kTokens : 4 * kTokens;
-  const int64_t most = std::min(count, chunk);
-  std::vector<Lanes> room((count * (s.hidden + 2 * q_width) + most * (s.hidden + kv_width + 2 * s.mlp)) / kLanes);
-  float* x = reinterpret_cast<float*>(room.data());
+  const int64_t count = indices.size(), chunk = s.hidden * s.mlp < kLargeMatrix ? kChunkTokens : 4 * kChunkTokens;
+  const int64_t max_chunk = std::min(count, chunk);
+  std::vector<Lanes> buffer((count * (s.hidden + 2 * q_width) + max_chunk * (s.hidden + kv_width + 2 * s.mlp)) / kLanes);
+  float* x = reinterpret_cast<float*>(buffer.data());
   float *queries = x + count * s.hidden, *attended = queries + count * q_width, *y = attended + count * q_width;
-  float *heads = y + most * s.hidden, *gate = heads + most * kv_width, *up = gate + most * s.mlp;
+  float *heads = y + max_chunk * s.hidden, *gate = heads + max_chunk * kv_width, *up = gate + max_chunk * s.mlp;
 
   ThreadTeam team(pool, threads);
   std::vector<Token> tokens;
@@ -308,7 +322,8 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
   for (int64_t m = 0; m < count; ++m) {
     const int64_t n = indices[m];
     std::copy_n(args[kX].typed_data() + n * s.hidden, s.hidden, x + m * s.hidden);
-    tokens.push_back({rows.typed_data()[n / time], positions.typed_data()[n] + 1, queries + m * q_width, attended + m * q_width});
+    tokens.push_back(
+        {rows.typed_data()[n / time], positions.typed_data()[n] + 1, queries + m * q_width, attended + m * q_width});
     cosines.push_back(args[kCosines].typed_data() + n * half);
     sines.push_back(args[kSines].typed_data() + n * half);
   }
@@ -318,53 +333,56 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
       const int64_t size = args[which].element_count() / layers;
       return size ? args[which].typed_data() + layer * size : nullptr;
     };
-    const Cache<float> own = {
+    const Cache<float> cache = {
         keys->typed_data() + layer * layer_size, values->typed_data() + layer * layer_size, cache_shape[2], s.kv_heads, s.width,
         block};
-    const bool reads = last_reads || layer + 1 < layers;
+    const bool reads = last_layer_attends || layer + 1 < layers;
     for (int64_t begin = 0; begin < count; begin += chunk) {
-      const int64_t some = std::min(count - begin, chunk);
-      const auto project = [&](int kernel, int bias, const float* norm, bool rotary, int64_t of, float scale, float* to) {
+      const int64_t chunk_size = std::min(count - begin, chunk);
+      const auto project = [&](int kernel, int bias, const float* norm, bool rotary, int64_t head_count, float scale,
+                               float* to) {
         project_heads(y, weight(kernel), weight(bias), norm, rotary ? cosines.data() + begin : nullptr, sines.data() + begin,
-                      some, of, scale, s, team, to);
+                      chunk_size, head_count, scale, s, team, to);
       };
-      for (int64_t m = 0; m < some; ++m)
+      for (int64_t m = 0; m < chunk_size; ++m)
         normalise(x + (begin + m) * s.hidden, weight(kAttentionNorm), s.hidden, eps, y + m * s.hidden);
       if (reads)
-        project(kQ, kQBias, weight(kQNorm), true, s.heads, 1 / std::sqrt(static_cast<float>(s.width)), queries + begin * q_width);
+        project(kQ, kQBias, weight(kQNorm), true, s.heads, 1 / std::sqrt(static_cast<float>(s.width)),
+                queries + begin * q_width);
       for (const bool of_keys : {true, false}) {
         if (of_keys)
           project(kK, kKBias, weight(kKNorm), true, s.kv_heads, 1, heads);
         else
           project(kV, kVBias, nullptr, false, s.kv_heads, 1, heads);
-        for (int64_t m = 0; m < some; ++m) {
+        for (int64_t m = 0; m < chunk_size; ++m) {
           const int64_t slot = tokens[begin + m].slots - 1, place = slot % block;
           for (int64_t head = 0; head < s.kv_heads; ++head) {
             const float* from = heads + m * kv_width + head * s.width;
-            const int64_t at = own.at(slot, tokens[begin + m].row, head);
+            const int64_t at = cache.at(slot, tokens[begin + m].row, head);
             if (of_keys)
-              for (int64_t c = 0; c < s.width; ++c) own.keys[at + c * block + place] = from[c];
+              for (int64_t c = 0; c < s.width; ++c) cache.keys[at + c * block + place] = from[c];
             else if (finite(from, s.width))
-              std::copy_n(from, s.width, own.values + at + place * s.width);
+              std::copy_n(from, s.width, cache.values + at + place * s.width);
             else {  // as in cache.py: the key becomes NaN and the value 0, since 0 * NaN would reach masked queries
-              std::fill_n(own.values + at + place * s.width, s.width, 0.0f);
-              own.keys[at + place] = std::numeric_limits<float>::quiet_NaN();
+              std::fill_n(cache.values + at + place * s.width, s.width, 0.0f);
+              cache.keys[at + place] = std::numeric_limits<float>::quiet_NaN();
             }
           }
         }
       }
     }
     if (!reads) break;
-    attend(tokens, {own.keys, own.values, own.rows, own.heads, own.width, own.block}, s.heads / s.kv_heads, team);
+    attend(tokens, {cache.keys, cache.values, cache.rows, cache.heads, cache.width, cache.block}, s.heads / s.kv_heads, team);
     for (int64_t begin = 0; begin < count; begin += chunk) {
-      const int64_t some = std::min(count - begin, chunk);
+      const int64_t chunk_size = std::min(count - begin, chunk);
       float* here = x + begin * s.hidden;
-      product(attended + begin * q_width, weight(kO), some, q_width, s.hidden, here, team, true);
-      for (int64_t m = 0; m < some; ++m) normalise(here + m * s.hidden, weight(kMlpNorm), s.hidden, eps, y + m * s.hidden);
-      product(y, weight(kGate), some, s.hidden, s.mlp, gate, team);
-      product(y, weight(kUp), some, s.hidden, s.mlp, up, team);
-      gated(gate, up, some * s.mlp);
-      product(gate, weight(kDown), some, s.mlp, s.hidden, here, team, true);
+      product(attended + begin * q_width, weight(kO), chunk_size, q_width, s.hidden, here, team, true);
+      for (int64_t m = 0; m < chunk_size; ++m)
+        normalise(here + m * s.hidden, weight(kMlpNorm), s.hidden, eps, y + m * s.hidden);
+      product(y, weight(kGate), chunk_size, s.hidden, s.mlp, gate, team);
+      product(y, weight(kUp), chunk_size, s.hidden, s.mlp, up, team);
+      gated(gate, up, chunk_size * s.mlp);
+      product(gate, weight(kDown), chunk_size, s.mlp, s.hidden, here, team, true);
     }
   }
 
@@ -388,9 +406,9 @@ void softmax_weights(const float* x, int64_t count, float highest, float tempera
 double sum_up(const float* weights, int64_t count, std::vector<float>& sums) {
   double total = 0;
   sums.clear();
-  for (int64_t first = 0; first < count; first += kBlock) {
+  for (int64_t first = 0; first < count; first += kSumBlock) {
     Lanes sum{};
-    for (int64_t c = first; c < std::min(first + kBlock, count); c += kLanes) sum += load(weights + c);
+    for (int64_t c = first; c < std::min(first + kSumBlock, count); c += kLanes) sum += load(weights + c);
     sums.push_back(0);
     for (int i = 0; i < kLanes; ++i) sums.back() += sum[i];
     total += sums.back();
@@ -408,27 +426,28 @@ void keep_top_k(const float* x, int64_t count, int64_t most, float* weights) {
 }
 
 // Top-p: keeps the fewest largest weights that sum to `least`, and ties with the last of them; sets all others to 0. No weight
-// is above 1. The threshold is found bit by bit, since non-negative floats are ordered like their bits.
+// is above 1. A binary search finds the threshold bit by bit, since non-negative floats are ordered like their bits.
 void keep_top_p(float* weights, int64_t count, double least) {
   int32_t threshold = 0;
-  int64_t enough = count, few = 0;  // number of weights above the threshold, and above the least value known to be too large
-  for (int bit = 29; bit >= 0 && enough - few > 1; --bit) {
+  int64_t retained = count;  // number of weights at or above the threshold
+  int64_t above = 0;         // number of weights at or above the lowest threshold known to be too high
+  for (int bit = 29; bit >= 0 && retained - above > 1; --bit) {
     const int32_t higher = threshold | 1 << bit;
     float bound;
     std::memcpy(&bound, &higher, sizeof bound);
     double mass = 0;
     int64_t kept = 0;
-    for (int64_t first = 0; first < count; first += kSummed) {
+    for (int64_t first = 0; first < count; first += kTopPBlock) {
       Lanes sum{};
       Ints more{};
-      for (int64_t c = first; c < std::min(first + kSummed, count); c += kLanes) {
+      for (int64_t c = first; c < std::min(first + kTopPBlock, count); c += kLanes) {
         const Lanes x = load(weights + c);
         sum += x >= bound ? x : Lanes{};
         more += x >= bound;  // a true comparison is -1
       }
       for (int i = 0; i < kLanes; ++i) mass += sum[i], kept -= more[i];
     }
-    (mass >= least ? enough : few) = kept;
+    (mass >= least ? retained : above) = kept;
     if (mass >= least) threshold = higher;
   }
   float bound;
@@ -437,8 +456,8 @@ void keep_top_p(float* weights, int64_t count, double least) {
     if (weights[c] < bound) weights[c] = 0;
 }
 
-// Index of the last weight above 0 whose cumulative sum, starting from `begin`, is at most `target` before it. Sets `begin` to
-// that sum.
+// Index of the last positive weight for which `begin` plus the sum of the weights before it is at most `target`. Sets `begin`
+// to that sum.
 int64_t find_cumulative(const float* weights, int64_t count, double target, double& begin) {
   int64_t index = 0;
   double next = begin;
@@ -462,36 +481,36 @@ ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::
   ThreadTeam team(pool, threads);
   product(x.typed_data(), table.typed_data(), count, inner, width, logits, team);
   team.each(count, [&](int64_t row) {
-    thread_local std::vector<Lanes> near;
+    thread_local std::vector<Lanes> buffer;
     thread_local std::vector<float> sums;
-    near.resize(width / kLanes);
-    float* const weights = reinterpret_cast<float*>(near.data());
-    const float *own = logits + row * width, heat = temperature.typed_data()[row];
-    Lanes high = load(own);
-    for (int64_t c = kLanes; c < width; c += kLanes) high = larger(high, load(own + c));
+    buffer.resize(width / kLanes);
+    float* const weights = reinterpret_cast<float*>(buffer.data());
+    const float *row_logits = logits + row * width, row_temperature = temperature.typed_data()[row];
+    Lanes high = load(row_logits);
+    for (int64_t c = kLanes; c < width; c += kLanes) high = larger(high, load(row_logits + c));
     const float highest = largest_of<kLanes>(high);
-    const bool greedy = heat == 0;
-    softmax_weights(own, width, highest, 1, weights);
-    const double at_one = sum_up(weights, width, sums);
-    double at_own = at_one;
-    int64_t id = std::min<int64_t>(std::find(own, own + width, highest) - own, width - 1);
+    const bool greedy = row_temperature == 0;
+    softmax_weights(row_logits, width, highest, 1, weights);
+    const double total_at_one = sum_up(weights, width, sums);
+    double total = total_at_one;
+    int64_t id = std::min<int64_t>(std::find(row_logits, row_logits + width, highest) - row_logits, width - 1);
     if (!greedy) {
-      const bool few = 0 < top_k && top_k < width && at_one == at_one;
-      if (heat != 1) softmax_weights(own, width, highest, heat, weights);
-      if (few) keep_top_k(own, width, top_k, weights);
-      if (heat != 1 || few) at_own = sum_up(weights, width, sums);
+      const bool top_k_applies = 0 < top_k && top_k < width && total_at_one == total_at_one;
+      if (row_temperature != 1) softmax_weights(row_logits, width, highest, row_temperature, weights);
+      if (top_k_applies) keep_top_k(row_logits, width, top_k, weights);
+      if (row_temperature != 1 || top_k_applies) total = sum_up(weights, width, sums);
       if (top_p < 1) {
-        keep_top_p(weights, width, top_p * at_own);
-        at_own = sum_up(weights, width, sums);
+        keep_top_p(weights, width, top_p * total);
+        total = sum_up(weights, width, sums);
       }
-      const double target = uniform.typed_data()[row] * at_own;
+      const double target = uniform.typed_data()[row] * total;
       double begin = 0;
-      id = find_cumulative(sums.data(), sums.size(), target, begin) * kBlock;
-      id += find_cumulative(weights + id, std::min(kBlock, width - id), target, begin);
+      id = find_cumulative(sums.data(), sums.size(), target, begin) * kSumBlock;
+      id += find_cumulative(weights + id, std::min(kSumBlock, width - id), target, begin);
     }
     ids->typed_data()[row] = id;
-    full->typed_data()[row] = own[id] - highest - std::log(at_one);
-    drawn->typed_data()[row] = greedy ? 0 : (own[id] - highest) / heat - std::log(at_own);
+    full->typed_data()[row] = row_logits[id] - highest - std::log(total_at_one);
+    drawn->typed_data()[row] = greedy ? 0 : (row_logits[id] - highest) / row_temperature - std::log(total);
   });
   return ffi::Error::Success();
 }
@@ -521,7 +540,7 @@ ffi::Error Copy(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> source, ffi::Buffer<
     const int64_t layer = number / 2 / (last - first), block = first + number / 2 % (last - first);
     float* const all = (number % 2 ? keys : values)->typed_data() + (layer * cache_shape[1] + block) * rows * size;
     const auto includes = [block](const Request& request) { return request.begin <= block && block < request.end; };
-    std::vector<std::vector<float>> saved;  // sources that are also targets
+    std::vector<std::vector<float>> saved;  // copies of the sources that are also targets; empty for the others
     for (const Request& request : requests) {
       const bool written = includes(request) && std::any_of(requests.begin(), requests.end(), [&](const Request& other) {
                              return includes(other) && other.target == request.source;
@@ -556,7 +575,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_layers, Layers,
                                   .RemainingArgs()
                                   .Attr<int32_t>("slots")
                                   .Attr<float>("eps")
-                                  .Attr<bool>("last_reads")
+                                  .Attr<bool>("last_layer_attends")
                                   .Attr<int32_t>("threads")
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()

@@ -2,8 +2,8 @@
 
 XLA on CPU copies each layer's weights out of the stack and each block of the cache before it multiplies. It computes padding
 rows too, and needs some microseconds to start each of the thirty operations of a layer. The kernels read weights and cache in
-place and compute all layers in one call; `cpu_draw` computes logits, probabilities and samples in one call. A token's bits
-depend only on its row's past: neither on other rows nor on the number of tokens, as long as the cache has no NaN.
+place and compute all layers in one call; `cpu_draw` computes logits, probabilities and samples in one call. A token's
+result is bitwise determined by its row's past: other rows and the number of tokens do not matter if the cache has no NaN.
 
 The C++ code is compiled for this machine when it is first needed. The kernels have no gradient and do not support `jax.vmap`.
 """
@@ -84,7 +84,7 @@ def cpu_layers(
     *,
     slots: int,
     eps: float,
-    last_reads: bool,
+    last_layer_attends: bool,
     threads: int = 1,
 ) -> tuple[Float[Array, "P T D"], tuple[Array, Array]]:
     """Runs all layers of a decoder on new tokens.
@@ -98,8 +98,8 @@ def cpu_layers(
         k, v, positions, rows: see `cpu_attention`.
         slots: of the cache.
         eps: of the norms.
-        last_reads: False: the last layer only writes its keys and values, and the returned hidden states are meaningless.
-        threads: most threads to use; the bits do not depend on it.
+        last_layer_attends: False: the last layer only writes its keys and values, and the returned hidden states are meaningless.
+        threads: maximum number of threads; the result is bitwise independent of it.
 
     Returns:
         The last layer's output, 0 for positions below 0 or not below `slots`; and k and v with the new tokens.
@@ -112,7 +112,7 @@ def cpu_layers(
     aliases = {len(first_args): 1, len(first_args) + 1: 2}
     call = jax.ffi.ffi_call(LAYERS, shapes, input_output_aliases=aliases)
     numbers = {"slots": np.int32(slots), "eps": np.float32(eps), "threads": np.int32(threads)}
-    out, *pair = call(*first_args, k, v, *ordered, last_reads=last_reads, **numbers)
+    out, *pair = call(*first_args, k, v, *ordered, last_layer_attends=last_layer_attends, **numbers)
     return out, tuple(pair)
 
 
@@ -129,7 +129,7 @@ def cpu_copy(
     """Copies blocks begin[p]..end[p]-1 of row `source[p]` to row `target[p]`, in all layers.
 
     Call `can_attend` first; it registers the kernel with JAX. All sources are read before any target is written. Entries
-    whose source or target is not a row are ignored. `threads` is the most threads to use.
+    whose source or target is not a row are ignored. `threads` is the maximum number of threads.
     """
     indices = [part.astype(jnp.int32) for part in (source, target, begin, end)]
     shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (k, v)]
@@ -154,11 +154,11 @@ def cpu_draw(
     Args:
         hidden: hidden states.
         table: unembedding table.
-        uniform: a random number in [0, 1) for each token; the sample inverts the cumulative distribution at it.
+        uniform: a random number in [0, 1) for each token, for inverse-CDF sampling.
         temperature: 0 is greedy.
-        top_p: samples among the fewest most likely tokens with this total probability.
-        top_k: samples among this many most likely tokens; 0: all.
-        threads: most threads to use.
+        top_p: samples from the smallest set of most likely tokens whose total probability is at least this.
+        top_k: samples from this many most likely tokens; 0: all.
+        threads: maximum number of threads.
 
     Returns:
         Token ids, their log-probabilities at temperature 1 among all tokens, and their log-probabilities as sampled.
@@ -210,7 +210,7 @@ def _load_library() -> ctypes.CDLL:
 
     Raises:
         PermissionError: other users may write to the temporary folder too.
-        OSError, subprocess.SubprocessError, ValueError: see `_library`.
+        OSError, subprocess.SubprocessError, ValueError: see `_compiled_library`.
     """
     folder = cache_folder() / "kernels"
     try:
@@ -224,11 +224,11 @@ def _load_library() -> ctypes.CDLL:
         )
         with tempfile.TemporaryDirectory(prefix="rrl-kernels-") as temporary:
             # After loading, the file is no longer needed.
-            return ctypes.CDLL(str(_library(private_folder(Path(temporary)))))
-    return ctypes.CDLL(str(_library(folder)))
+            return ctypes.CDLL(str(_compiled_library(private_folder(Path(temporary)))))
+    return ctypes.CDLL(str(_compiled_library(folder)))
 
 
-def _library(folder: Path) -> Path:
+def _compiled_library(folder: Path) -> Path:
     """Path of the compiled library in a folder; compiles it if it is missing or other users could have written it.
 
     Without a compiler, uses a library that an earlier compiler made from the same source.
@@ -244,7 +244,7 @@ def _library(folder: Path) -> Path:
     if requested and not shutil.which(requested[0]):
         log.warning("CXX=%s: no such program; trying other compilers", requested[0])
     candidates = requested, ["c++"], ["g++"], ["clang++"]
-    compiler = next((words for words in candidates if words and shutil.which(words[0])), None)
+    compiler = next((argv for argv in candidates if argv and shutil.which(argv[0])), None)
     if compiler is None:
         if compiled := [file for file in sorted(folder.glob(f"{name}-*.so")) if _is_trusted(file)]:
             return compiled[0]

@@ -17,17 +17,19 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Floats per vector register; registers that hold sums in a matrix product; and most rows of its tile.
+// kLanes: floats per vector register. kSums: registers that hold the sums of a matrix product's tile. kRows: maximum number of
+// rows of a tile.
 #ifdef __AVX512F__
 constexpr int kLanes = 16, kSums = 24, kRows = 8;
 #else
 constexpr int kLanes = 8, kSums = 8, kRows = 4;
 #endif
-// Columns of a matrix that are multiplied with all rows before the next columns, if they are not packed; and the size from which
-// a matrix does not fit in a core's caches.
-constexpr int64_t kPanel = 6 * kLanes, kLarge = 1 << 18;
-// Number of multiplications from which a matrix product uses several threads.
-constexpr int64_t kShared = 1 << 20;
+// A product computes all rows for this many columns, then goes to the next columns. Packed matrices use another number.
+constexpr int64_t kPanelColumns = 6 * kLanes;
+// A matrix of at least this many numbers does not fit in a core's caches.
+constexpr int64_t kLargeMatrix = 1 << 18;
+// A matrix product of at least this many multiplications uses several threads.
+constexpr int64_t kMinThreadedWork = 1 << 20;
 constexpr float kLog2e = 1.44269504f;
 
 template <int count>
@@ -45,7 +47,8 @@ inline Lanes load(const float* from) {
 
 inline void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof x); }
 
-inline Lanes all(float x) { return Lanes{} + x; }
+// A register with x in all lanes.
+inline Lanes broadcast(float x) { return Lanes{} + x; }
 
 // Elementwise maximum; x where x or y is NaN.
 inline Lanes larger(Lanes x, Lanes y) { return x < y ? y : x; }
@@ -56,10 +59,10 @@ inline void power_of_two(Lanes (&x)[count]) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const float polynomial[] = {0.00133989012f, 0.00961843763f, 0.0555033241f, 0.240226479f, 0.693147203f, 1.0f};
   Lanes whole[count], y[count];
-  for (int i = 0; i < count; ++i) x[i] = larger(x[i], all(-126.0f));
+  for (int i = 0; i < count; ++i) x[i] = larger(x[i], broadcast(-126.0f));
   for (int i = 0; i < count; ++i) whole[i] = x[i] + magic;
   for (int i = 0; i < count; ++i) x[i] -= whole[i] - magic;
-  for (int i = 0; i < count; ++i) y[i] = all(0.000153533383f);
+  for (int i = 0; i < count; ++i) y[i] = broadcast(0.000153533383f);
   for (float coefficient : polynomial)
     for (int i = 0; i < count; ++i) y[i] = y[i] * x[i] + coefficient;
   for (int i = 0; i < count; ++i) {
@@ -83,13 +86,14 @@ inline float largest_of(typename Vector<count>::Floats x) {
   }
 }
 
+// A row-major matrix; `stride` is the distance between the starts of two rows.
 struct Matrix {
-  const float* first;
-  int64_t step;
+  const float* data;
+  int64_t stride;
 };
 
 // out[q][c] = scale[q] out[q][c] + sum over i of x[q][i] y[i][c], for `rows` values of q and columns * kLanes values of c.
-// Without `scale` the first term is omitted.
+// Without `scale` the first term is omitted. `step` is the row stride of out.
 template <int rows, int columns>
 inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* out, int64_t step) {
   Lanes sum[rows][columns];
@@ -100,11 +104,11 @@ inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* o
   for (int64_t i = 0; i < inner; ++i) {
     Lanes right[columns];
 #pragma GCC unroll 8
-    for (int c = 0; c < columns; ++c) right[c] = load(y.first + i * y.step + c * kLanes);
+    for (int c = 0; c < columns; ++c) right[c] = load(y.data + i * y.stride + c * kLanes);
 #pragma GCC unroll 8
     for (int q = 0; q < rows; ++q)
 #pragma GCC unroll 8
-      for (int c = 0; c < columns; ++c) sum[q][c] += x.first[q * x.step + i] * right[c];
+      for (int c = 0; c < columns; ++c) sum[q][c] += x.data[q * x.stride + i] * right[c];
   }
 #pragma GCC unroll 8
   for (int q = 0; q < rows; ++q)
@@ -117,9 +121,9 @@ template <int rows, int columns>
 inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
   int64_t c = 0;
   for (; c + columns * kLanes <= width; c += columns * kLanes)
-    tile<rows, columns>(x, {y.first + c, y.step}, inner, scale, out + c, step);
+    tile<rows, columns>(x, {y.data + c, y.stride}, inner, scale, out + c, step);
   if constexpr (columns > 1)
-    if (c < width) band<rows, columns - 1>(x, {y.first + c, y.step}, inner, width - c, scale, out + c, step);
+    if (c < width) band<rows, columns - 1>(x, {y.data + c, y.stride}, inner, width - c, scale, out + c, step);
 }
 
 // The same for any number of rows. Each result is summed over i in ascending order, whatever the shapes.
@@ -127,12 +131,12 @@ template <int rows>
 void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
   int64_t q = 0;
   for (; q + rows <= count; q += rows)
-    band<rows, std::min(kSums / rows, 4)>({x.first + q * x.step, x.step}, y, inner, width, scale ? scale + q : nullptr,
+    band<rows, std::min(kSums / rows, 4)>({x.data + q * x.stride, x.stride}, y, inner, width, scale ? scale + q : nullptr,
                                           out + q * step, step);
   if constexpr (rows > 1)
     if (q < count)
-      multiply<rows / 2>({x.first + q * x.step, x.step}, y, count - q, inner, width, scale ? scale + q : nullptr, out + q * step,
-                         step);
+      multiply<rows / 2>({x.data + q * x.stride, x.stride}, y, count - q, inner, width, scale ? scale + q : nullptr,
+                         out + q * step, step);
 }
 
 // This thread and further threads of XLA's pool.
@@ -165,26 +169,26 @@ class ThreadTeam {
   int64_t threads_;
 };
 
-// out = x y, or out + x y with `added`; x [count, inner], y [inner, width]. If y is large and x has many rows, columns of y are
-// packed into contiguous memory first.
+// out = x y, or out += x y with `added`; x is [count, inner], y is [inner, width]. If y is large and x has many rows, columns
+// of y are packed into contiguous memory first.
 void product(const float* x, const float* y, int64_t count, int64_t inner, int64_t width, float* out, ThreadTeam& team,
              bool added = false) {
-  const bool packed = count > kRows && inner * width >= kLarge;
-  const int64_t columns = packed ? kSums / kRows * kLanes : kPanel;
+  const bool packed = count > kRows && inner * width >= kLargeMatrix;
+  const int64_t columns = packed ? kSums / kRows * kLanes : kPanelColumns;
   const std::vector<float> ones(added ? count : 0, 1.0f);
   const auto panel = [&](int64_t number) {
-    const int64_t first = number * columns, here = std::min(columns, width - first);
+    const int64_t first = number * columns, panel_width = std::min(columns, width - first);
     Matrix right = {y + first, width};
-    thread_local std::vector<Lanes> room;
+    thread_local std::vector<Lanes> buffer;
     if (packed) {
-      room.resize(inner * here / kLanes);
-      float* copy = reinterpret_cast<float*>(room.data());
-      for (int64_t i = 0; i < inner; ++i) std::copy_n(y + i * width + first, here, copy + i * here);
-      right = {copy, here};
+      buffer.resize(inner * panel_width / kLanes);
+      float* copy = reinterpret_cast<float*>(buffer.data());
+      for (int64_t i = 0; i < inner; ++i) std::copy_n(y + i * width + first, panel_width, copy + i * panel_width);
+      right = {copy, panel_width};
     }
-    multiply<kRows>({x, inner}, right, count, inner, here, added ? ones.data() : nullptr, out + first, width);
+    multiply<kRows>({x, inner}, right, count, inner, panel_width, added ? ones.data() : nullptr, out + first, width);
   };
-  team.each((width + columns - 1) / columns, panel, count * inner * width >= kShared);
+  team.each((width + columns - 1) / columns, panel, count * inner * width >= kMinThreadedWork);
 }
 
 }  // namespace

@@ -26,13 +26,13 @@ class PromptedSettings:
     """Settings that all methods of a comparison share."""
 
     tokens: int = 256
-    """Most tokens of one generation."""
+    """Maximum number of tokens of one generation."""
     temperature: float = 0.0
     """0 is greedy."""
     most_passages: int = 15
-    """Most passages in a prompt, the first ones that a method has collected. 15 is IRCoT's limit."""
+    """Maximum number of passages in a prompt, the first ones that a method has collected. 15 is IRCoT's limit."""
     passage_chars: int = 0
-    """Most characters of a passage in a prompt; 0: no limit."""
+    """Maximum number of characters of a passage in a prompt; 0: no limit."""
     token_bytes: Sequence[bytes] = ()
     """Bytes of each token id (`Engine.bytes`); FLARE needs them."""
 
@@ -54,7 +54,7 @@ class PromptedSettings:
 
 
 def merge_passages(passages: Sequence[Passage], new: Sequence[Passage] | None) -> list[Passage]:
-    """Return passages and new passages in order, each once. A failed search (None) adds nothing."""
+    """Return `passages` followed by `new`, without duplicates. A failed search (None) adds nothing."""
     return list({(p.title, p.text): p for p in (*passages, *(new or ()))}.values())
 
 
@@ -122,20 +122,22 @@ def with_record(
         except PromptTooLong:
             workflow.close()
             return PromptedResult("", tuple(generations), tuple(searches), "context_limit")
-        single = isinstance(request, WorkflowRequest)
-        for part, result in _pairs([request] if single else request, [reply] if single else reply):
-            if isinstance(part, Retrieve):
-                searches.append((part.query, None if result is None else tuple(result)))
+        is_single = isinstance(request, WorkflowRequest)
+        for subrequest, result in _pairs(
+            [request] if is_single else request, [reply] if is_single else reply
+        ):
+            if isinstance(subrequest, Retrieve):
+                searches.append((subrequest.query, None if result is None else tuple(result)))
             else:
                 generations.append(result)
         if any(output.stop == NOT_FINITE for output in generations):
             workflow.close()
             return PromptedResult("", tuple(generations), tuple(searches), NOT_FINITE)
-        reply = _without_thought(reply) if single else [_without_thought(result) for result in reply]
+        reply = _without_thought(reply) if is_single else [_without_thought(result) for result in reply]
 
 
 def _without_thought(result: Any) -> Any:
-    """Return a result as a method reads it: an output without the finished `<think>` of a reasoning model."""
+    """Return a result, without the thought (up to `</think>`) if it is an output of a reasoning model."""
     if isinstance(result, Generated) and (thought := result.text.rpartition("</think>"))[1]:
         return dataclasses.replace(result, text=thought[2].lstrip())
     return result

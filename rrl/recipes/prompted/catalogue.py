@@ -39,7 +39,7 @@ class PromptedMethod:
 
     @property
     def defaults(self) -> dict[str, int | float]:
-        """The options of `run` and their values, with the changed ones."""
+        """Option of `run` -> its value: that in `options`, otherwise the default of `run`."""
         options = {
             name: parameter.default
             for name, parameter in inspect.signature(self.run).parameters.items()

@@ -23,15 +23,15 @@ from rrl.text.short_answers import FINAL_ANSWER, final_answer
 
 OBSERVATION, INTERMEDIATE = "Observation:", "Intermediate answer:"
 END_QUERY = "<|end_search_query|>"
-SENTENCE = re.compile(
+SENTENCE_GAP = re.compile(
     r"(?:(?<=[.!?])|(?<=[.!?][\"')]))(?<!\b[A-Z]\.)(?<!\b(?:Dr|Mr|Ms|St|Jr|Sr|vs)\.)(?<!\bMrs\.)\s+(?=[A-Z\"'(\d])|\n+"
 )
-"""Matches the gap after a sentence, but not after initials ("J. R. R.") and titles ("Dr.")."""
-
+"""Matches the white space between two sentences, but not after initials ("J. R. R.") and titles ("Dr.")."""
 
 ACTION_ALONE = re.compile(r"\b(Search|Finish)\s*\[(.*?)\]", re.DOTALL | re.IGNORECASE)
+"""ReAct's action anywhere in the text, also in a thought."""
 ACTION = re.compile(r"Action\W*?" + ACTION_ALONE.pattern, re.DOTALL | re.IGNORECASE)
-"""ReAct's action after the word "Action". It takes precedence over actions that a thought mentions (`ACTION_ALONE`)."""
+"""ReAct's action after the word "Action". It takes precedence over `ACTION_ALONE`."""
 
 
 def react(question: Question, settings: PromptedSettings, *, steps: int = 7) -> PromptedWorkflow:
@@ -132,7 +132,7 @@ def flare(
     Args:
       question: the question.
       settings: shared settings; `token_bytes` is required.
-      sentences: most sentences of the answer.
+      sentences: maximum number of sentences of the answer.
       look_below: theta; a sentence with a token below this probability is searched.
       mask_below: beta; tokens below this probability are left out of the query.
 
@@ -173,7 +173,10 @@ def _flare_prompt(
 def token_probabilities(
     output: Generated, token_bytes: Sequence[bytes], characters: int
 ) -> list[tuple[str, float]]:
-    """Return text and probability of the sampled tokens of the first `characters` characters after leading white space."""
+    """Return the sampled tokens of the output's first `characters` characters, as pairs of text and probability.
+
+    Leading white space of the output is not counted in `characters`.
+    """
     sampled = output.trajectory.roles == POLICY
     texts = [token_bytes[token] for token in output.trajectory.tokens[sampled].tolist()]
     ends = np.cumsum([len(text) for text in texts])
@@ -222,7 +225,7 @@ def search_o1(question: Question, settings: PromptedSettings, *, searches: int =
 def decomposition(question: Question, settings: PromptedSettings, *, parts: int = 4) -> PromptedWorkflow:
     """Prompted decomposition into simpler questions, after RQ-RAG (Chan et al., 2024).
 
-    Questions that need no other answer run in parallel. Questions that refer to answers as #1, #2, ... follow. The final
+    A simpler question that refers to an earlier answer (#1, #2, ...) waits for it; the others run in parallel. The final
     answer uses all of them.
     """
     output: Generated = yield settings.generate(
@@ -230,15 +233,15 @@ def decomposition(question: Question, settings: PromptedSettings, *, parts: int 
         "another. Write #1 for the answer of the first one, #2 for that of the second one, and so on.\n\n"
         f"Question: {question.text}"
     )
-    open_parts = dict(enumerate(parse_list(output.text)[:parts] or [question.text], 1))
+    unanswered = dict(enumerate(parse_list(output.text)[:parts] or [question.text], 1))
     replies: dict[int, str] = {}
     lines, passages = list[str](), list[Passage]()
-    while open_parts:
+    while unanswered:
         ready = {
-            number: part for number, part in open_parts.items() if not _waits_for(part) & open_parts.keys()
+            number: part for number, part in unanswered.items() if not _waits_for(part) & unanswered.keys()
         }
         if not ready:  # the questions wait for each other: take the first
-            ready = dict([next(iter(open_parts.items()))])
+            ready = dict([next(iter(unanswered.items()))])
         queries = {
             number: re.sub(r"#(\d+)", lambda m: replies.get(int(m[1]), ""), part)
             for number, part in ready.items()
@@ -256,7 +259,7 @@ def decomposition(question: Question, settings: PromptedSettings, *, parts: int 
             replies[number] = reply.text.strip()
             lines.append(f"{query} {replies[number]}")
             passages = merge_passages(passages, hits)
-            del open_parts[number]
+            del unanswered[number]
     last: Generated = yield settings.generate(
         "Answer the question with the help of the simpler questions and their answers, and of the passages. "
         f"{ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}\n\n"
@@ -280,9 +283,8 @@ def adaptive_rag(question: Question, settings: PromptedSettings) -> PromptedWork
         f"it, C if several facts must be looked up one after another.\n\nQuestion: {question.text}"
     )
     first = re.match(r"\W*([ABC])(?=[).:,;*\n]|\s*$)", output.text)
-    letters = (
-        [first[1]] if first else re.findall(r"\b[ABC]\b(?!\s+[a-z])", output.text)
-    )  # skips the article "A"
+    # The second pattern does not match the article "A".
+    letters = [first[1]] if first else re.findall(r"\b[ABC]\b(?!\s+[a-z])", output.text)
     methods = {"A": cot, "B": rag_cot}
     return (yield from methods.get(letters[-1] if letters else "C", ircot)(question, settings))
 
@@ -292,4 +294,4 @@ def first_sentence(text: str) -> str:
     text = text.strip()
     if text.startswith(FINAL_ANSWER):
         return text.splitlines()[0].strip()
-    return SENTENCE.split(text, maxsplit=1)[0].strip()
+    return SENTENCE_GAP.split(text, maxsplit=1)[0].strip()

@@ -8,6 +8,7 @@ from rrl.errors import UserError
 from rrl.eval.settings import EvaluationSettings
 from rrl.files import atomic_stream, saving
 from rrl.parallel.runtime import available_cores
+from rrl.runs.datasets import load_retriever
 from rrl.runs.launcher import load_config
 from rrl.runs.metrics import read_metrics
 from rrl.studies.analyses.catalogue import analysis_named, evaluation_points, training_points
@@ -70,16 +71,18 @@ def analyze(
                 f"what={what!r} trains its own policies: leave out --policy, --values, --arguments and --set"
             )
         points, planned = training_points(analysis, seeds, smoke)
-        root = shared or Path(SHARED[smoke])
+        root, settings = shared or Path(SHARED[smoke]), []
     else:
         if keep is not None:
             raise UserError(f"what={what!r} evaluates existing policies: leave out --keep")
         points, planned = evaluation_points(analysis, policies, values, arguments, fields, smoke)
         root = out
-        for each in planned.values():
+        settings = [
             EvaluationSettings.of(
                 load_config(each.config, [f"{field}={value}" for field, value in each.fields.items()])
             )
+            for each in planned.values()
+        ]
     jobs = jobs if jobs is not None else min(2, available_cores())
     names = [name for point in points for name in point.runs]
     store = None if keep is None else MeasurementStore(keep, planned)
@@ -87,6 +90,8 @@ def analyze(
     if listed:
         print(list_of(todo, planned, root, jobs))
         return QueueResult({})
+    if run and any(row["state"] != "finished" for row in run_states(todo, root)):
+        _require_services(settings)
     done = run_queue(todo, root, jobs) if run else QueueResult({})
     finished = {row["name"] for row in run_states(todo, root) if row["state"] == "finished"}
     stored = (
@@ -127,3 +132,11 @@ def analyze(
         )
     print(f"{text}\n{out}/plot.png")
     return done
+
+
+def _require_services(settings: Sequence[EvaluationSettings]) -> None:
+    """Raises UserError for a search service that does not answer, which each run would find for itself."""
+    services = {(each.retriever.index, each.retriever.form): each for each in settings if each.searches}
+    for (index, _), each in services.items():
+        if index.startswith("http"):
+            load_retriever((), each.retriever, None, each.rollout.search_seconds)

@@ -179,7 +179,7 @@ def test_tokens_without_a_slot_give_zeros(compiled):
     x, at = jnp.ones((3, 2, BASE.hidden)), jnp.array([[0, 1], [-1, 20], [5, 6]])
     weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(decoder.layers))}
     angles = (jnp.ones((3, 2, BASE.head_dim // 2)),) * 2
-    how = {"slots": 20, "eps": 1e-6, "last_reads": True}
+    how = {"slots": 20, "eps": 1e-6, "last_layer_attends": True}
     out, pair = cpu_layers(x, angles, weights, cache.k, cache.v, at, jnp.array([0, 1, 3]), **how)
     assert np.all(np.asarray(out)[1:] == 0) and np.all(np.asarray(out)[0] != 0)
     assert all(np.any(np.asarray(part)[:, :, 0]) and not np.any(np.asarray(part)[:, :, 1:]) for part in pair)
@@ -443,14 +443,14 @@ def test_unsupported_dtypes_and_head_dimensions_use_xla(dtype, width):
 
 
 def test_the_kernels_are_compiled_once(compiled, tmp_path, monkeypatch):
-    first, run = kernel._library(tmp_path), subprocess.run
+    first, run = kernel._compiled_library(tmp_path), subprocess.run
 
     def only_version(command, **how):
         assert command[1:] == ["--version"]
         return run(command, **how)
 
     monkeypatch.setattr(subprocess, "run", only_version)
-    assert kernel._library(tmp_path) == first and {*tmp_path.iterdir()} == {
+    assert kernel._compiled_library(tmp_path) == first and {*tmp_path.iterdir()} == {
         first,
         kernel._checksum_file(first),
     }
@@ -459,7 +459,7 @@ def test_the_kernels_are_compiled_once(compiled, tmp_path, monkeypatch):
 def test_the_kernels_run_without_avx512(compiled, tmp_path, monkeypatch):
     """Compiles for the compiler's default instruction set."""
     monkeypatch.setattr(kernel, "NATIVE", "-w")
-    library = ctypes.CDLL(str(kernel._library(tmp_path)))
+    library = ctypes.CDLL(str(kernel._compiled_library(tmp_path)))
     for name in ("ATTENTION", "LAYERS", "COPY", "DRAW"):
         target = getattr(kernel, name)
         monkeypatch.setattr(kernel, name, f"{target}_short")
@@ -487,13 +487,15 @@ def test_the_kernels_run_without_avx512(compiled, tmp_path, monkeypatch):
 
 
 def test_a_compiled_library_needs_no_compiler(compiled, tmp_path, monkeypatch, caplog):
-    first = kernel._library(tmp_path)
+    first = kernel._compiled_library(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert kernel._library(tmp_path) == first and "CXX=no-such-compiler: no such program" in caplog.text
+    assert (
+        kernel._compiled_library(tmp_path) == first and "CXX=no-such-compiler: no such program" in caplog.text
+    )
     monkeypatch.setattr(kernel, "FLAGS", (*kernel.FLAGS, "-g"))
     with pytest.raises(FileNotFoundError, match="There is no"):
-        kernel._library(tmp_path)
+        kernel._compiled_library(tmp_path)
 
 
 def test_a_missing_compiler_is_warned_about(monkeypatch, tmp_path, caplog):
@@ -535,7 +537,7 @@ def harmless(compiled, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path.resolve() / "cache" / "rrl" / "kernels"
     folder.mkdir(parents=True, mode=0o700)
-    library = kernel._library(folder)
+    library = kernel._compiled_library(folder)
     compiler = next(name for name in ("c++", "g++", "clang++") if shutil.which(name))
     subprocess.run([compiler, "-shared", "-fPIC", str(planted), "-o", str(library)], check=True)
     library.chmod(0o755)
@@ -580,7 +582,7 @@ def test_a_library_that_others_may_write_is_compiled_again(harmless, caplog):
 def test_without_a_compiler_a_library_that_others_may_write_is_not_loaded(harmless, monkeypatch):
     monkeypatch.setenv("PATH", str(harmless.parent))
     monkeypatch.delenv("CXX", raising=False)
-    assert kernel._library(harmless.parent) == harmless
+    assert kernel._compiled_library(harmless.parent) == harmless
     harmless.chmod(0o757)
     with pytest.raises(FileNotFoundError, match="There is no"):
-        kernel._library(harmless.parent)
+        kernel._compiled_library(harmless.parent)
