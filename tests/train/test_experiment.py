@@ -260,8 +260,8 @@ def test_an_unknown_section_is_refused(folders):
         ("rollout", "top_k", 0, r"rollout\.top_k=0"),
         ("rollout", "wake_threshold", 0, r"rollout\.wake_threshold=0"),
         ("rollout", "prefill_tokens", 0, r"rollout\.prefill_tokens=0"),
-        ("rollout", "top_p", 0.0, r"rollout\.top_p=0\.0 must lie"),
-        ("rollout", "top_p", 1.5, r"rollout\.top_p=1\.5 must lie"),
+        ("rollout", "top_p", 0.0, r"rollout\.top_p=0\.0 must be above 0"),
+        ("rollout", "top_p", 1.5, r"rollout\.top_p=1\.5 must be above 0"),
         ("rollout", "sample_top_k", -1, r"rollout\.sample_top_k=-1"),
         ("reader_rollout", "max_wait_steps", 0, r"^reader_rollout\.max_wait_steps=0"),
         ("objective", "clip_low", -0.1, r"^objective\.clip_low=-0\.1 must be at least 0"),
@@ -337,8 +337,9 @@ def test_an_empty_policy_or_name_is_refused(folders, field):
 
 def test_the_error_for_a_missing_policy_names_it_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"policy='assets/miniwiki-policy'.*config\.json"):
-        TrainSettings.from_config(config())
+    missing = config("policy=assets/no-policy")
+    with pytest.raises(UserError, match=r"policy='assets/no-policy'.*config\.json"):
+        TrainSettings.from_config(missing)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -396,11 +397,11 @@ def test_a_smoke_run_has_one_row_length_and_a_longer_run_several(tmp_path):
 
 def test_the_note_of_a_smoke_run_has_the_numbers_of_the_run_itself():
     config = made.config("rsearch_grpo", "steps=2")
-    assert "16 questions an update, 8 held-out questions of each kind" in config.note
+    assert "16 questions per update, 8 held-out questions of each kind" in config.note
     config.train.questions = 4
-    assert "4 questions an update, 8 held-out questions of each kind" in config.note
+    assert "4 questions per update, 8 held-out questions of each kind" in config.note
 
 
 def test_the_note_of_a_smoke_run_over_a_folder_says_nothing_of_the_built_in_world():
     note = made.config("rsearch_grpo", "steps=2,data=folder").note
-    assert "16 questions an update, rows of one length" in note and "of each kind" not in note
+    assert "16 questions per update, rows of one length" in note and "of each kind" not in note
