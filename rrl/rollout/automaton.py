@@ -51,16 +51,18 @@ class StopSets:
 
 def compile_sets(sets: Sequence[tuple[str, ...]], token_bytes: Sequence[bytes]) -> StopSets:
     """Compile several sets of stop strings into one table. Arguments and errors are those of `compile_stops`."""
+    # The joined table holds the non-accepting states of each set, then one accepting state per distinct string.
     parts = [compile_stops(strings, token_bytes) for strings in sets]
     strings = tuple(dict.fromkeys(string for part in parts for string in part.strings))
     starts = np.cumsum([0, *(part.first_accept for part in parts)])
+    first_accept = starts[-1]
     rows = []
     for start, part in zip(starts, parts):
-        accepts = starts[-1] + np.array([strings.index(string) for string in part.strings], np.int32)
+        accepts = first_accept + np.array([strings.index(string) for string in part.strings], np.int32)
         states = np.concatenate([start + np.arange(part.first_accept), accepts])
         rows.append(states[part.table[: part.first_accept]])
-    last = starts[-1] + np.arange(len(strings))
-    rows.append(np.broadcast_to(last[:, None], (len(strings), len(token_bytes))))
+    accepting = first_accept + np.arange(len(strings))
+    rows.append(np.broadcast_to(accepting[:, None], (len(strings), len(token_bytes))))
     return StopSets(
         strings,
         {tuple(part.strings): int(start) for start, part in zip(starts, parts)},
@@ -68,7 +70,7 @@ def compile_sets(sets: Sequence[tuple[str, ...]], token_bytes: Sequence[bytes]) 
     )
 
 
-class StopTables:
+class StopSetsCache:
     """A cache of compiled sets of stop strings for one tokenizer."""
 
     def __init__(self, token_bytes: Sequence[bytes], special_tokens: Sequence[str]) -> None:
@@ -86,7 +88,9 @@ class StopTables:
         return len(self._tables)
 
     def get(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
-        """Return the automata of these sets of stop strings, perhaps with more sets: a compiled loop also serves a subset.
+        """Return the automata of these sets of stop strings.
+
+        The result may hold more sets: a cached table is reused for a subset, since a new table would need a compilation.
 
         Raises:
           UserError: a stop string contains a special token.
@@ -122,23 +126,22 @@ def compile_stops(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopA
         patterns = [string.encode() for string in strings]
     except UnicodeEncodeError as error:
         raise UserError(
-            f"the stop string {error.object!r} has half a character, {error.object[error.start]!r}, which no text contains; "
-            "use whole characters"
+            f"the stop string {error.object!r} has a lone surrogate, {error.object[error.start]!r}, which no valid text "
+            "contains; use whole characters"
         ) from error
     if not all(patterns) or len(set(patterns)) != len(patterns):
         raise UserError(f"stop strings must be non-empty and distinct, found {list(strings)}")
     delta, first_accept = _byte_automaton(patterns)
     lengths = np.array([len(data) for data in token_bytes], np.int64)
-    order = np.argsort(
-        -lengths, kind="stable"
-    )  # long tokens first: those with a byte at `place` are a prefix
+    # Longest tokens first: the tokens that have a byte at `byte_index` are the first `longer` ones.
+    order = np.argsort(-lengths, kind="stable")
     text = np.frombuffer(b"".join(token_bytes[token] for token in order), np.uint8)
     starts = np.cumsum(lengths[order]) - lengths[order]
     states = delta.shape[0]
     table = np.repeat(np.arange(states, dtype=np.int32)[:, None], len(token_bytes), axis=1)
-    for place in range(lengths.max(initial=0)):
-        longer = np.count_nonzero(lengths > place)
-        data = text[starts[:longer] + place]
+    for byte_index in range(lengths.max(initial=0)):
+        longer = np.count_nonzero(lengths > byte_index)
+        data = text[starts[:longer] + byte_index]
         for row in table:
             row[:longer] = delta[row[:longer], data]
     table[:, order] = table.copy()
@@ -175,9 +178,9 @@ def _byte_automaton(patterns: list[bytes]) -> tuple[np.ndarray, int]:
     for node in order:
         if ends[node] < 0:
             ends[node] = ends[failure[node]]
-    live = [0] + [node for node in order if ends[node] < 0]
-    number = {node: i for i, node in enumerate(live)}
-    first_accept = len(live)
+    non_accepting = [0] + [node for node in order if ends[node] < 0]
+    number = {node: i for i, node in enumerate(non_accepting)}
+    first_accept = len(non_accepting)
     delta = np.zeros((first_accept + len(patterns), 256), np.int32)
     goto = np.zeros((len(children), 256), np.int64)
     for node in [0, *order]:
@@ -185,7 +188,7 @@ def _byte_automaton(patterns: list[bytes]) -> tuple[np.ndarray, int]:
             goto[node] = goto[failure[node]]
         for byte, child in children[node].items():
             goto[node, byte] = child
-    for node in live:
+    for node in non_accepting:
         row = number[node]
         for byte in range(256):
             target = goto[node, byte]

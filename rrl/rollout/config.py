@@ -13,9 +13,9 @@ class EngineConfig:
     rows: int = 64
     """Rows of a decode step: the number of episodes that decode at the same time, over all data shards."""
     oversubscribed_slots: int = 0
-    """Episodes in flight in addition to `rows`. An episode that waits for passages gives its row to the shortest other
-    episode. Each of these slots takes the memory of its KV cache; no result changes. The number per worker is rounded up.
-    If there are far more requests than rows, the longest episodes end late."""
+    """Episodes in flight in addition to `rows`. While an episode waits for passages, the shortest episode without a row
+    decodes in its place. Each of these slots takes the memory of its KV cache; no result changes. The number per worker is
+    rounded up. If there are far more requests than rows, the longest episodes end late."""
     context: int = 8192
     """Maximum tokens in the context, including those that the policy writes. A restart begins an empty context."""
     wake_threshold: int = 16
@@ -26,12 +26,13 @@ class EngineConfig:
     is below 32)."""
     draft_tokens: int = 0
     """Speculative decoding: draft tokens per row and decode step, by prompt lookup (`rrl.rollout.drafts`). 0 is off. A step
-    takes longer and writes several tokens per row if the drafts are right. A step of fewer rows drafts more per row. The
-    last bits of a log-probability depend on the number of drafts, not on the drafted tokens. On one CPU the engine verifies
-    this before the first run; if it does not hold, the engine ignores this field with a warning."""
+    takes longer, but writes several tokens per row if the drafts are right. All steps compute about the same number of
+    tokens: if fewer rows decode, each gets more draft tokens. The last bits of a log-probability depend on the number of
+    drafts, not on the drafted tokens. On one CPU the engine verifies this before the first run; if it does not hold, the
+    engine ignores this field with a warning."""
     max_wait_steps: int = 8
-    """Decode steps that a paused slot waits at most while others decode; doubled if there are oversubscribed slots, and
-    a quarter of it while a query is being embedded."""
+    """Maximum number of decode steps for which a paused slot waits while others decode. It is doubled if there are
+    oversubscribed slots, and divided by four while a query is being embedded."""
     workers: int = 0
     """On one CPU: workers that share the rows and the requests, each on its own core. 0 chooses: one worker for all cores if
     reading the weights dominates a decode step, else one per core with at least eight rows each
@@ -44,12 +45,12 @@ class EngineConfig:
     sample_top_k: int = 0
     """Sampling among the k most likely tokens. 0 is off. (`top_k` counts passages.)"""
     share_prompts: bool = True
-    """Whether slots copy a common prefix from each other's KV cache instead of prefilling it again: a prompt, and all that
-    samples of one question wrote and read identically after it. A copy is bitwise equal to prefilling."""
+    """Whether slots copy a common prefix from each other's KV cache instead of prefilling it again. Samples of one
+    question share the prompt, and the text after it as long as it is identical. A copy is bitwise equal to prefilling."""
     search_seconds: float = 60.0
     """Time limit of a search; a slower one fails, and the policy is informed. Each of three attempts at a search service gets
-    a third of it. If a batch of queries fails, each query is searched alone before the limit; so is each query of a small
-    batch that takes half of it."""
+    a third of it. If a batch of queries fails, or a small batch takes half of the limit, each query is also searched alone
+    before the limit."""
     stall_seconds: float = 300.0
     """If nothing happens for this time, the log names what the rollout waits for. 0 is off."""
 

@@ -1,4 +1,4 @@
-"""Curricula: which questions each round of rollouts of a training step gets."""
+"""Curricula: the questions of each training step. A step may run several rounds of rollouts, each with its own questions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ class Curriculum(Protocol):
         """Continue from a `state` of a checkpoint."""
 
     def select(self, step: int, number: int, count: int) -> list[Question]:
-        """Return at least one and at most `count` questions for round `number` of `step` (both from 0)."""
+        """Return at least one and at most `count` questions for round `number` of `step`. Both indices start at 0."""
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:
         """Update the state with the trajectories of the selected questions."""
@@ -52,10 +52,19 @@ class ShuffledQuestions:
 
 
 def question_order(count: int, size: int, seed: int, step: int, number: int = 0) -> np.ndarray:
-    """Return the indices of the questions of round `number` of `step`. Each epoch is a permutation of all `count` questions,
-    determined by the arguments alone."""
+    """Return the indices of the questions of a round of rollouts. Each epoch is a permutation of all questions.
+
+    The result depends on the arguments alone.
+
+    Args:
+      count: number of all questions.
+      size: questions per step.
+      seed: seed of the permutations.
+      step: index of the training step.
+      number: index of the round within the step.
+    """
     size = min(size, count)
     per_epoch = count // size
-    epoch, place = divmod(step, per_epoch)
+    epoch, step_in_epoch = divmod(step, per_epoch)
     order = np.random.default_rng((seed, epoch, number) if number else (seed, epoch)).permutation(count)
-    return order[place * size : (place + 1) * size]
+    return order[step_in_epoch * size : (step_in_epoch + 1) * size]

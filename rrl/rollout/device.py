@@ -150,8 +150,8 @@ def append_tokens(
 ) -> DecodeState:
     """Append one token per row to its turn, and pause the slots whose turn ends.
 
-    A token whose log-probability is not finite is not appended, and pauses its slot: then a logit is NaN or +inf, or all are
-    -inf.
+    If a token's log-probability is not finite, the token is not appended and its slot pauses. Its logits contain NaN or +inf,
+    or all are -inf.
 
     Args:
       state: state of all slots.
@@ -227,22 +227,22 @@ def decode(
       sampler: inputs of sampling.
       context: maximum length of a context.
       wake_threshold: number of paused slots, over all data shards.
-      max_wait_steps: number of decode steps; 0: return at once.
+      max_wait_steps: maximum number of decode steps while any slot is paused or blocked. 0: decode no step.
       widths: allowed numbers of rows of a step, largest first. A step has the smallest number that holds all decoding slots,
         or the largest if none does; the rows are split evenly over the devices.
-      readers: allowed numbers of rows that attend to a block of the cache together (see `Decoder.extend`).
+      readers: allowed batch sizes of the cache reads, largest first (see `Decoder.extend`).
       step_tokens: tokens of a step, including drafts; 0: no drafts.
 
     Returns:
-      state, cache, drafts, and (number of steps, sum over the steps of the rows that wrote).
+      state, cache, drafts, and (number of steps, sum of the numbers of rows that wrote in each step).
     """
 
-    def cond(carry: tuple[DecodeState, KVCache, NgramDrafts, Array], narrower: int) -> Array:
+    def cond(carry: tuple[DecodeState, KVCache, NgramDrafts, Array], next_width: int) -> Array:
         state, *_, (steps, _) = carry
         paused = jnp.sum(state.status == PAUSED)
         none_waits = jnp.all((state.status != PAUSED) & (state.status != BLOCKED)) & (max_wait_steps > 0)
-        too_many = jnp.sum(state.status == DECODING) > narrower
-        return too_many & (none_waits | ((paused < wake_threshold) & (steps < max_wait_steps)))
+        needs_this_width = jnp.sum(state.status == DECODING) > next_width
+        return needs_this_width & (none_waits | ((paused < wake_threshold) & (steps < max_wait_steps)))
 
     def step(
         carry: tuple[DecodeState, KVCache, NgramDrafts, Array], width: int
@@ -276,9 +276,9 @@ def decode(
     # One loop per width, largest first: the number of decoding slots only falls, and a branch inside one loop would copy the
     # cache.
     carry = state, cache, drafts, jnp.zeros(2, jnp.int32)
-    for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
+    for width, next_width in zip(widths, (*widths[1:], 0), strict=True):
         carry = jax.lax.while_loop(
-            functools.partial(cond, narrower=narrower), functools.partial(step, width=width), carry
+            functools.partial(cond, next_width=next_width), functools.partial(step, width=width), carry
         )
     return carry
 
@@ -291,8 +291,8 @@ def tokens_per_row(step_tokens: int, width: int) -> int:
 def shortest(state: DecodeState, count: int) -> Int[Array, "count"]:
     """Return the `count` slots of the next decode step: those that decode and have the shortest trajectories.
 
-    With this order all slots end at about the same time once no more requests come; until then the longest wait. If slots are
-    sharded over devices, each device selects the same number of its own slots.
+    While requests are left, the longest trajectories wait. Once none are left, all slots end at about the same time. If slots
+    are sharded over devices, each device selects the same number of its own slots.
     """
 
     def on_one_device(status: Array, length: Array, count: int) -> Array:
@@ -326,7 +326,7 @@ def prefill(
     state: DecodeState,
     cache: KVCache,
     drafts: NgramDrafts,
-    chunks: Int[Array, "shards chunks message"],
+    chunks: Int[Array, "shards chunks chunk_length"],
     statuses: Int[Array, "slots"],
     *,
     context: int,
@@ -345,25 +345,25 @@ def prefill(
       state: state of all slots.
       cache: KV cache of all slots.
       drafts: the draft tables.
-      chunks: headers (`rrl.rollout.exchange.PrefillChunk`) and tokens; those with tokens first. Slot numbers are global; the
-        number of slots means no slot.
+      chunks: headers (`rrl.rollout.exchange.PrefillChunk`), each followed by its tokens. Chunks with tokens come before empty
+        ones. Slot numbers count over all shards. An unused chunk has the number of slots as its slot.
       statuses: new status of each slot + 1; 0: unchanged.
       context: maximum length of a context.
       chunk_counts: allowed numbers of chunks that are prefilled together, largest first. Each divides the one before it, and
-        the first divides the number of chunks. The largest is used while as many chunks are left, then the next. The last
-        call is padded with empty chunks.
+        the first divides the number of chunks. Each is used as long as at least that many chunks are left. The smallest
+        prefills the rest, padded with empty chunks.
       copies: maximum number of chunks of a shard that copy a prefix, before or after prefilling.
       readers: as in `decode`.
       learn_drafts: whether to update the draft tables with the chunks' tokens.
     """
-    count, shards = state.status.shape[0], chunks.shape[0]
+    slot_count, shards = state.status.shape[0], chunks.shape[0]
     header = PrefillChunk(*(chunks[..., i].reshape(-1) for i in range(HEADER)))
-    first = jnp.argsort(chunks[..., PrefillChunk._fields.index("copied")] == 0, axis=1)[:, :copies]
+    copying = jnp.argsort(chunks[..., PrefillChunk._fields.index("copied")] == 0, axis=1)[:, :copies]
     copied = PrefillChunk(
-        *(jnp.take_along_axis(chunks[..., i], first, axis=1).reshape(-1) for i in range(HEADER))
+        *(jnp.take_along_axis(chunks[..., i], copying, axis=1).reshape(-1) for i in range(HEADER))
     )
     cache = cache.copy_rows(copied.source, copied.slot, jnp.maximum(copied.copied, 0), copied.own)
-    busy = jnp.max(jnp.sum(chunks[..., PrefillChunk._fields.index("length")] > 0, axis=1))
+    filled = jnp.max(jnp.sum(chunks[..., PrefillChunk._fields.index("length")] > 0, axis=1))
 
     def prefill_some(
         carry: tuple[Array, KVCache, NgramDrafts], count: int
@@ -384,15 +384,15 @@ def prefill(
     # One loop per number of chunks: a branch inside one loop would copy the cache.
     carry = jnp.int32(0), cache, drafts
     for chunk_count in chunk_counts:
-        least = 1 if chunk_count == chunk_counts[-1] else chunk_count
+        min_chunks = 1 if chunk_count == chunk_counts[-1] else chunk_count
         carry = jax.lax.while_loop(
-            lambda carry, least=least: busy - carry[0] >= least,
+            lambda carry, min_chunks=min_chunks: filled - carry[0] >= min_chunks,
             functools.partial(prefill_some, count=chunk_count),
             carry,
         )
     _, cache, drafts = carry
     cache = cache.copy_rows(copied.source, copied.slot, jnp.maximum(-copied.copied, 0), copied.own)
-    target = jnp.where(header.begins_turn > 0, header.slot, count)
+    target = jnp.where(header.begins_turn > 0, header.slot, slot_count)
 
     def put(old: Array, new: Array | int) -> Array:
         return old.at[target].set(new, mode="drop")

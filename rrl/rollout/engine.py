@@ -29,7 +29,7 @@ from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import check_tokenizer, end_ids
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
-from rrl.rollout.automaton import StopSets, StopTables
+from rrl.rollout.automaton import StopSets, StopSetsCache
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.episodes import Request, check_tokens
@@ -108,7 +108,7 @@ class Engine:
         self._preparing = ""
         """The work before the device first calls a scheduler; "" once it has called one."""
         self._logged_errors: set[type] = set()
-        self._stop_tables = StopTables(self.bytes, self.text.special_tokens)
+        self._stop_tables = StopSetsCache(self.bytes, self.text.special_tokens)
         self._compiled_loops: dict[Any, Callable] = {}
         self._closed = self._running = False
         self._lock = threading.Lock()
@@ -156,7 +156,7 @@ class Engine:
         key: Key,
         *,
         retriever: Retriever | None = None,
-        on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
+        on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
         reference: bool = False,
     ) -> list[Trajectory]:
         """Run every request to its end.
@@ -266,7 +266,7 @@ class Engine:
                 scheduler,
                 WorkflowRunner(numbered[index::count], scheduler, environment, results, finish).start,
             )
-            for index, scheduler in self._local(schedulers)
+            for index, scheduler in self._local_schedulers(schedulers)
         ]
         with self._run_active():
             found = self._drive(schedulers, results, params, environment, key, reference, starts)
@@ -292,7 +292,7 @@ class Engine:
             decode=self.text.decode,
             encode_prompt=lambda text: chat_ids(self.tokenizer, text),
             vocab_size=len(self.bytes),
-            retriever=self._checked(retriever or self.retriever),
+            retriever=self._checked_retriever(retriever or self.retriever),
             top_k=self.config.top_k,
             search_seconds=self.config.search_seconds,
             share_prompts=self.config.share_prompts,
@@ -301,14 +301,14 @@ class Engine:
             / self.programs.shards,  # while one scheduler waits, the others stand still
         )
 
-    def _local(self, schedulers: Sequence[Scheduler]) -> list[tuple[int, Scheduler]]:
+    def _local_schedulers(self, schedulers: Sequence[Scheduler]) -> list[tuple[int, Scheduler]]:
         """Return the schedulers that this process calls, with their indices: those of the data shards on its devices."""
         shards = self.programs.shards
         calling = self.mesh.devices.reshape(shards, -1)[:, 0]  # rank 0 of the tensor axis
         local = [device.process_index == jax.process_index() for device in calling]
         return [(index, scheduler) for index, scheduler in enumerate(schedulers) if local[index % shards]]
 
-    def _checked(self, retriever: Retriever | None) -> Retriever | None:
+    def _checked_retriever(self, retriever: Retriever | None) -> Retriever | None:
         """Return the retriever. Raises UserError if the engine cannot embed its queries."""
         if retriever is not None and retriever.needs_embeddings:
             assert retriever.text_encoder is not None
@@ -352,7 +352,7 @@ class Engine:
           schedulers: all schedulers. Those of other processes are called there.
           results: filled by the schedulers of this process.
           params, environment, key, reference: as in `run`.
-          starts: functions that schedulers call before the loop.
+          starts: (scheduler, function) pairs. The scheduler calls the function before the loop.
 
         Returns:
           the results of all processes. Raises the error of a scheduler.
@@ -415,7 +415,7 @@ class Engine:
         """Run the loops of all workers, compiling them first if needed. They end early once `aborted` is set.
 
         Returns:
-          number of decode steps, and the sum over the steps of the rows that wrote.
+          number of decode steps, and the sum of the numbers of rows that wrote in each step.
         """
         stops = schedulers[0].stops
         signature = (environment.turn_tokens, stops.first_accept, len(stops.table), reference)
@@ -442,7 +442,8 @@ class Engine:
         if reference:
             return np.sum([run(worker) for worker in range(workers)], axis=0)
         if new and workers > 1:
-            # A first call compiles, and concurrent calls wait until it has ended. So it gets a scheduler without requests.
+            # The first call compiles, and concurrent calls would wait until it has ended. A scheduler without requests makes it
+            # end right after the compilation.
             idle = self._scheduler(collections.deque(), environment, stops, None, InFlightSearches())
             self._schedulers = [idle]
             run(0)
@@ -465,7 +466,7 @@ class Engine:
         sizes, encoder = self.programs.sizes, self.programs.encoder
         dim = encoder.dim if encoder else 0
         report, embeddings = DeviceReport.from_message(message[2:], sizes.slots, sizes.wake_threshold * dim)
-        others = int(active) - int(np.count_nonzero(report.status <= PAUSED))
+        others = int(active) - int(np.count_nonzero(report.status <= PAUSED))  # DECODING or PAUSED
         embeddings = embeddings.reshape(sizes.wake_threshold, dim)
         return self._schedulers[index].exchange(report, embeddings, others)
 
@@ -475,13 +476,13 @@ class Engine:
     def _device_computes(self) -> bool:
         """Return whether all schedulers wait for a device that computes on the cores of this process."""
         return self.programs.on_cpu and all(
-            scheduler.stage in DEVICE_STAGES for _, scheduler in self._local(self._schedulers)
+            scheduler.stage in DEVICE_STAGES for _, scheduler in self._local_schedulers(self._schedulers)
         )
 
     def _stages(self) -> str:
         return "; ".join(
             f"scheduler {index} {scheduler.stage}, after {scheduler.exchanges} exchanges"
-            for index, scheduler in self._local(self._schedulers)
+            for index, scheduler in self._local_schedulers(self._schedulers)
         )
 
     def _check(self, requests: Sequence[Request], environment: Environment) -> None:

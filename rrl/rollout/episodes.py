@@ -23,7 +23,7 @@ class Request:
     prompt: Int[np.ndarray, "T"]
     """Token ids of the prompt."""
     seed: int
-    """Folded into the sampling key. The same seed gives the same trajectory. 31 bits."""
+    """Folded into the sampling key. The same seed gives the same trajectory. At most 2**31 - 1."""
     group: int = 0
     """Samples of one prompt share a group."""
     temperature: float = 1.0
@@ -44,7 +44,7 @@ class Request:
 
 
 def check_ids(tokens: object, whose: str) -> None:
-    """Raise UserError unless `tokens` is a non-empty 1-D array of integers. The error names the field by `whose`."""
+    """Raise UserError unless `tokens` is a non-empty 1-D array of integers. The error calls it `whose`."""
     try:
         ids = np.asarray(tokens)
     except ValueError:  # a ragged list
@@ -81,7 +81,7 @@ class EpisodeState:
         self.starts: list[int] = []
         """Index of the first token of each context."""
         self.cuts: list[tuple[int, str]] = []
-        """(turn, limit) of each limit that was reached; see `Trajectory.cuts`."""
+        """(turn index, name of the limit) of each token limit that was reached, such as "turn_tokens"; see `Trajectory.cuts`."""
         self.length = 0
         """Tokens of all contexts."""
         self._ids: list[np.ndarray] = []

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 DECODING, PAUSED, BLOCKED, OFF = 0, 1, 2, 3
 """Status of a slot. DECODING: the policy writes. PAUSED: the scheduler has work to do for it. BLOCKED: the scheduler waits for
-something else, a search or the next request. OFF: no request is left."""
+something else, a search or the next request. OFF: no request is left. `status <= PAUSED` selects the first two."""
 
 STOP_EOS, STOP_TURN, STOP_CONTEXT, STOP_NOT_FINITE = -1, -2, -3, -4
 """Why a slot paused, if not at a stop string: end-of-sequence token, token limit of the turn, end of the context, logits that
@@ -111,8 +111,8 @@ class ExchangeSizes:
 
     @property
     def reply_length(self) -> int:
-        """Length of the scheduler's message: chunks, queries, one status per slot, the number of queries, and the number of
-        decode steps after which paused slots interrupt decoding."""
+        """Length of the scheduler's message: chunks, queries, one status per slot, the number of queries, and `max_wait_steps`
+        of the next call of `decode`."""
         return (
             self.chunks * (HEADER + self.chunk_tokens)
             + self.wake_threshold * self.query_tokens
@@ -139,14 +139,20 @@ class DeviceReport:
 
     @classmethod
     def from_message(
-        cls, message: Int[np.ndarray, "message"], slots: int, embedded: int
-    ) -> "tuple[DeviceReport, Float[np.ndarray, 'embedded']]":
+        cls, message: Int[np.ndarray, "message"], slots: int, embedding_size: int
+    ) -> "tuple[DeviceReport, Float[np.ndarray, 'embedding_size']]":
         """Split a device's message into the report and the query embeddings.
 
-        The message holds the fields of all slots, one field after the other, then `embedded` numbers; floats by their bits. It
-        is one array because each array that a callback receives costs the host more than its contents.
+        The message holds the fields of all slots, one field after the other, then the embeddings. Floats are stored as the
+        int32 with the same bits. It is one array because each array that a callback receives costs the host more than its
+        contents.
+
+        Args:
+          message: the message of one data shard.
+          slots: number of slots.
+          embedding_size: number of floats of all embeddings.
         """
-        turn = ((len(message) - embedded) // slots - 3) // 3
+        turn = ((len(message) - embedding_size) // slots - 3) // 3
         sizes = np.array([1, 1, turn, turn, turn, 1]) * slots
         status, stop, ids, logps, sampled, length, embeddings = np.split(message, np.cumsum(sizes))
         report = cls(

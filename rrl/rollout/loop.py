@@ -45,8 +45,8 @@ DECODE_SCOPE, PREFILL_SCOPE = "decode_rows", "prefill_rows"
 """Names of the loop's two halves in a compiled program."""
 
 HostCallback = Callable[[Int[np.ndarray, "message"]], Int[np.ndarray, "message"]]
-"""Passes a device's message to its scheduler and returns the reply. The message is worker * shards + data shard, the number of
-slots of all shards that decode or are paused, and the message of `DeviceReport.from_message`."""
+"""Passes a device's message to its scheduler and returns the reply. The message holds the scheduler's index (worker * shards +
+data shard), the number of slots of all shards that decode or are paused, and the message of `DeviceReport.from_message`."""
 
 
 class WeakCallback:
@@ -80,7 +80,7 @@ class QueryEncoder:
 class _HostReplies(NamedTuple):
     """The replies of the schedulers of all data shards (see `ExchangeSizes.reply_length`)."""
 
-    chunks: Int[Array, "shards chunks message"]
+    chunks: Int[Array, "shards chunks chunk_length"]
     queries: Int[Array, "queries tokens"]
     statuses: Int[Array, "slots"]
     query_count: Int[Array, ""]
@@ -151,8 +151,8 @@ class RolloutPrograms:
         self.chunk_counts: tuple[int, ...] = (self.sizes.chunks_per_prefill,)
         """Allowed numbers of chunks that are prefilled together, largest first."""
         self.readers: tuple[int, ...] = ()
-        """Allowed numbers of rows that attend to a block of the cache together in a decode step, largest first. (): all rows
-        read as far as the longest needs."""
+        """Allowed batch sizes of the cache reads of a decode step, largest first (see `Decoder.extend`). (): all rows read
+        as many cache blocks as the longest one."""
         self.prefill_readers = (1,) if self.one_cpu else ()
         """`readers` of prefill chunks."""
         self.step_tokens = self.decode_rows * (config.draft_tokens + 1) if config.draft_tokens else 0
@@ -179,8 +179,8 @@ class RolloutPrograms:
           first_accept: first accepting state of the stop automaton.
 
         Returns:
-          (params, encoder state, key, stop table, worker) -> (number of decode steps, sum over the steps of the rows that
-          wrote). The schedulers hold the episodes.
+          (params, encoder state, key, stop table, worker) -> (number of decode steps, sum of the numbers of
+          rows that wrote in each step). The schedulers hold the episodes.
         """
 
         @self.jit
@@ -197,7 +197,7 @@ class RolloutPrograms:
             def body(carry: tuple) -> tuple:
                 state, cache, drafts, embeddings, max_wait_steps, counts = carry
                 with jax.named_scope(DECODE_SCOPE):
-                    state, cache, drafts, more = self._decode(
+                    state, cache, drafts, new_counts = self._decode(
                         model, state, cache, drafts, sampler, max_wait_steps
                     )
                 replies = self._unpack_replies(self._call_hosts(state, embeddings, worker))
@@ -205,7 +205,7 @@ class RolloutPrograms:
                     prefilling = self._unhoisted(model, params, replies.chunks)
                     state, cache, drafts = self._prefill(prefilling, state, cache, drafts, replies)
                 embeddings = self._embed(encoder_state, replies.queries, replies.query_count, embeddings)
-                return state, cache, drafts, embeddings, replies.max_wait_steps, counts + more
+                return state, cache, drafts, embeddings, replies.max_wait_steps, counts + new_counts
 
             start = (
                 *self._initial(model, turn_tokens),
@@ -250,16 +250,16 @@ class RolloutPrograms:
             state, cache, drafts, embeddings = start(params)
             max_wait_steps, counts = jnp.int32(self.sizes.max_wait_steps), jnp.zeros(2, jnp.int32)
             while np.any(np.asarray(state.status) != OFF) and max_wait_steps != ABORT:
-                state, cache, drafts, more = decode_step(
+                state, cache, drafts, new_counts = decode_step(
                     params, state, cache, drafts, key, table, max_wait_steps
                 )
-                counts += more
+                counts += new_counts
                 active, messages = jnp.sum(state.status <= PAUSED), []
                 for shard in range(self.shards):
-                    own = jax.tree.map(
+                    shard_part = jax.tree.map(
                         lambda part, shard=shard: jnp.split(part, self.shards)[shard], (state, embeddings)
                     )
-                    message = _pack_report(jnp.int32(worker * self.shards + shard), active, *own)
+                    message = _pack_report(jnp.int32(worker * self.shards + shard), active, *shard_part)
                     messages.append(self.host_callback(np.asarray(message)))
                 replies = self._unpack_replies(jnp.asarray(np.stack(messages)))
                 state, cache, drafts = prefill_step(params, state, cache, drafts, replies)
@@ -390,26 +390,27 @@ class RolloutPrograms:
         )
 
     def _embed(
-        self, encoder_state: PyTree, queries: jax.Array, count: jax.Array, before: jax.Array
+        self, encoder_state: PyTree, queries: jax.Array, count: jax.Array, previous: jax.Array
     ) -> Float[Array, "queries E"]:
-        """Return the embeddings of the first `count` queries (on other devices than one CPU, of all if there are any). The
-        other entries are those of `before`."""
+        """Return `previous` with the embeddings of the first `count` queries in its first entries.
+
+        One CPU embeds only these queries, QUERIES_PER_ENCODE at a time. Other devices embed all queries if `count` > 0."""
         if (query_encoder := self.encoder) is None:
-            return before
+            return previous
         encoder = nnx.merge(query_encoder.graph, encoder_state)
 
         def embed(queries: jax.Array) -> jax.Array:
             return encoder.embed(queries, queries != query_encoder.pad_token_id)
 
         if not self.one_cpu:
-            return jax.lax.cond(count > 0, lambda: embed(queries), lambda: before)
-        some = math.gcd(len(queries), QUERIES_PER_ENCODE)
+            return jax.lax.cond(count > 0, lambda: embed(queries), lambda: previous)
+        batch_size = math.gcd(len(queries), QUERIES_PER_ENCODE)
 
-        def embed_some(turn: jax.Array, embeddings: jax.Array) -> jax.Array:
-            new = embed(jax.lax.dynamic_slice_in_dim(queries, turn * some, some))
-            return jax.lax.dynamic_update_slice_in_dim(embeddings, new, turn * some, axis=0)
+        def embed_batch(index: jax.Array, embeddings: jax.Array) -> jax.Array:
+            new = embed(jax.lax.dynamic_slice_in_dim(queries, index * batch_size, batch_size))
+            return jax.lax.dynamic_update_slice_in_dim(embeddings, new, index * batch_size, axis=0)
 
-        return jax.lax.fori_loop(0, (count + some - 1) // some, embed_some, before)
+        return jax.lax.fori_loop(0, (count + batch_size - 1) // batch_size, embed_batch, previous)
 
     def _unpack_replies(self, messages: Int[Array, "shards message"]) -> "_HostReplies":
         """Split the schedulers' messages. Slots get their global numbers."""

@@ -58,15 +58,15 @@ class PrefillRequest:
 
     def take_chunks(
         self, max_chunks: int, chunk_tokens: int, *, source: int, copied: int, own: int
-    ) -> Int[np.ndarray, "chunks message"]:
+    ) -> Int[np.ndarray, "chunks chunk_length"]:
         """Return the next chunks and remove their tokens from the request.
 
         Args:
           max_chunks: maximum number of chunks. At least one is returned, even if no tokens are left.
           chunk_tokens: maximum tokens of a chunk.
-          source: as in `PrefillChunk`, as are the next two.
-          copied: for the first chunk.
-          own: for all chunks.
+          source: `PrefillChunk.source` of all chunks.
+          copied: `PrefillChunk.copied` of the first chunk. The others copy nothing.
+          own: `PrefillChunk.own` of all chunks.
         """
         self.begun = True
         count = min(max_chunks, max(1, -(-len(self.tokens) // chunk_tokens)))

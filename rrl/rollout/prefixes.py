@@ -26,7 +26,7 @@ class PrefixIndex:
         """How many of a slot's tokens are in its cache."""
         self._scheduled: dict[int, int] = {}
         """How many of a slot's tokens will be in its cache after the current exchange."""
-        self._copied_last: set[int] = set()
+        self._copied_after_prefill: set[int] = set()
         """Slots that get their prefix at the end of the current exchange."""
         self._no_match = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
@@ -45,42 +45,42 @@ class PrefixIndex:
         tokens = np.concatenate([self.tokens(slot), ~tokens])
         self.assign(slot, tokens, len(tokens))
         self._scheduled.pop(slot, None)
-        self._copied_last.discard(slot)
+        self._copied_after_prefill.discard(slot)
 
     def clear(self, slot: int) -> None:
         """Forget the tokens of `slot`, so that no other slot copies from it."""
         self.assign(slot, np.zeros(0, np.int32))
         self._scheduled.pop(slot, None)
-        self._copied_last.discard(slot)
+        self._copied_after_prefill.discard(slot)
 
     def tokens(self, slot: int) -> Int[np.ndarray, "T"]:
         """Return the tokens that `slot` holds or will hold; ~token if decoded."""
         return self._tokens[slot, : self._lengths[slot]].copy()
 
-    def schedule(self, slot: int, count: int, *, copied_last: bool = False) -> None:
+    def schedule(self, slot: int, count: int, *, copied_after_prefill: bool = False) -> None:
         """Record that the first `count` tokens of `slot` will be in its cache after the current exchange.
 
         Args:
           slot: the slot.
           count: number of tokens.
-          copied_last: whether the slot copies its prefix after all chunks of the exchange are prefilled.
+          copied_after_prefill: whether the slot copies its prefix after all chunks of the exchange are prefilled.
         """
         self._scheduled[slot] = min(count, int(self._lengths[slot]))
-        if copied_last:
-            self._copied_last.add(slot)
+        if copied_after_prefill:
+            self._copied_after_prefill.add(slot)
 
-    def prefilled_now(self, slot: int, count: int) -> bool:
+    def prefill_completes(self, slot: int, count: int) -> bool:
         """Return whether prefilling alone completes the first `count` tokens of `slot` in the current exchange.
 
         If so, another slot can copy them at the end of the same exchange."""
-        return slot not in self._copied_last and self._scheduled.get(slot, 0) >= count
+        return slot not in self._copied_after_prefill and self._scheduled.get(slot, 0) >= count
 
     def end_exchange(self) -> None:
         """Mark all scheduled tokens as present."""
         for slot, count in self._scheduled.items():
             self._ready[slot] = count
         self._scheduled.clear()
-        self._copied_last.clear()
+        self._copied_after_prefill.clear()
 
     def find_source(self, slot: int, tokens: Int[np.ndarray, "T"], own: int = 0) -> tuple[int, int, bool]:
         """Find the best slot to copy a prefix of `tokens` from.
@@ -91,12 +91,13 @@ class PrefixIndex:
           own: number of leading tokens that `slot` already holds for this text.
 
         Returns:
-          (source slot, number of shared tokens, whether they are already in its cache). (slot, own, True) if no slot saves
-          a chunk, or if only one chunk beyond `own` could be saved and it is not in a cache yet.
+          (source slot, number of shared tokens, whether they are already in the source's cache).
+          (slot, own, True) means that `slot` copies nothing: no other slot saves a chunk; or `slot` holds a prefix already,
+          no cache holds the longer one yet, and waiting for it would save a single chunk.
         """
         chunks = self._chunks(len(tokens) - own)
-        least = len(tokens) - self._chunk_tokens * (chunks - 1)  # sharing fewer tokens saves no chunk
-        slots, shared = self._with_common_prefix(tokens, least) if chunks else self._no_match
+        min_shared = len(tokens) - self._chunk_tokens * (chunks - 1)  # sharing fewer tokens saves no chunk
+        slots, shared = self._with_common_prefix(tokens, min_shared) if chunks else self._no_match
         if not len(slots):
             return slot, own, True
         longest = int(shared.max())
@@ -107,23 +108,23 @@ class PrefixIndex:
         candidates = (
             ready
             if len(ready)
-            else sorted(best, key=lambda other: not self.prefilled_now(int(other), longest))
+            else sorted(best, key=lambda other: not self.prefill_completes(int(other), longest))
         )
         return slot if slot in candidates else int(candidates[0]), longest, bool(len(ready))
 
     def _with_common_prefix(
-        self, tokens: Int[np.ndarray, "T"], least: int
+        self, tokens: Int[np.ndarray, "T"], min_shared: int
     ) -> tuple[Int[np.ndarray, "r"], Int[np.ndarray, "r"]]:
-        """Return the slots that share at least `least` leading tokens, and how many each shares."""
+        """Return the slots that share at least `min_shared` leading tokens, and how many each shares."""
         size = min(len(tokens), self._tokens.shape[1])
-        if least > size:
+        if min_shared > size:
             return self._no_match
         # One token rules out nearly all slots.
-        slots = np.flatnonzero(self._tokens[:, least - 1] == tokens[least - 1])
+        slots = np.flatnonzero(self._tokens[:, min_shared - 1] == tokens[min_shared - 1])
         differs = np.ones((len(slots), size + 1), bool)
         np.not_equal(self._tokens[slots, :size], tokens[:size], out=differs[:, :size])
         shared = differs.argmax(axis=1)
-        return slots[shared >= least], shared[shared >= least]
+        return slots[shared >= min_shared], shared[shared >= min_shared]
 
     def _chunks(self, tokens: int) -> int:
         return -(-tokens // self._chunk_tokens)

@@ -28,7 +28,7 @@ def check_stops(stops: object, whose: str) -> None:
 
     Args:
       stops: the value to check.
-      whose: name of the field, for the error message.
+      whose: what the error message calls the field, such as "generate.stops".
 
     Raises:
       UserError: `stops` is not a tuple of strings, or contains EOS, TURN_TOKENS or CONTEXT.
@@ -76,7 +76,7 @@ class Append:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restart:
-    """Action: clear the context and continue the episode with a new prompt (R3-RAG's steps).
+    """Action: clear the context and continue the episode with a new prompt, as R3-RAG does after each step.
 
     A prompt that does not fit the context goes to `Environment.overflow`."""
 
@@ -137,7 +137,7 @@ def message_ids(
       message: its body is cut to `body_tokens` tokens; prefix and suffix are never cut.
       encode: encodes prefix and suffix.
       body_tokens: maximum tokens of the body.
-      encode_body: encodes the body, which may hold foreign text (`plain_ids`). None: `encode`.
+      encode_body: encodes the body, in which names of special tokens are ordinary text (`plain_ids`). None: `encode`.
 
     Returns:
       (token ids, whether the body was cut).
@@ -151,7 +151,7 @@ def message_ids(
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Reasoning and search in one growing context (R-Search, TIRESRAG-R1, Search-R1, ReSearch ...).
+    """Reasoning and search as one stream of text in one context, without restarts (R-Search, TIRESRAG-R1, Search-R1, ReSearch).
 
     The policy pauses at `</search>`, and the environment appends an observation. After `max_searches` turns there is one last
     turn without search. After a turn that neither searches nor answers, the environment appends `correction`, which costs a
@@ -182,17 +182,17 @@ class Stream:
         one_of(("end", "cut"), self, "when_full", where="environment.")
         integer_at_least(0, self, "max_searches", where="environment.")
         integer_at_least(1, self, "turn_tokens", "observation_tokens", where="environment.")
-        written: list[str] = []
+        used: list[str] = []
         for field in ("search", "observation", "answer"):
             tag = getattr(self, field)
             if isinstance(tag, list):  # JSON has no tuples
                 object.__setattr__(self, field, tag := tuple(tag))
-            if not _is_tag(tag) or set(markers(tag)) & set(written):
+            if not _is_tag(tag) or set(markers(tag)) & set(used):
                 raise UserError(
                     f"environment.{field}={tag!r} must be a tag's name (letters, digits and underscores) or the pair of its "
                     "markers, such as ('<|begin_of_query|>', '<|end_of_query|>'); search, observation and answer must differ"
                 )
-            written += markers(tag)
+            used += markers(tag)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -219,14 +219,14 @@ class Stream:
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
         body = self.failure if passages is None else render(passages)
         opening, closing = markers(self.observation)
-        leaves = self.turn_tokens if self.when_full == "cut" else 1
-        return Append(f"\n{opening}\n", body, f"\n{closing}\n", reserve_tokens=leaves)
+        reserve_tokens = self.turn_tokens if self.when_full == "cut" else 1
+        return Append(f"\n{opening}\n", body, f"\n{closing}\n", reserve_tokens=reserve_tokens)
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
-        most = room - self.turn_tokens
-        if isinstance(message, Restart) or self.when_full == "end" or most <= 0:
+        max_tokens = room - self.turn_tokens
+        if isinstance(message, Restart) or self.when_full == "end" or max_tokens <= 0:
             return Finish("context_limit")
-        return dataclasses.replace(message, max_tokens=most)
+        return dataclasses.replace(message, max_tokens=max_tokens)
 
 
 def _is_tag(tag: object) -> bool:

@@ -10,9 +10,9 @@ SUM_BLOCK = 128
 """Size of the blocks of the vocabulary whose probabilities are summed first."""
 
 
-def row_keys(base: Key[Array, ""], request: Int[Array, "B"], position: Int[Array, "B"]) -> Key[Array, "B"]:
-    """Return one key per row: fold_in(fold_in(base, request), position)."""
-    return jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(base, r), p))(request, position)
+def row_keys(base: Key[Array, ""], seed: Int[Array, "B"], position: Int[Array, "B"]) -> Key[Array, "B"]:
+    """Return one key per row: fold_in(fold_in(base, seed), position)."""
+    return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.fold_in(base, s), p))(seed, position)
 
 
 def uniform(keys: Key[Array, "B"]) -> Float[Array, "B"]:
@@ -70,7 +70,10 @@ def _top_p_threshold(probabilities: Float[Array, "B V"], top_p: float) -> Float[
 def _mass_and_count(
     probabilities: Float[Array, "B V"], selected: Bool[Array, "B V"]
 ) -> tuple[Float[Array, "B 1"], Int[Array, "B 1"]]:
-    """Return the mass and the number of the selected tokens, in one reduction: on a CPU, two take eight times as long."""
+    """Return the mass and the number of the selected tokens, in one reduction.
+
+    On a CPU, two separate reductions take eight times as long.
+    """
     parts = jnp.where(selected, probabilities, 0.0), selected.astype(jnp.int32)
     start = jnp.zeros((), probabilities.dtype), jnp.int32(0)
     mass, count = jax.lax.reduce(
@@ -80,7 +83,7 @@ def _mass_and_count(
 
 
 def _argmax(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
-    """Return jnp.argmax, which takes ten times as long on a CPU."""
+    """Return the index of the largest logit, the first of equal ones. On a CPU, jnp.argmax takes ten times as long."""
     best = jnp.max(logits, axis=-1, keepdims=True)
     tokens = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     # No logit of a row with NaN equals its maximum: the result is the last token.
@@ -100,7 +103,8 @@ def _inverse_cdf(probabilities: Float[Array, "B V"], uniform: Float[Array, "B"])
     target = uniform[:, None] * jnp.cumsum(sums, axis=-1)[:, -1:]
 
     def last_reached(weights: Array, start: Array) -> tuple[Array, Array]:
-        """Return the last index with a positive weight whose cumulative start is at most the target, and that start."""
+        """Return the last index with a positive weight at which the cumulative sum of the weights before it is at most the
+        target, and that sum. The cumulative sum begins at `start`."""
         begins = jnp.concatenate([start, start + jnp.cumsum(weights, axis=-1)[:, :-1]], axis=-1)
         indices = jnp.arange(weights.shape[1], dtype=jnp.int32)
         index = jnp.max(jnp.where((weights > 0) & (begins <= target), indices, 0), axis=-1, keepdims=True)

@@ -127,11 +127,11 @@ class Scheduler:
         self.queries: dict[int, tuple[str, ...]] = {}
         """Queries of each slot that waits for passages."""
         self.outcomes: dict[int, dict[str, SearchOutcome]] = {}
-        """Those of its searches that have ended."""
+        """Outcomes of the ended searches of each slot in `queries`, by query."""
         self.requesters: dict[str, list[Requester]] = {}
         """All requesters of each query that is embedded or searched."""
-        self.to_embed = collections.deque[str]()
-        """Queries that still need an embedding, or, if the retriever needs none, a search."""
+        self.waiting_queries = collections.deque[str]()
+        """Queries that wait for an embedding. If the retriever needs none, they wait for the start of their search."""
         self.embedding: list[str] = []
         """Queries that the device embeds now."""
         self.stage = NOT_CALLED_YET
@@ -219,9 +219,8 @@ class Scheduler:
             if stop == STOP_NOT_FINITE:
                 self._end_not_finite(slot, state)
                 continue
-            if (
-                self.prefixes is not None
-            ):  # decoding wrote the previous pending token; the last token is pending now
+            if self.prefixes is not None:
+                # The turn wrote the keys and values of the pending token before it (`last`), but not those of its last token.
                 self.prefixes.append_decoded(slot, np.concatenate([last, ids[:-1]]))
             name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
             self._apply(slot, state, self.environment.react(state.episode, text, name))
@@ -354,23 +353,23 @@ class Scheduler:
             self.requesters[query].append(requester)
         else:
             self.requesters[query] = [requester]
-            self.to_embed.append(query)
+            self.waiting_queries.append(query)
 
     def _search(self, report: DeviceReport, embeddings: Float[np.ndarray, "Q E"], others: int) -> None:
         """Start the searches of embedded queries, and deliver the outcomes of ended searches."""
         if self._needs_embeddings:
             ready, self.embedding = self.embedding, []
             vectors = embeddings[: len(ready)]
-            self.to_embed = collections.deque(
-                query for query in self.to_embed if not self.searches.take_cached(query)
+            self.waiting_queries = collections.deque(
+                query for query in self.waiting_queries if not self.searches.take_cached(query)
             )
         else:
-            ready, vectors = list(self.to_embed), None
-            self.to_embed.clear()
+            ready, vectors = list(self.waiting_queries), None
+            self.waiting_queries.clear()
         if ready:
             self.stage = f"searching for {len(ready)} queries"
             self.searches.submit(ready, vectors)
-        idle = not (self.prefills or self.to_embed or (report.status == DECODING).any() or others)
+        idle = not (self.prefills or self.waiting_queries or (report.status == DECODING).any() or others)
         if idle and len(self.searches):
             self.stage = "waiting for searches"
         for query, outcome in self.searches.poll(wait=self.idle_wait if idle else 0.0):
@@ -419,10 +418,10 @@ class Scheduler:
         filled = np.concatenate(parts)
         # Chunks with tokens first, as `rrl.rollout.device.prefill` expects.
         chunks[: len(filled)] = filled[np.argsort(filled[:, LENGTH] == 0, kind="stable")]
-        if self.to_embed and self._needs_embeddings:
+        if self.waiting_queries and self._needs_embeddings:
             assert self.searches.retriever is not None
-            count = min(self.sizes.wake_threshold, len(self.to_embed))
-            self.embedding = [self.to_embed.popleft() for _ in range(count)]
+            count = min(self.sizes.wake_threshold, len(self.waiting_queries))
+            self.embedding = [self.waiting_queries.popleft() for _ in range(count)]
             ids = self.searches.retriever.tokenize(self.embedding)
             queries[:count] = ids[:, : self.sizes.query_tokens]
         return self._join(chunks, queries, self._statuses())
@@ -445,13 +444,14 @@ class Scheduler:
     def _join(
         self, chunks: np.ndarray, queries: np.ndarray, statuses: np.ndarray
     ) -> Int[np.ndarray, "message"]:
-        """Return the parts as one message. While queries are being embedded, the device calls again earlier: the embeddings are
-        ready at its next call."""
+        """Return the parts as one message.
+
+        While queries are being embedded, the wait steps are fewer: the device sends the embeddings in its next call."""
         wait_steps = self.sizes.max_wait_steps // (EMBEDDING_WAIT_DIVISOR if self.embedding else 1)
         numbers = np.array([len(self.embedding), wait_steps], np.int32)
         return np.concatenate([chunks.ravel(), queries.ravel(), statuses, numbers])
 
-    def _next_chunks(self, slot: int, room: int, copies: int) -> Int[np.ndarray, "chunks message"]:
+    def _next_chunks(self, slot: int, room: int, copies: int) -> Int[np.ndarray, "chunks chunk_length"]:
         """Return the next chunks of a slot's prefill request.
 
         Args:
@@ -466,14 +466,16 @@ class Scheduler:
         nothing = np.zeros((0, HEADER + size), np.int32)
         if not room:
             return nothing
-        source, copied, own, copy_last = slot, 0, prefill.position, False
+        source, copied, own, copy_after_prefill = slot, 0, prefill.position, False
         if self.prefixes is not None and not prefill.begun:
             held = self.prefixes.tokens(slot) if own else prefill.tokens[:0]
             assert len(held) == own, f"slot {slot} holds {len(held)} tokens, but its text continues at {own}"
             tokens = np.concatenate([held, prefill.tokens])
             source, copied, ready = self.prefixes.find_source(slot, tokens, own)
-            copy_last = not ready and copied == len(tokens) and self.prefixes.prefilled_now(source, copied)
-            if not (ready or copy_last) or (source != slot and copies == self.sizes.copies):
+            copy_after_prefill = (
+                not ready and copied == len(tokens) and self.prefixes.prefill_completes(source, copied)
+            )
+            if not (ready or copy_after_prefill) or (source != slot and copies == self.sizes.copies):
                 return nothing
             self.prefixes.assign(slot, tokens, own)
             prefill.tokens, prefill.position = tokens[copied:], copied
@@ -481,11 +483,11 @@ class Scheduler:
             copied = 0
         start = prefill.position
         chunks = prefill.take_chunks(
-            room, size, source=source, copied=-copied if copy_last else copied, own=own
+            room, size, source=source, copied=-copied if copy_after_prefill else copied, own=own
         )
         self.prefilled_tokens += prefill.position - start
         if self.prefixes is not None:
-            self.prefixes.schedule(slot, prefill.position, copied_last=copy_last)
+            self.prefixes.schedule(slot, prefill.position, copied_after_prefill=copy_after_prefill)
         if not len(prefill.tokens):
             del self.prefills[slot]
         return chunks

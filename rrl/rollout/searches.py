@@ -16,7 +16,7 @@ from rrl.retrieval.retriever import Hit, Retriever
 from rrl.text.characters import replace_lone_surrogates
 
 FAST_SEARCH_SECONDS = 0.01
-"""If searches take at most this long on average, `submit` waits this long for the result: sooner than polling for it."""
+"""If searches take at most this long on average, `submit` waits up to this time for the result. The next poll would be later."""
 
 IDLE_WAIT_SECONDS = 0.05
 """Seconds that a scheduler with nothing else to do waits for searches before it returns to the device."""
@@ -54,7 +54,8 @@ class _InFlightQuery:
     vector: Float[np.ndarray, "1 E"] | None
     started: float
     batches: list[_SearchBatch]
-    """The batch with which it was searched first, then the smaller ones, down to a batch of its own."""
+    """The batches that contain the query, in the order of their start: the first attempt, then smaller ones. The smallest
+    holds this query alone."""
 
 
 class InFlightSearches:
@@ -73,7 +74,7 @@ class SearchRunner:
         self,
         retriever: Retriever | None,
         top_k: int,
-        seconds: float,
+        time_limit: float,
         in_flight: InFlightSearches | None = None,
     ) -> None:
         """Set up without starting a search.
@@ -81,10 +82,10 @@ class SearchRunner:
         Args:
           retriever: None: every search finds nothing.
           top_k: passages per search.
-          seconds: time limit of a search; a slower one fails.
+          time_limit: time limit of a search in seconds; a slower one fails.
           in_flight: shared by all schedulers of a run. None: not shared.
         """
-        self.retriever, self.top_k, self.limit = retriever, top_k, seconds
+        self.retriever, self.top_k, self.time_limit = retriever, top_k, time_limit
         self.in_flight = in_flight or InFlightSearches()
         self.seconds = 0.0
         """Sum of the durations of all batches; concurrent ones add up."""
@@ -118,7 +119,7 @@ class SearchRunner:
         with self.in_flight.lock:
             for index, text in enumerate(queries):
                 query = self.in_flight.by_query.get(text)
-                if query is None or now - query.started >= LATE_FRACTION * self.limit:
+                if query is None or now - query.started >= LATE_FRACTION * self.time_limit:
                     vector = None if vectors is None else vectors[index : index + 1].copy()
                     query = self.in_flight.by_query[text] = _InFlightQuery(text, vector, now, [])
                     new.append(query)
@@ -130,7 +131,7 @@ class SearchRunner:
 
     def _start(self, queries: Sequence[_InFlightQuery]) -> None:
         texts, started = [query.query for query in queries], time.perf_counter()
-        batch = _SearchBatch(texts, started, queries[0].started + self.limit)
+        batch = _SearchBatch(texts, started, queries[0].started + self.time_limit)
         vectors = [query.vector for query in queries if query.vector is not None]
         joined = np.concatenate(vectors) if vectors else None
         for query in queries:
@@ -168,7 +169,8 @@ class SearchRunner:
             for query in queries:
                 if (result := self._result(query, now)) is None:
                     self._queries.append(query)
-                    retries += [query] * self._needs_retry(query, now)
+                    if self._needs_retry(query, now):
+                        retries.append(query)
                     continue
                 if self.in_flight.by_query.get(query.query) is query:
                     del self.in_flight.by_query[query.query]
@@ -198,8 +200,8 @@ class SearchRunner:
                     return result[batch.queries.index(query.query)]
                 error = result
         last = query.batches[-1]
-        if now - query.started >= self.limit:
-            return error or TimeoutError(f"no answer in {self.limit:g} s")
+        if now - query.started >= self.time_limit:
+            return error or TimeoutError(f"no answer in {self.time_limit:g} s")
         return error if last.future.done() and len(last.queries) == 1 else None
 
     def _needs_retry(self, query: _InFlightQuery, now: float) -> bool:
@@ -208,12 +210,12 @@ class SearchRunner:
         late = (
             first_try
             and len(last.queries) <= MAX_RETRY_BATCHES
-            and now - query.started >= LATE_FRACTION * self.limit
+            and now - query.started >= LATE_FRACTION * self.time_limit
         )
         return len(last.queries) > 1 and (last.future.done() or late)
 
     def _search(self, batch: _SearchBatch, vectors: Float[np.ndarray, "Q E"] | None) -> None:
-        """Search a batch; runs in its own thread. An Exception becomes the batch's result: a failed search ends no run."""
+        """Search a batch; runs in its own thread. An Exception becomes the batch's result, so that the run goes on."""
         try:
             passages = self._passages(batch.queries, vectors)
             batch.seconds = time.perf_counter() - batch.started
@@ -247,7 +249,7 @@ class SearchRunner:
 
 
 def _readable(hit: Hit) -> Passage:
-    """Return the passage with half characters replaced, so that it can be read by the policy and written to files."""
+    """Return the passage with lone surrogates replaced, so that it can be read by the policy and written to files."""
     passage = hit.passage
     if not isinstance(passage.title, str) or not isinstance(passage.text, str):
         raise ValueError(f"title and text must be strings: {passage!r}")

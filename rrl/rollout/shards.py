@@ -56,13 +56,13 @@ def gather_results(schedulers: Sequence[Scheduler], value: T) -> list[T]:
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     """Return the arrays on all devices of the mesh, including those of other processes."""
-    place = NamedSharding(mesh, PartitionSpec())
+    sharding = NamedSharding(mesh, PartitionSpec())
 
     def put(leaf: Any) -> jax.Array:
         if jax.process_count() == 1:
-            return jax.device_put(leaf, place)
+            return jax.device_put(leaf, sharding)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(put(jax.random.key_data(leaf)))
-        return jax.device_put(np.asarray(leaf), place)
+        return jax.device_put(np.asarray(leaf), sharding)
 
     return jax.tree.map(put, tree)

@@ -14,7 +14,7 @@ class RolloutStats:
     policy_tokens: int = 0
     """Tokens that the policy wrote."""
     row_steps: int = 0
-    """Decode steps times `EngineConfig.rows`: the number of tokens if no row were ever idle, without draft tokens."""
+    """Rows of all decode steps, idle ones included: the number of tokens if no row were ever idle, without draft tokens."""
     written_steps: int = 0
     """Row steps in which the row wrote a token."""
     prefilled_tokens: int = 0

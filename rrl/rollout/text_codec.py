@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the rollout engine needs it: cached, and exact in bytes."""
+"""Text to token ids and back for the rollout engine: encoding is cached, and decoding joins the exact bytes of the tokens."""
 
 import functools
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class TextCodec:
         self.bytes = token_bytes(tokenizer)
         """The bytes of each token id; empty for special tokens."""
         self.special_tokens = [
-            token for token, number in tokenizer.get_vocab().items() if not self.bytes[number]
+            token for token, token_id in tokenizer.get_vocab().items() if not self.bytes[token_id]
         ]
         self.bytes += [b""] * (vocab_size - len(self.bytes))
         self._cached = functools.lru_cache(CACHED_TEXTS)(self._encode)
@@ -33,7 +33,7 @@ class TextCodec:
         return self._cached(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode(text)
 
     def encode_plain(self, text: str) -> np.ndarray:
-        """Return the token ids of foreign text: names of special tokens in it are encoded as ordinary text."""
+        """Return the token ids of text from outside, such as a passage: names of special tokens are encoded as ordinary text."""
         return plain_ids(self.tokenizer, text) if special_name(self.tokenizer, text) else self.encode(text)
 
     def _encode(self, text: str) -> np.ndarray:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from types import TracebackType
 
 CHECKS_PER_REPORT = 10
-"""Number of checks in the seconds after which the watchdog reports."""
+"""Number of checks within the report time: the seconds without progress after which the watchdog reports."""
 
 MIN_COMPUTING_CORES = 0.05
 """A device that computes in this process uses at least this share of a core, even beside many other processes."""
 
 MAX_COMPUTING_REPORTS = 10
-"""After this multiple of the seconds without progress, a device that seems to compute counts as stalled: other threads of the
-process may use the CPU."""
+"""After this multiple of the report time without progress, a device that seems to compute counts as stalled: other threads of
+the process may use the CPU."""
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,12 @@ class Watchdog:
         """
         self._seconds, self._progress, self._describe = seconds, progress, describe
         self._preparing, self._computing = preparing, computing
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rrl-watchdog", daemon=True)
-        self._seen, self._doing, self._used = 0, "", 0.0
+        self._last_progress, self._last_preparing, self._cpu_time = 0, "", 0.0
+        """`progress()`, `preparing()` and the CPU time at the last change or report."""
         self._since = self._reported = 0.0
+        """Times of the last progress and of the last report."""
 
     def __enter__(self) -> None:
         if self._seconds:
@@ -58,31 +60,31 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._stopped.set()
 
     def _watch(self) -> None:
         self.begin(time.monotonic(), time.process_time())
-        while not self._over.wait(self._seconds / CHECKS_PER_REPORT):
+        while not self._stopped.wait(self._seconds / CHECKS_PER_REPORT):
             self.check(time.monotonic(), time.process_time())
 
-    def begin(self, now: float, used: float) -> None:
-        """Restart the clock. `now` is the time, `used` the CPU time of the process; both in seconds."""
-        self._seen, self._doing = self._progress(), self._preparing()
+    def begin(self, now: float, cpu_time: float) -> None:
+        """Restart the clock. `now` is the time, `cpu_time` the CPU time of the process; both in seconds."""
+        self._last_progress, self._last_preparing = self._progress(), self._preparing()
         self._since = self._reported = now
-        self._used = used
+        self._cpu_time = cpu_time
 
-    def check(self, now: float, used: float) -> None:
+    def check(self, now: float, cpu_time: float) -> None:
         """Report if there was no progress for long enough. Arguments as for `begin`."""
-        if self._progress() != self._seen or self._preparing() != self._doing:
-            self.begin(now, used)
+        if self._progress() != self._last_progress or self._preparing() != self._last_preparing:
+            self.begin(now, cpu_time)
         elif now - self._reported >= self._seconds:
-            self._report(now - self._since, (used - self._used) / (now - self._reported))
-            self._reported, self._used = now, used
+            self._report(now - self._since, (cpu_time - self._cpu_time) / (now - self._reported))
+            self._reported, self._cpu_time = now, cpu_time
 
     def _report(self, waited: float, cores: float) -> None:
         """`cores` is the average number of cores that the process used since the last report."""
-        if self._doing:
-            log.info("the rollout has not begun; for %.0f s: %s", waited, self._doing)
+        if self._last_preparing:
+            log.info("the rollout has not begun; for %.0f s: %s", waited, self._last_preparing)
         elif (
             self._computing()
             and cores >= MIN_COMPUTING_CORES

@@ -80,8 +80,9 @@ class Generated:
     """Tokens and log-probabilities."""
 
 
-CALL_BITS = 12
-"""Low bits of a request's seed: the index of the `Generate` within its workflow. The other bits are the workflow's number."""
+GENERATION_BITS = 12
+"""Number of low bits of a request's seed that hold the index of the `Generate` within its workflow. The other bits hold the
+workflow's number."""
 
 
 class PromptTooLong(UserError):
@@ -121,7 +122,7 @@ def numbered_workflows(
         raise UserError(
             f"numbers: {len(numbers)} for {len(workflows)} workflows; each workflow needs its own number, its seed"
         )
-    largest = 2 ** (31 - CALL_BITS) - 1
+    largest = 2 ** (31 - GENERATION_BITS) - 1
     if wrong := [n for n in numbers if not isinstance(n, Integral) or not 0 <= n <= largest]:
         raise UserError(f"numbers: {wrong[0]!r} must be a whole number, 0 to {largest}")
     seeds = [int(number) for number in numbers]  # small NumPy integers would overflow in a seed
@@ -282,12 +283,12 @@ class WorkflowRunner:
         self._requesters[request_number] = (number, index)
         generation = self._generations[number]
         self._generations[number] += 1
-        if generation >= 2**CALL_BITS:
-            raise UserError(f"workflow {number} requests more than {2**CALL_BITS} texts")
+        if generation >= 2**GENERATION_BITS:
+            raise UserError(f"workflow {number} requests more than {2**GENERATION_BITS} texts")
         request = Request(
             Question(f"{number}.{generation}", "", ()),
             prompt,
-            seed=number << CALL_BITS | generation,
+            seed=number << GENERATION_BITS | generation,
             group=number,
             temperature=generate.temperature,
             turn_tokens=generate.tokens,

@@ -68,7 +68,7 @@ def test_an_automaton_without_stop_strings_never_accepts():
     [
         ([""], "stop strings must be non-empty"),
         (["a", "a"], "stop strings must be non-empty and distinct"),
-        (["a", "b\ud83d"], r"the stop string 'b\\ud83d' has half a character, '\\ud83d'"),
+        (["a", "b\ud83d"], r"the stop string 'b\\ud83d' has a lone surrogate, '\\ud83d'"),
     ],
 )
 def test_empty_repeated_or_unencodable_stop_strings_are_refused(strings, message):

@@ -26,12 +26,12 @@ def test_a_prompt_that_another_slot_prefills_is_copied_once_it_is_complete():
     assert index.find_source(1, PROMPT) == (0, 10, False)
     index.end_exchange()
     assert index.find_source(1, PROMPT) == (0, 10, False)
-    assert not index.prefilled_now(0, 10)
+    assert not index.prefill_completes(0, 10)
     index.schedule(0, 10)
     # The device has not prefilled it yet: it can be copied at the end of this exchange, or in the next one.
-    assert index.find_source(1, PROMPT) == (0, 10, False) and index.prefilled_now(0, 10)
+    assert index.find_source(1, PROMPT) == (0, 10, False) and index.prefill_completes(0, 10)
     index.end_exchange()
-    assert index.find_source(1, PROMPT) == (0, 10, True) and not index.prefilled_now(0, 10)
+    assert index.find_source(1, PROMPT) == (0, 10, True) and not index.prefill_completes(0, 10)
 
 
 def test_a_copy_at_the_end_of_an_exchange_has_a_prefilled_source():
@@ -39,8 +39,8 @@ def test_a_copy_at_the_end_of_an_exchange_has_a_prefilled_source():
     index.assign(2, PROMPT)
     index.schedule(2, 10)
     index.assign(0, PROMPT)
-    index.schedule(0, 10, copied_last=True)
-    assert not index.prefilled_now(0, 10) and index.find_source(1, PROMPT) == (2, 10, False)
+    index.schedule(0, 10, copied_after_prefill=True)
+    assert not index.prefill_completes(0, 10) and index.find_source(1, PROMPT) == (2, 10, False)
     index.end_exchange()
     assert index.find_source(1, PROMPT) == (0, 10, True)
 

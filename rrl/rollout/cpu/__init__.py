@@ -1,1 +1,1 @@
-"""What is special to rollouts on a CPU: workers, and the shapes that change no bits."""
+"""Rollouts on a CPU: the number of workers, and array shapes that give bitwise equal results."""

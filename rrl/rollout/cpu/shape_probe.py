@@ -33,7 +33,7 @@ from rrl.rollout.loop import RolloutPrograms
 log = logging.getLogger(__name__)
 
 Counts = tuple[int, ...]
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 MIN_PROBED_ROWS, ROW_MULTIPLE = 16, 8
 """If a worker has at least MIN_PROBED_ROWS rows, the candidates are a half of them, a quarter, and so on, as long as they are
@@ -58,9 +58,10 @@ class ProbeResult(NamedTuple):
     """Shapes that give every row the same bits as the largest shape; each field largest first."""
 
     widths: Counts
-    """Numbers of rows of a decode step."""
+    """Batch sizes of a decode step: how many rows it may compute."""
     readers: Counts
-    """Numbers of rows that attend to a block of the cache together."""
+    """Batch sizes of the cache reads: how many rows may read a block of the KV cache together
+    (`rrl.models.attention.cache_attention`)."""
     chunk_counts: Counts
     """Numbers of chunks that are prefilled together."""
     step_tokens: int
@@ -73,8 +74,8 @@ def configure_shapes(programs: RolloutPrograms, params: PyTree) -> None:
     Nothing is probed if the weights dominate the time of a step, except for draft tokens. If draft tokens change bits, they
     are disabled with a warning.
     """
-    narrower = programs.decode_rows >= MIN_PROBED_ROWS and not programs.weights_dominate
-    if programs.one_cpu and (narrower or programs.step_tokens):
+    fewer_rows = programs.decode_rows >= MIN_PROBED_ROWS and not programs.weights_dominate
+    if programs.one_cpu and (fewer_rows or programs.step_tokens):
         result = probe_shapes(programs, params)
         programs.widths, programs.readers, programs.chunk_counts, programs.step_tokens = result
     if programs.config.draft_tokens and not programs.step_tokens:
@@ -113,7 +114,7 @@ class _Deadline:
         self.missed = False
         """Whether a candidate was skipped."""
 
-    def left(self) -> bool:
+    def has_time(self) -> bool:
         """Return whether there is time for another candidate."""
         late = time.monotonic() >= self._end
         self.missed = self.missed or late
@@ -166,9 +167,10 @@ def _probe(
     """Run all candidates and compare bits."""
 
     def prefilled(count: int) -> tuple[np.ndarray, ...] | None:
-        return _prefilled(programs, params, count) if deadline.left() else None
+        return _prefilled(programs, params, count) if deadline.has_time() else None
 
     with concurrent.futures.ThreadPoolExecutor(available_cores(), "rrl-probe") as pool:
+        # A single candidate needs no comparison.
         prefills = [pool.submit(prefilled, count) for count in chunks if chunks[1:]]
         step_tokens = programs.step_tokens
         decode_result = _probe_decode(programs, params, rows, step_tokens, pool, deadline)
@@ -199,17 +201,18 @@ def _probe_decode(
         return (rows[0],), ()
 
     def compiled(width: int, readers: Counts) -> Callable[[np.ndarray], tuple[np.ndarray, ...]] | None:
-        return _compile_decode(programs, params, step_tokens, width, readers) if deadline.left() else None
+        return _compile_decode(programs, params, step_tokens, width, readers) if deadline.has_time() else None
 
     largest = pool.submit(_compile_decode, programs, params, step_tokens, rows[0], ())
     compiling = [pool.submit(compiled, *candidate) for candidate in candidates]
     first = largest.result()(None)
+    # The tokens of the first run are the correct drafts of the second one.
     if step_tokens and not all(_same_as_first([first, largest.result()(first[0])])):
         return None
     outputs: list[tuple[np.ndarray, ...] | None] = [first]
     for future in compiling:
         run = future.result()
-        outputs.append(run(first[0]) if run is not None and deadline.left() else None)
+        outputs.append(run(first[0]) if run is not None and deadline.has_time() else None)
     same = [
         candidate
         for candidate, is_same in zip(candidates, _same_as_first(outputs)[1:], strict=True)
@@ -225,18 +228,18 @@ def _compile_decode(
 ) -> Callable[[np.ndarray | None], tuple[np.ndarray, ...]]:
     """Compile the decoding of the first `width` slots, with exactly `width` rows per step.
 
-    Of the slots, half need a second block of their past, a quarter a third, and so on.
+    Half of the slots have a past longer than one cache block, a quarter one longer than two blocks, and so on.
 
     Returns:
       a function from the drafted tokens of each slot (None: no drafts) to ids and both log-probabilities [width, turn].
     """
     count, past = programs.slots, min(4 * BLOCK, programs.config.context)
     turn = min(PROBE_TOKENS, past)
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     number = np.arange(count) + 1
-    blocks = np.log2(number & -number)
-    position = np.clip(BLOCK * blocks + draw.integers(0, BLOCK, count), 0, past - turn).astype(np.int32)
-    recent = draw.integers(0, programs.decoder_config.vocab_size, (count, RECENT)).astype(np.int32)
+    blocks = np.log2(number & -number)  # trailing zero bits: 0 for half of the slots, 1 for a quarter
+    position = np.clip(BLOCK * blocks + rng.integers(0, BLOCK, count), 0, past - turn).astype(np.int32)
+    recent = rng.integers(0, programs.decoder_config.vocab_size, (count, RECENT)).astype(np.int32)
 
     def decoding() -> DecodeState:
         return DecodeState.create(count, turn)._replace(
@@ -297,15 +300,15 @@ def _prefilled(programs: RolloutPrograms, params: PyTree, count: int) -> tuple[n
         programs.sizes.chunk_tokens,
         min(2 * BLOCK, programs.config.context),
     )
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     number = np.arange(chunk_count)
     # At least two chunks belong to one slot, one after the other.
     slot_count = max(1, min(programs.slots, chunk_count - 1))
     slot = number % slot_count
-    start = draw.integers(0, max(1, past - 2 * size), programs.slots)[slot] + size * (number // slot_count)
+    start = rng.integers(0, max(1, past - 2 * size), programs.slots)[slot] + size * (number // slot_count)
     header = PrefillChunk(slot, start, size, *[np.zeros_like(slot)] * (HEADER - 3))
     headers = np.stack(np.broadcast_arrays(*header), axis=-1)
-    tokens = draw.integers(0, programs.decoder_config.vocab_size, (chunk_count, size))
+    tokens = rng.integers(0, programs.decoder_config.vocab_size, (chunk_count, size))
     chunks = np.concatenate([headers, tokens], axis=-1)[None].astype(np.int32)
     state = _in_one_program(programs, lambda: DecodeState.create(programs.slots, 1))
     statuses = np.zeros(programs.slots, np.int32)
@@ -336,12 +339,12 @@ def _random_cache(programs: RolloutPrograms, params: PyTree, positions: int) -> 
     """Return a cache of random numbers, the same for every call."""
     dtype = nnx.merge(programs.graph, params).dtype
     cache = _in_one_program(programs, lambda: programs.cache(positions, dtype))
-    draw = np.random.default_rng(0)
-    k, v = (draw.standard_normal(part.shape, np.float32).astype(dtype) for part in (cache.k, cache.v))
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal(part.shape, np.float32).astype(dtype) for part in (cache.k, cache.v))
     return dataclasses.replace(cache, k=jnp.asarray(k), v=jnp.asarray(v))
 
 
-def _in_one_program(programs: RolloutPrograms, make: Callable[[], Made]) -> Made:
+def _in_one_program(programs: RolloutPrograms, make: Callable[[], T]) -> T:
     """Return the result of `make`, compiled as one program that is freed with `programs`. Without it, JAX would cache one
     program per operation and shape."""
     with jax.set_mesh(programs.mesh):
@@ -379,9 +382,9 @@ def _first_layers(programs: RolloutPrograms, params: PyTree) -> tuple[RolloutPro
 
 def _with_random_adapters(params: PyTree) -> PyTree:
     """Return the parameters with random LoRA B matrices: untrained ones are zero and would hide differences."""
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     flat = {
-        path: leaf.replace(jnp.asarray(draw.normal(0, 0.02, leaf.shape), leaf[...].dtype))
+        path: leaf.replace(jnp.asarray(rng.normal(0, 0.02, leaf.shape), leaf[...].dtype))
         if str(path[-1]).endswith(LORA_B)
         else leaf
         for path, leaf in nnx.to_flat_state(params)
