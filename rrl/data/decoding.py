@@ -7,8 +7,8 @@ import gzip
 from pathlib import Path
 from typing import BinaryIO
 
-COMPRESSED = (".gz", ".bz2")
-"""Endings of compressed files. They matter only for names; `open_plain` detects compression by content."""
+COMPRESSED_ENDINGS = (".gz", ".bz2")
+"""File name endings of compressed files. `open_decompressed` ignores them: it detects compression by content."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,12 +18,12 @@ class BrokenRecord:
     reason: str
 
 
-def plain_name(path: Path) -> str:
+def decompressed_name(path: Path) -> str:
     """Return the name of a file without its compression ending: "a.tsv" for "a.tsv.gz"."""
-    return path.stem if path.suffix in COMPRESSED else path.name
+    return path.stem if path.suffix in COMPRESSED_ENDINGS else path.name
 
 
-def open_plain(path: Path) -> BinaryIO:
+def open_decompressed(path: Path) -> BinaryIO:
     """Open a file as a stream of decompressed bytes; compression is detected by the magic bytes."""
     stream = path.open("rb")
     magic = stream.read(3)

@@ -5,18 +5,19 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from rrl.data.decoding import COMPRESSED, plain_name
+from rrl.data.decoding import COMPRESSED_ENDINGS, decompressed_name
 from rrl.data.passages import Passage, load_passages
 from rrl.data.questions import Question, has_answers, load_questions
 from rrl.data.records import OnError
 from rrl.errors import UserError
 
 SPLITS = ("train", "dev", "test", "questions")
-"""A file whose name begins with one of these holds the questions of that split."""
+"""A file whose name begins with one of these holds the questions of that split. Files named
+`questions*` are the split "questions"."""
 CORPUS_NAMES = ("corpus", "passages")
-"""A file whose name begins with one of these, or whose stem ends with `_` and one of these, is the corpus."""
-CONTAINER_ENDINGS = (".json", ".jsonl", ".tsv", ".csv")
-"""Endings of data files, without that of their compression."""
+"""Names of a corpus file: `corpus*`, `passages*`, or `*_corpus` and `*_passages` before the ending."""
+DATA_ENDINGS = (".json", ".jsonl", ".tsv", ".csv")
+"""Endings of data files. A compressed file adds one of `COMPRESSED_ENDINGS`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class DataFolder:
     files: dict[str, list[Path]]
     """Question files of each split that the folder has; the keys are from `SPLITS`."""
     on_error: OnError = "refuse"
-    """How to treat broken questions: refuse the file, or skip them."""
+    """How to treat a broken question: "refuse" raises UserError for its file, "skip" skips the question."""
 
     def questions(self, split: str) -> list[Question]:
         """Return the questions of a split in `files`.
@@ -47,7 +48,9 @@ class DataFolder:
             )
         return file
 
-    def first_answered(self, order: Sequence[str], exclude: str = "") -> tuple[str, list[Question]] | None:
+    def first_split_with_answers(
+        self, order: Sequence[str], exclude: str = ""
+    ) -> tuple[str, list[Question]] | None:
         """Return the first split of `order` that has gold answers, and its questions; None if no split has any.
 
         The split `exclude` is never returned. A split without gold answers, such as the test file of many releases,
@@ -59,6 +62,7 @@ class DataFolder:
             try:
                 return split, self.questions(split)
             except UserError:
+                # Only a lack of gold answers is excused. Several files or broken records are errors of the user.
                 if len(self.files[split]) > 1 or has_answers(self.file(split)):
                     raise
                 logging.getLogger(__name__).warning(
@@ -72,7 +76,7 @@ def load_folder(path: str | Path, on_error: OnError = "refuse", corpus: bool = T
 
     Args:
       path: the folder.
-      on_error: how to treat broken records: "refuse" the file, or "skip" them.
+      on_error: how to treat broken records: "refuse" raises UserError at the first one, "skip" skips them.
       corpus: whether to read the corpus. False: none is required, because the caller has an index.
 
     Raises:
@@ -97,7 +101,7 @@ def load_folder(path: str | Path, on_error: OnError = "refuse", corpus: bool = T
         names = ", ".join(sorted(file.name for file in folder.iterdir())) or "no files"
         raise UserError(
             f"data folder {folder}: {'; '.join(problems)}. Found: {names}. "
-            f"Allowed endings: {', '.join(CONTAINER_ENDINGS)}, each with or without {' or '.join(COMPRESSED)}."
+            f"Allowed endings: {', '.join(DATA_ENDINGS)}, each with or without {' or '.join(COMPRESSED_ENDINGS)}."
         )
     return DataFolder(folder, load_passages(corpora[0], on_error) if corpus else [], files, on_error)
 
@@ -107,8 +111,8 @@ def _classify_files(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
     corpora: list[Path] = []
     files: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()):
-        stem, _, ending = plain_name(file).rpartition(".")
-        if f".{ending}" not in CONTAINER_ENDINGS or not file.is_file():
+        stem, _, ending = decompressed_name(file).rpartition(".")
+        if f".{ending}" not in DATA_ENDINGS or not file.is_file():
             continue
         if stem.startswith(CORPUS_NAMES) or stem.endswith(tuple(f"_{word}" for word in CORPUS_NAMES)):
             corpora.append(file)

@@ -36,8 +36,11 @@ def shared_questions(train: Sequence[Question], held_out: Sequence[Question]) ->
     by_text: dict[str, list[Question]] = {}
     for question in train:
         by_text.setdefault(_normalized(question.text), []).append(question)
-    leaks = ([Leak(same, q) for same in by_text.get(_normalized(q.text), ())] for q in held_out)
-    return [next((leak for leak in pairs if leak.same_answer), pairs[0]) for pairs in leaks if pairs]
+    candidates = (
+        [Leak(train_question, question) for train_question in by_text.get(_normalized(question.text), ())]
+        for question in held_out
+    )
+    return [next((leak for leak in leaks if leak.same_answer), leaks[0]) for leaks in candidates if leaks]
 
 
 def _normalized(text: str) -> str:

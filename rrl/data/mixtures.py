@@ -44,8 +44,8 @@ PAPERS: Mapping[str, Mapping[str, MixturePart]] = {
 - R3-RAG, section 4.1 and appendix C: the cold start samples trajectories for the first 30,000 questions of HotpotQA, 15,000 of
   2Wiki and 19,937 of MuSiQue (51,254 trajectories were correct). Reinforcement learning uses 8,192 of the remaining HotpotQA
   questions.
-- TIRESRAG-R1, section 5 and appendix B: R1-Searcher's selection of 4,561 and 3,587 questions, 8,148 in total. A file with exactly
-  these questions is taken whole; from a larger file, as many are drawn.
+- TIRESRAG-R1, section 5 and appendix B: R1-Searcher's selection of 4,561 HotpotQA and 3,587 2Wiki questions, 8,148 in total.
+  From a file with exactly these questions, all are taken. From the dataset's whole file, the same number is drawn at random.
 - R2AG, appendix B.2: 4,674 questions drawn at random, and 300 more for validation.
 """
 
@@ -70,8 +70,8 @@ def draw_part(
       questions: all questions of the training file.
       part: how many to take.
       seed: seed of the draw; the same arguments give the same questions.
-      scale: multiplies every number of the part (rounded), for a smaller set of the same proportions, in (0, 1]. If the
-        part takes all questions, this share of them is taken.
+      scale: factor in (0, 1] by which every number of the part is multiplied and then rounded; it gives a smaller set of the same
+        proportions. If the part takes all questions, it is the share of them that is taken.
       name: what error messages call the questions.
 
     Raises:
@@ -80,20 +80,20 @@ def draw_part(
     if not 0 < scale <= 1:
         raise UserError(f"scale={scale} must be above 0 and at most 1")
     skip, train, validation = (round(scale * n) for n in (part.skip_first, part.train, part.validation))
-    left = len(questions) - skip
+    remaining = len(questions) - skip
     if not part.train:
-        train = round(scale * left) - validation
-    if train < 1 or train + validation > left or (part.validation and not validation):
+        train = round(scale * remaining) - validation
+    if train < 1 or train + validation > remaining or (part.validation and not validation):
         required = f"{train} to train on" + (f" and {validation} for validation" if part.validation else "")
         raise UserError(
-            f"{name}: {max(left, 0)} questions"
+            f"{name}: {max(remaining, 0)} questions"
             + (f" after the first {skip}" if skip else "")
             + f", but {required} are required (scale={scale:g}); give the dataset's whole training file, or another scale"
         )
-    order = np.arange(left) if part.in_order else np.random.default_rng(seed).permutation(left)
+    order = np.arange(remaining) if part.in_order else np.random.default_rng(seed).permutation(remaining)
     taken = {"train": order[:train], "validation": order[train : train + validation]}
     return {
-        split: [questions[skip + at] for at in np.sort(places).tolist()]
-        for split, places in taken.items()
-        if len(places)
+        split: [questions[skip + index] for index in np.sort(indices).tolist()]
+        for split, indices in taken.items()
+        if len(indices)
     }

@@ -8,12 +8,12 @@ from typing import Any
 
 from rrl.data.question_passages import has_passages, join_sentences, passages_in
 from rrl.data.records import ExcludedRecord, OnError, fields_of, id_field, parse_records
-from rrl.data.tables import PASSAGE_IDS, TEXTS
+from rrl.data.tables import PASSAGE_ID_FIELDS, TEXT_FIELDS
 
 ALLOWED = (
     "{id, contents} (the first line of contents is the title if the record has no title), {id, title, text}, "
     "one object of {title: [sentences]}, questions with their context, paragraphs or ctxs, or TSV or CSV with columns of these "
-    f"names; an id is one of {', '.join(PASSAGE_IDS)}, a text one of {', '.join(TEXTS)}"
+    f"names; an id is one of {', '.join(PASSAGE_ID_FIELDS)}, a text one of {', '.join(TEXT_FIELDS)}"
 )
 """The supported corpus formats, for error messages. JSON lines or one JSON list; plain, gzip or bzip2."""
 
@@ -77,16 +77,17 @@ def iter_passages(
 
 
 class SeenIds:
-    """A set of ids that stores a run of consecutive numbers, which large corpora have, as a range."""
+    """A set of ids. Large corpora number their passages consecutively, so one run of consecutive numbers is stored as a range."""
 
     def __init__(self) -> None:
+        # The range is [_first, _next); it is empty if the two are equal.
         self._first = self._next = 0
         self._others: set[str] = set()
 
     def add(self, identity: str) -> bool:
         """Add an id; return False if it was already in the set."""
         number = int(identity) if identity.isascii() and identity.isdigit() else -1
-        if str(number) == identity:
+        if str(number) == identity:  # not "007", which is another id than "7"
             if self._first == self._next:
                 self._first = self._next = number
             if number == self._next and identity not in self._others:
@@ -110,8 +111,8 @@ def _digest(*parts: str) -> bytes:
 
 
 _METADATA_FIELDS = ("title", "metadata", "url", "score")
-"""The only fields, beside ids, of a document whose text is missing on purpose. Any other field may be a text under an unknown
-name, so that such a record is broken."""
+"""Fields beside the ids of a document that has a title and no text. If a record without a known text field has any other field,
+that field may be the text under an unknown name, and the record is broken."""
 
 
 def passage_of(position: int, record: Any) -> Passage:
@@ -119,23 +120,23 @@ def passage_of(position: int, record: Any) -> Passage:
 
     Raises ValueError that names what is wrong with the record, and ExcludedRecord if it has neither title nor text.
     """
-    if isinstance(record, tuple):
+    if isinstance(record, tuple):  # from one object of {title: [sentences]}
         title, sentences = record
         return _passage(str(position), title, join_sentences(title, sentences))
     fields = fields_of(record)
-    identity = id_field(fields, position, PASSAGE_IDS)
+    identity = id_field(fields, position, PASSAGE_ID_FIELDS)
     title = fields.get("title", fields.get("wikipedia_title"))  # KILT's knowledge source
     if title is not None and not isinstance(title, str):
         raise ValueError(f"title: got {title!r}, not a string")
     title = (title or "").strip()
-    name = next((name for name in (*TEXTS, "contents") if _filled(fields.get(name))), "")
-    known = "title" in fields and not fields.keys() - {*PASSAGE_IDS, *_METADATA_FIELDS}
-    if not known and not {*TEXTS, "contents"} & fields.keys():
+    name = next((name for name in (*TEXT_FIELDS, "contents") if _filled(fields.get(name))), "")
+    title_only = "title" in fields and not fields.keys() - {*PASSAGE_ID_FIELDS, *_METADATA_FIELDS}
+    if not title_only and not {*TEXT_FIELDS, "contents"} & fields.keys():
         present = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
-        raise ValueError(f"{' or '.join(TEXTS)}: missing; found the fields {present or '(none)'}")
+        raise ValueError(f"{' or '.join(TEXT_FIELDS)}: missing; found the fields {present or '(none)'}")
     text = fields.get(name, "")
     if isinstance(text, list):
-        text = join_sentences(title, [part for entry in text for part in _flat(entry)])
+        text = join_sentences(title, [sentence for entry in text for sentence in _sentences(entry)])
     if not isinstance(text, str):
         raise ValueError(f"{name}: got {text!r:.60}, not a string or a list of sentences")
     return _passage(identity, *(_contents(title, text) if name == "contents" else (title, text)))
@@ -151,8 +152,8 @@ def _filled(value: Any) -> bool:
     return bool(value.strip() if isinstance(value, str) else value)
 
 
-def _flat(entry: Any) -> list[Any]:
-    """Return the sentences of one entry of a text: a paragraph is a list of them."""
+def _sentences(entry: Any) -> list[Any]:
+    """Return the sentences of one entry of a text that is a list. An entry is a sentence, or a paragraph: a list of sentences."""
     return entry if isinstance(entry, list) else [entry]
 
 
@@ -166,11 +167,12 @@ def _contents(title: str, contents: str) -> tuple[str, str]:
         return title, rest if _unquoted(first) == title else contents
     if rest.strip():
         return _unquoted(first), rest
-    alone = (
+    # A single line is the title only if it is quoted and followed by a line break, as FlashRAG writes an empty text.
+    is_title = (
         contents.rstrip(" ").endswith("\n") and first.startswith('"') and _unquoted(first) != first.strip()
     )
-    # In corpora without titles, a single line is the text.
-    return (_unquoted(first), "") if alone else ("", first)
+    # Otherwise it is the text, as in corpora without titles.
+    return (_unquoted(first), "") if is_title else ("", first)
 
 
 def _unquoted(title: str) -> str:

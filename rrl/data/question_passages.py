@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from rrl.data.records import fields_of, list_field
-from rrl.data.tables import TEXTS
+from rrl.data.tables import TEXT_FIELDS
 
 PASSAGE_WORDS = 100
 """Words per passage when a long text is split, as in DPR's and FlashRAG's Wikipedia."""
 
 PASSAGE_LISTS = ("paragraphs", "ctxs", "contexts", "positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
-"""Fields with lists of {title, text}, in order: MuSiQue's, DPR's for readers, HippoRAG's, and DPR's training passages."""
+"""Fields with lists of {title, text}: `paragraphs` is MuSiQue's, `ctxs` that of DPR's reader files, `contexts` HippoRAG's; the
+last three are those of DPR's training files."""
 
 _NUMBERED = re.compile(r"^Passage \d+:\n", re.M)
 """The heading of each passage in LongBench's multi-document contexts."""
@@ -28,7 +29,7 @@ def has_passages(record: dict[str, Any]) -> bool:
 
 
 def _with_metadata(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with the passage fields of its `metadata` as fields of its own."""
+    """Return the record with the passage fields of its `metadata` at the top level. Its own fields have priority."""
     metadata = record.get("metadata")
     if not isinstance(metadata, dict):
         return record
@@ -44,16 +45,17 @@ def passages_in(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name in PASSAGE_LISTS:
         for paragraph in list_field(record, name):
             fields = fields_of(paragraph)
-            if not fields.keys() & set(TEXTS):
+            if not fields.keys() & set(TEXT_FIELDS):
                 raise ValueError(
                     f"{name}: a passage without a text; found the fields {', '.join(list(fields)[:8])}"
                 )
-            text = next((fields[key] for key in TEXTS if fields.get(key)), "")
+            text = next((fields[key] for key in TEXT_FIELDS if fields.get(key)), "")
             if not isinstance(text, str):
                 raise ValueError(f"{name}: got {text!r:.60}, not a text")
             yield from _non_empty(_title(fields.get("title")), text)
     context = record.get("context")
     if isinstance(context, str):
+        # A text in brackets is a list written as text, unless the record is LongBench's, whose context is always plain text.
         text = context.strip()
         if not (text.startswith("[") and text.endswith("]")) or {"choice_A", "input"} & record.keys():
             yield from _split_context(record, context)
@@ -66,7 +68,7 @@ def passages_in(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if len(titles) != len(sentences):
             raise ValueError(f"context: {len(titles)} titles for {len(sentences)} texts")
         context = list(zip(titles, sentences, strict=True))
-    for entry in list_field({"context": context}, "context"):
+    for entry in list_field({"context": context}, "context"):  # null is [], and any other type is an error
         if not isinstance(entry, list | tuple) or len(entry) != 2:
             raise ValueError("context: not a list of [title, [sentences]]")
         yield from _non_empty(_title(entry[0]), join_sentences(*entry))
@@ -76,7 +78,7 @@ def _split_context(record: dict[str, Any], context: str) -> Iterator[tuple[str, 
     """Yield (title, text) of each passage of a context that is one string.
 
     The context is LongBench's numbered passages, SQuAD's paragraph (its title is another field), or one of LongBench's long
-    documents, which is split every `PASSAGE_WORDS` words.
+    documents, which is split every `PASSAGE_WORDS` words. The passages of a long document have the question's id as their title.
     """
     title = record.get("title")
     if _NUMBERED.match(context.lstrip()):

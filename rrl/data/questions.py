@@ -22,33 +22,29 @@ from rrl.data.records import (
     read_records,
     text_field,
 )
-from rrl.data.tables import ANSWERS, PASSAGE_IDS, QUESTIONS
+from rrl.data.tables import ANSWER_FIELDS, PASSAGE_ID_FIELDS, QUESTION_FIELDS
 from rrl.errors import UserError
 
 ALLOWED = (
-    f"a question (one of {', '.join(QUESTIONS)}) and answers (one of {', '.join(ANSWERS)}, or KILT's output) with id, type or "
-    "kind, supporting_facts, evidence_list, paragraphs, gold or gold_ids if known, at the top level or in metadata; choices or "
-    "choice_A, choice_B, ...; columns of these names in TSV or CSV"
+    f"a question (one of {', '.join(QUESTION_FIELDS)}) and answers (one of {', '.join(ANSWER_FIELDS)}, or KILT's output) with "
+    "id, type or kind, supporting_facts, evidence_list, paragraphs, gold or gold_ids if known, at the top level or in metadata; "
+    "choices or choice_A, choice_B, ...; columns of these names in TSV or CSV"
 )
 """The supported question formats, for error messages. JSON lines, one JSON list or a table; plain, gzip or bzip2."""
 
-QUESTION_FIELDS = QUESTIONS
-"""Names of the field with the question; the first that a record has is used."""
-ANSWER_FIELDS = ANSWERS
-"""Names of fields with gold answers; all that a record has are used."""
-LIST_TEXT_FIELDS = ("answers", "golden_answers", "answer_aliases", "possible_answers", "reference")
-"""Fields of `ANSWER_FIELDS` that may be a list written as text, as in tables."""
-Unanswerable = Literal["leave_out", "empty"]
-"""How to treat unanswerable questions; see `load_questions`."""
-UNANSWERABLE = ("",)
-"""The gold answers of an unanswerable question: the empty answer is correct."""
+LIST_AS_TEXT_FIELDS = ("answers", "golden_answers", "answer_aliases", "possible_answers", "reference")
+"""Fields of `ANSWER_FIELDS` whose value may be a list written as text, such as a table cell '["a", "b"]'."""
+OnUnanswerable = Literal["leave_out", "empty"]
+"""How to treat questions that their publisher marks as unanswerable; see `load_questions`."""
+EMPTY_ANSWER = ("",)
+"""Gold answers of an unanswerable question that is loaded with "empty": the empty answer is correct."""
 KIND_FIELDS = ("kind", "type", "question_type", "domain")
 """Names of the field with the kind of a question; the first with a value is used."""
 GOLD_IDS = ("gold_ids", "gold_doc_ids", "relevant_docids", "answer_pids")
 """Fields with ids of gold passages: `gold_ids` is written by `save_questions` and BRIGHT, `answer_pids` by LoTTE."""
 GOLD_PASSAGES = ("evidence_docs", "gold_docs", "positive_passages", "positive_ctxs")
-"""Fields with gold passages that have ids or titles. The first two are those of BrowseComp-Plus, whose recall counts the first;
-the others are Tevatron's and DPR's."""
+"""Fields with gold passages that have ids or titles. The first two are BrowseComp-Plus's: its recall metric counts
+`evidence_docs`. The others are Tevatron's and DPR's."""
 METADATA = (
     *KIND_FIELDS,
     *GOLD_IDS,
@@ -70,15 +66,15 @@ class Question:
     id: str
     text: str
     answers: tuple[str, ...]
-    """Gold answers. Each is correct; the first is the main one. Letters, if the question is a multiple choice."""
+    """Gold answers. Each is correct; the first is the main one. For a multiple-choice question, letters."""
     kind: str = ""
-    """The publisher's type ("compositional", "bridge", ...), or that of the built-in world ("two_hop", ...)."""
+    """The publisher's type ("compositional", "bridge", ...), or that of a question of `rrl.miniwiki` ("two_hop", ...)."""
     gold: tuple[str, ...] = ()
     """Titles of the gold passages; empty if unknown."""
     hops: int = 0
     """Number of hops as published (MuSiQue); 0 if unknown."""
     choices: tuple[str, ...] = ()
-    """Choices of a multiple choice, beginning with A; empty for free answers."""
+    """Texts of the choices A, B, ... of a multiple-choice question; empty for any other question."""
     gold_ids: tuple[str, ...] = ()
     """Ids of the gold passages in their corpus; empty if unknown."""
 
@@ -89,7 +85,7 @@ def load_questions(
     skipped: list[str] | None = None,
     truth: str | Path | None = None,
     unanswered: bool = False,
-    unanswerable: Unanswerable = "leave_out",
+    unanswerable: OnUnanswerable = "leave_out",
 ) -> list[Question]:
     """Read a question file: FlashRAG, NQ-open, HotpotQA / 2Wiki, MuSiQue, TriviaQA, PopQA, Bamboogle, MultiHop-RAG, SQuAD, KILT,
     LongBench, DPR, StrategyQA, SimpleQA, FRAMES, BrowseComp-Plus or the format of `save_questions` (see `ALLOWED`).
@@ -99,10 +95,10 @@ def load_questions(
       on_error: "refuse" raises UserError at the first broken record; "skip" skips them and logs how many and where.
       skipped: if given, receives one "line 7: reason" for each skipped record.
       truth: a file with the gold answers, if the question file has none: {id: {answer, evidence_list}} (MultiHop-RAG).
-      unanswered: True: a question without a gold answer is read with no answers. False: it is a broken record.
+      unanswered: True: a question without a gold answer has `answers == ()`. False: it is a broken record.
       unanswerable: how to treat a question that its publisher marks as unanswerable (`answerable` false, `is_impossible`
         true, or SQuAD's empty list of answers): "leave_out" excludes it and logs the number, "empty" makes the empty answer
-        the gold answer. With `unanswered` it is read with no answers.
+        the gold answer. With `unanswered=True` this has no effect: such a question has `answers == ()`.
     """
     answers = _truth(truth) if truth is not None else {}
 
@@ -120,7 +116,8 @@ def load_questions(
 def has_answers(path: str | Path) -> bool:
     """Return whether a question file has any gold answer.
 
-    Also True for an empty file and for one with a broken record before the first answer: `load_questions` names their fault.
+    Also True for an empty file and for one with a broken record before the first answer: `load_questions` then raises an error
+    that says what is wrong.
     """
     empty = True
     for position, (_, record) in enumerate(read_records(path)):
@@ -153,7 +150,7 @@ def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def with_choices(question: Question) -> str:
-    """Return the text of a question as the model reads it, with its choices if it is a multiple choice."""
+    """Return the text of a question as the model reads it: with its choices if it has any."""
     letters = [f"({chr(ord('A') + at)}) {choice}" for at, choice in enumerate(question.choices)]
     hint = ["Answer with the letter of the right choice."] if letters else []
     return "\n".join([question.text, *letters, *hint])
@@ -167,7 +164,7 @@ def save_questions(path: str | Path, questions: Iterable[Question]) -> None:
 
 
 def question_of(
-    position: int, record: Any, unanswered: bool = False, unanswerable: Unanswerable = "leave_out"
+    position: int, record: Any, unanswered: bool = False, unanswerable: OnUnanswerable = "leave_out"
 ) -> Question:
     """Return the question of a record (see `ALLOWED`); `unanswered` and `unanswerable` as in `load_questions`.
 
@@ -179,6 +176,7 @@ def question_of(
     if isinstance(metadata, dict):
         fields = {name: metadata[name] for name in METADATA if name in metadata} | fields
     identity, choices = id_field(fields, position), _choices(fields)
+    # "text" is also a question field. A record with a title and a text, but no answer, comes from a corpus file.
     if "title" in fields and not {*QUESTION_FIELDS, *ANSWER_FIELDS} - {"text"} & fields.keys():
         raise ValueError("text: the record has a title and no answer: a passage, not a question")
     return Question(
@@ -186,7 +184,7 @@ def question_of(
         text=text_field(fields, *QUESTION_FIELDS),
         answers=_answers(fields, choices, unanswered, unanswerable),
         kind=next((str(fields[name]) for name in KIND_FIELDS if fields.get(name)), ""),
-        gold=tuple(dict.fromkeys(_gold(fields))),
+        gold=tuple(dict.fromkeys(_gold_titles(fields))),
         hops=_hops(fields, identity),
         choices=choices,
         gold_ids=tuple(dict.fromkeys(_gold_ids(fields))),
@@ -194,12 +192,14 @@ def question_of(
 
 
 def _answers(
-    fields: dict[str, Any], choices: tuple[str, ...], unanswered: bool, unanswerable: Unanswerable
+    fields: dict[str, Any], choices: tuple[str, ...], unanswered: bool, unanswerable: OnUnanswerable
 ) -> tuple[str, ...]:
     """Return the gold answers of a question, as letters if it has choices."""
     if _unanswerable(fields):
-        if unanswered or unanswerable == "empty":
-            return () if unanswered else UNANSWERABLE
+        if unanswered:
+            return ()
+        if unanswerable == "empty":
+            return EMPTY_ANSWER
         raise ExcludedRecord("its publisher marks it as unanswerable")
     gold_answers: dict[str, None] = {}
     for name in (*ANSWER_FIELDS, "output"):
@@ -254,19 +254,19 @@ def _letter(name: str, answer: str, choices: tuple[str, ...]) -> str:
     letters = string.ascii_uppercase[: len(choices)]
     if len(answer) == 1 and answer.upper() in letters:
         return answer.upper()
-    same = [
+    matches = [
         letter for letter, choice in zip(letters, choices, strict=True) if choice.strip() == answer.strip()
     ]
-    if not same:
+    if not matches:
         raise ValueError(
             f"{name}: got {answer!r}, neither a letter from A to {letters[-1]} nor one of the choices"
         )
-    return same[0]
+    return matches[0]
 
 
-_ANSWER_DICTS = (("Value", "Aliases"), ("value", "aliases"), ("", "text"), ("text", ""), ("answer", ""))
-"""Keys of one answer and of a list of answers inside an object: TriviaQA's file, TriviaQA and SQuAD in the datasets library,
-SQuAD's file, KILT's file."""
+_ANSWER_KEYS = (("Value", "Aliases"), ("value", "aliases"), ("", "text"), ("text", ""), ("answer", ""))
+"""(key of one answer, key of a list of answers) in an answer object; "" if the format has no such key. In order: TriviaQA's file,
+TriviaQA and SQuAD in the datasets library, SQuAD's file, KILT's file."""
 
 
 def _answer_values(fields: dict[str, Any], name: str) -> list[Any]:
@@ -278,7 +278,7 @@ def _answer_values(fields: dict[str, Any], name: str) -> list[Any]:
         return [entry["answer"] for entry in entries if isinstance(entry, dict) and "answer" in entry]
     if isinstance(value, dict):
         return _answers_in_object(name, value)
-    if isinstance(value, str) and name in LIST_TEXT_FIELDS:
+    if isinstance(value, str) and name in LIST_AS_TEXT_FIELDS:
         try:
             listed = list_in_text(value)
         except ValueError as error:
@@ -297,16 +297,16 @@ def _answer_values(fields: dict[str, Any], name: str) -> list[Any]:
 
 def _answers_in_object(name: str, value: dict[str, Any]) -> list[Any]:
     """Return the answers of an object. Raises ValueError for an unknown format, since its answers would be lost."""
-    for one, more in _ANSWER_DICTS:
-        if more in value and isinstance(value[more], list):
-            return [*([value[one]] if one in value else []), *value[more]]
-        if one in value and not isinstance(value[one], list | dict):
-            return [value[one]]
+    for single, several in _ANSWER_KEYS:
+        if several in value and isinstance(value[several], list):
+            return [*([value[single]] if single in value else []), *value[several]]
+        if single in value and not isinstance(value[single], list | dict):
+            return [value[single]]
     raise ValueError(f"{name}: got an object with the fields {', '.join(list(value)[:8])}, not an answer")
 
 
 def _choices(fields: dict[str, Any]) -> tuple[str, ...]:
-    """Return the choices of a multiple choice, from `choice_A`, `choice_B`, ... or the list `choices`."""
+    """Return the choices of a multiple-choice question, from `choice_A`, `choice_B`, ... or the list `choices`."""
     names = [f"choice_{letter}" for letter in string.ascii_uppercase if f"choice_{letter}" in fields]
     texts = [fields[name] for name in names] or list_field(fields, "choices")
     if not all(isinstance(choice, str) for choice in texts) or len(texts) > len(string.ascii_uppercase):
@@ -314,7 +314,7 @@ def _choices(fields: dict[str, Any]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _gold(fields: dict[str, Any]) -> Iterator[str]:
+def _gold_titles(fields: dict[str, Any]) -> Iterator[str]:
     """Yield titles of gold passages.
 
     Sources: `gold` (the format of `save_questions`), HotpotQA's [title, sentence] pairs or plain titles, MuSiQue's supporting
@@ -361,8 +361,8 @@ def _gold_ids(fields: dict[str, Any]) -> Iterator[str]:
         if paragraph.get("is_supporting")
     )
     for passage in (*_gold_passages(fields), *supporting):
-        if any(passage.get(name) not in (None, "") for name in PASSAGE_IDS):
-            yield id_field(passage, 0, PASSAGE_IDS)
+        if any(passage.get(name) not in (None, "") for name in PASSAGE_ID_FIELDS):
+            yield id_field(passage, 0, PASSAGE_ID_FIELDS)
     for source in _provenance(fields):
         if source.get("wikipedia_id") is not None:
             yield str(source["wikipedia_id"])
@@ -382,7 +382,7 @@ def _gold_passages(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _provenance(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the sources of KILT's answers."""
+    """Yield the sources of KILT's answers. KILT's question is the field `input`; without it, `output` is a model's text."""
     for output in list_field(fields, "output") if "input" in fields else ():
         for source in list_field(output, "provenance") if isinstance(output, dict) else ():
             if isinstance(source, dict):

@@ -1,8 +1,8 @@
 """Read the records of a data file: JSON lines, one JSON document or a table; plain, gzip or bzip2. Read `parse_records` first.
 
-The format is detected by content: compression by its magic bytes, JSON by its first characters. Only the endings `.jsonl`,
-`.tsv` and `.csv` (before `.gz` or `.bz2`) decide by name. A record that cannot be read is yielded as a `BrokenRecord`, which the
-caller refuses or skips. A lone surrogate in a JSON escape is read as "?".
+The format is detected by content: compression by its magic bytes, JSON by its first characters. Files named `.jsonl`, `.tsv` or
+`.csv` (before `.gz` or `.bz2`) are the exception: they are read as their name says. A record that cannot be read is yielded as
+a `BrokenRecord`, for which the caller raises an error, or which it skips. A lone surrogate in a JSON escape is read as "?".
 """
 
 import ast
@@ -18,20 +18,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
-from rrl.data.decoding import BrokenRecord, decode, open_plain, plain_name
-from rrl.data.tables import QUESTION_IDS, read_table
+from rrl.data.decoding import BrokenRecord, decode, decompressed_name, open_decompressed
+from rrl.data.tables import QUESTION_ID_FIELDS, read_table
 from rrl.errors import UserError
 from rrl.text.characters import replace_lone_surrogates
 
 OnError = Literal["refuse", "skip"]
-"""How to treat a broken record: refuse its file with a UserError, or skip it."""
+"""How to treat a broken record: "refuse" raises UserError for its file, "skip" skips the record."""
 OnFault = Literal["refuse", "skip", "stop"]
-"""How a run treats faults of its data. "refuse" and "stop" refuse a file with a broken record, "skip" skips the record. If the
-prompt of a question is too long for the context, "stop" does not start the run; otherwise the episode ends as "context_limit"."""
+"""How a run treats broken records and questions whose prompt is too long for the context.
+
+- Broken record: "refuse" and "stop" raise UserError for the file, "skip" skips the record.
+- Prompt too long: "stop" raises UserError before the run starts. With "refuse" and "skip" the episode ends as "context_limit"."""
 T = TypeVar("T")
 
-LIST_FIELDS = ("Data", "data", "queries", "questions", "examples")
-"""Fields of a JSON document that may hold its list of records."""
+RECORD_LIST_FIELDS = ("Data", "data", "queries", "questions", "examples")
+"""Fields of a JSON object that may hold the records of the file as a list."""
 
 TABLE_ENDINGS = (".tsv", ".csv")
 """Endings of tables."""
@@ -40,8 +42,8 @@ MAX_NAMED_LINES = 5
 """Number of broken records that a log line names; the others are only counted."""
 
 
-def on_broken(on_fault: OnFault) -> OnError:
-    """Return how a run with `on_fault` treats broken records."""
+def on_error_for(on_fault: OnFault) -> OnError:
+    """Return the `OnError` of a run with this `on_fault`."""
     return "skip" if on_fault == "skip" else "refuse"
 
 
@@ -56,7 +58,7 @@ def read_records(path: str | Path, columns: Sequence[str] = ()) -> Iterator[tupl
     skipped. A single JSON object may hold many records:
     - {title: [sentences], ...} yields (title, sentences) pairs;
     - {id: {question or answer ...}, ...} yields the inner objects with their id;
-    - an object with a list of objects in one of `LIST_FIELDS` yields that list.
+    - an object with a list of objects in one of `RECORD_LIST_FIELDS` yields that list.
 
     Args:
       path: the file.
@@ -66,13 +68,13 @@ def read_records(path: str | Path, columns: Sequence[str] = ()) -> Iterator[tupl
       UserError: the file cannot be opened or decoded, `columns` are given for a file that is not a table, or as `read_table`.
     """
     path = Path(path)
-    ending = Path(plain_name(path)).suffix
+    ending = Path(decompressed_name(path)).suffix
     if columns and ending not in TABLE_ENDINGS:
         raise UserError(
             f"columns={','.join(columns)}: {path} is not a table; columns are allowed for {' and '.join(TABLE_ENDINGS)} files"
         )
     try:
-        with open_plain(path) as stream:
+        with open_decompressed(path) as stream:
             if ending in TABLE_ENDINGS:
                 yield from read_table(path, stream, columns)
             elif ending == ".jsonl":
@@ -124,7 +126,7 @@ def parse_records(
     if on_error not in ("refuse", "skip"):
         raise UserError(f"on_error: got {on_error!r}; allowed are 'refuse' and 'skip'.")
     count = total = 0
-    broken, empty = _RecordLog(skipped), _RecordLog(excluded)
+    broken, unused = _RecordLog(skipped), _RecordLog(excluded)
     for position, (place, record) in enumerate(read_records(path, columns)):
         total += 1
         try:
@@ -132,7 +134,7 @@ def parse_records(
                 raise ValueError(record.reason)
             items = list(parse(position, record))
         except ExcludedRecord as error:
-            empty.add(f"{place}: {error}")
+            unused.add(f"{place}: {error}")
             continue
         except ValueError as error:
             if on_error == "refuse":
@@ -149,10 +151,10 @@ def parse_records(
         problem = "the file is empty"
         if broken.count:
             problem = f"all {broken.count} records are broken (first: {broken.first[0]})"
-        if empty.count:
-            problem = f"none of its {total} records can be used (first: {[*broken.first, *empty.first][0]})"
+        if unused.count:
+            problem = f"none of its {total} records can be used (first: {[*broken.first, *unused.first][0]})"
         raise UserError(f"{path}: {problem}. Allowed: {allowed}.")
-    for event, records in (("skipped %d broken records", broken), ("excluded %d records", empty)):
+    for event, records in (("skipped %d broken records", broken), ("excluded %d records", unused)):
         if records.count:
             more = "; ..." if records.count > len(records.first) else ""
             logging.getLogger(__name__).warning(
@@ -161,7 +163,7 @@ def parse_records(
 
 
 class _RecordLog:
-    """Counts the records that are not yielded and stores the first `MAX_NAMED_LINES`, or all in the caller's list."""
+    """Counts records that are not yielded and stores the first `MAX_NAMED_LINES`. The caller's list, if given, receives all."""
 
     def __init__(self, entries: list[str] | None) -> None:
         """`entries`: the caller's list, which receives every entry, or None."""
@@ -185,10 +187,11 @@ def fields_of(record: Any) -> dict[str, Any]:
 
 
 def question_fields_of(record: Any) -> dict[str, Any]:
-    """Return the record as a mapping with the fields of its question, as `fields_of`.
+    """Return the fields of a record, with a nested question merged into the top level.
 
-    In results.jsonl and trajectories.jsonl the question is an object. Its fields are merged into those of the record, and the
-    record's answer becomes the field `prediction`.
+    In results.jsonl and trajectories.jsonl the field `question` is an object. Its fields replace those of the record, and the
+    record's own `answer`, which the model gave, becomes `prediction`. Other records are unchanged. Raises ValueError as
+    `fields_of`.
     """
     record = fields_of(record)
     question = record.get("question")
@@ -242,22 +245,22 @@ def list_in_text(text: str) -> list[Any] | None:
         pass
     try:
         parsed = ast.literal_eval(text)
-        whole = not re.search(r"""["']\s+[A-Za-z]{0,2}["']""", text) or _commas_between(text)
+        separated = not re.search(r"""["']\s+[A-Za-z]{0,2}["']""", text) or _no_adjacent_strings(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError):
-        parsed = whole = None
-    if not isinstance(parsed, list) or not whole:
+        parsed = separated = None
+    if not isinstance(parsed, list) or not separated:
         raise ValueError(f"got {_short(text)}, not a list in JSON or Python")
     return parsed
 
 
-def _commas_between(text: str) -> bool:
-    """Return whether no two strings of a Python literal are adjacent, since Python would join them."""
+def _no_adjacent_strings(text: str) -> bool:
+    """Return whether every two strings of a Python literal have a comma between them; Python joins adjacent strings."""
     kinds = [token.type for token in tokenize.generate_tokens(io.StringIO(text).readline)]
     kinds = [kind for kind in kinds if kind not in (tokenize.NL, tokenize.NEWLINE)]
     return not any(a == b == tokenize.STRING for a, b in itertools.pairwise(kinds))
 
 
-def id_field(record: dict[str, Any], position: int, names: Sequence[str] = QUESTION_IDS) -> str:
+def id_field(record: dict[str, Any], position: int, names: Sequence[str] = QUESTION_ID_FIELDS) -> str:
     """Return the first of the named fields with a value, as a string, or the position in the file if none has a value."""
     value = next((record[name] for name in names if record.get(name) is not None), position)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
@@ -329,8 +332,8 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object. Raises `_DuplicateName` if a name occurs twice."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        (twice, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise _DuplicateName(twice)
+        (repeated, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise _DuplicateName(repeated)
     return fields
 
 
@@ -345,15 +348,17 @@ def _json_lines(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """Yield the records of one JSON list, of one JSON object with many records (see `_entries`), or of JSON lines."""
+    """Yield the records of one JSON list, of one JSON object with many records (see `_records_in_object`), or of JSON lines."""
     first = stream.readline()
     while first and not first.strip():
         first = stream.readline()
-    head = decode(first)
-    alone = _parse(head) if isinstance(head, str) and head.lstrip().startswith("{") else None
-    more = stream.readline() if isinstance(alone, dict) else b""
+    first_text = decode(first)
+    begins_object = isinstance(first_text, str) and first_text.lstrip().startswith("{")
+    first_object = _parse(str(first_text)) if begins_object else None
+    second = stream.readline() if isinstance(first_object, dict) else b""
     stream.seek(0)
-    if isinstance(alone, dict) and (more.strip() or _entries(alone) is None):
+    # JSON lines: the first line is a whole object, and another line follows or the object is itself a record.
+    if isinstance(first_object, dict) and (second.strip() or _records_in_object(first_object) is None):
         yield from _json_lines(stream)
         return
     text = decode(stream.read())
@@ -365,14 +370,14 @@ def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
         )
     entries = document if isinstance(document, list) else None
     if isinstance(document, dict):
-        entries = _entries(document)
+        entries = _records_in_object(document)
     for number, entry in enumerate([document] if entries is None else entries, 1):
         yield f"record {number}", entry
 
 
-def _entries(document: dict[str, Any]) -> list[Any] | None:
+def _records_in_object(document: dict[str, Any]) -> list[Any] | None:
     """Return the records that a JSON object holds; None if it is a record itself."""
-    for name in LIST_FIELDS:
+    for name in RECORD_LIST_FIELDS:
         inner = document.get(name)
         if isinstance(inner, list) and inner and all(isinstance(entry, dict) for entry in inner):
             return [question for entry in inner for question in _squad_questions(entry)]
@@ -394,9 +399,9 @@ def _squad_questions(article: dict[str, Any]) -> list[dict[str, Any]]:
     parts = [part for part in paragraphs if isinstance(part, dict) and isinstance(part.get("qas"), list)]
     if not parts or len(parts) < len(paragraphs):
         return [article]
-    around = {"title": article.get("title")}
+    article_fields = {"title": article.get("title")}
     return [
-        around | {"context": part.get("context")} | question
+        article_fields | {"context": part.get("context")} | question
         for part in parts
         for question in part["qas"]
         if isinstance(question, dict)

@@ -1,6 +1,6 @@
 """Register question files as seqio tasks, and the papers' training sets as seqio mixtures. Read `add_task` first.
 
-Importing this module imports seqio and TensorFlow (the extra `[seqio]`), as no other module of rrl does. It registers nothing.
+This is the only module of rrl that imports seqio and TensorFlow (the extra `[seqio]`). Importing it registers no task.
 """
 
 import dataclasses
@@ -174,19 +174,19 @@ def add_task(
 
     An example has "inputs", the token ids (int32) of the question with its choices; "targets", the token ids of its main answer
     and the eos token; their texts ("inputs_pretokenized", ...); and the fields of the question (`FIELDS`), from which
-    `question_of` rebuilds it. Predictions are scored against all gold answers: em, f1 and cem, or acc for multiple choices,
-    each in [0, 1].
+    `question_of` rebuilds it. Predictions are scored against all gold answers: em, f1 and cem, or acc for multiple-choice
+    questions, each in [0, 1].
 
     Args:
       name: the name in seqio's registry; an existing task of this name is replaced.
-      splits: a question file or a sequence of questions for each split, such as the result of `rrl.miniwiki.questions_by_split`,
-        or of `load_questions` for questions whose answers are in another file (MultiHop-RAG).
+      splits: a question file or a sequence of questions for each split, such as the result of `rrl.miniwiki.questions_by_split`.
+        If the answers are in another file (MultiHop-RAG), pass the result of `load_questions(..., truth=...)`.
       tokenizer: a Hugging Face folder, or its vocabulary, which tasks may share.
       normalization: the normalisation of the metrics, a name in `rrl.text.normalize.RULES`.
 
     Raises:
       UserError: the name has characters other than letters, digits and `_.:#`; there are no splits; a split has no questions;
-        only some questions are multiple choices; the normalisation is unknown; or as `load_questions` and `TokenizerVocabulary`.
+        only some questions are multiple-choice; the normalisation is unknown; or as `load_questions` and `TokenizerVocabulary`.
     """
     _check_name(name)
     rule = rule_named(normalization)
@@ -198,12 +198,12 @@ def add_task(
             raise UserError(
                 f"task {name}: the split {split!r} has no questions; give some, or omit the split"
             )
-    has_choices = {
+    question_types = {  # True: multiple choice
         bool(question.choices) for split_questions in questions.values() for question in split_questions
     }
-    if len(has_choices) > 1:
+    if len(question_types) > 1:
         raise UserError(
-            f"task {name}: some questions are multiple choices and others are not; register two tasks"
+            f"task {name}: some questions are multiple-choice and others are not; register two tasks"
         )
     if not isinstance(tokenizer, TokenizerVocabulary):
         tokenizer = TokenizerVocabulary(tokenizer)
@@ -217,7 +217,7 @@ def add_task(
             "targets": seqio.Feature(tokenizer, add_eos=True),
         },
         postprocess_fn=_postprocess,
-        metric_fns=[choice_accuracy if True in has_choices else functools.partial(mean_scores, rule=rule)],
+        metric_fns=[choice_accuracy if True in question_types else functools.partial(mean_scores, rule=rule)],
     )
 
 
@@ -241,7 +241,7 @@ def add_mixture(
       files: the training questions of each of the paper's datasets.
       tokenizer: a Hugging Face folder, or its vocabulary.
       seed: seed of the draw of questions from each file.
-      scale: multiplies the paper's numbers, for a small mixture of the same proportions, in (0, 1].
+      scale: factor in (0, 1] for the paper's numbers; it gives a smaller mixture of the same proportions.
       normalization: the normalisation of the metrics, a name in `rrl.text.normalize.RULES`.
 
     Raises:
@@ -255,12 +255,12 @@ def add_mixture(
             f"files: {paper} is trained on {', '.join(parts)}; got {', '.join(files) or 'none'}. Give one file for each dataset"
         )
     vocabulary = tokenizer if isinstance(tokenizer, TokenizerVocabulary) else TokenizerVocabulary(tokenizer)
-    taken = {
+    drawn = {
         dataset: draw_part(_load(files[dataset]), part, seed, scale, f"{paper}, {dataset}")
         for dataset, part in parts.items()
     }
     tasks = [
-        add_task(f"{name}_{dataset}", some, vocabulary, normalization) for dataset, some in taken.items()
+        add_task(f"{name}_{dataset}", splits, vocabulary, normalization) for dataset, splits in drawn.items()
     ]
     seqio.MixtureRegistry.remove(name)
     return seqio.MixtureRegistry.add(
@@ -274,8 +274,8 @@ def questions_of(name: str, split: str = "train", count: int = 0, seed: int = 0)
     Args:
       name: a registered task or mixture.
       split: one of its splits.
-      count: number of questions, shuffled, in the proportions of the mixture, with repetition after a full pass. 0: every
-        question once, in the order of the files, task after task.
+      count: number of questions, shuffled, in the proportions of the mixture; once all questions of a task are used, they repeat.
+        0: every question once, in the order of the files, task after task.
       seed: seed of the order if `count` is given.
 
     Raises:
@@ -294,8 +294,8 @@ def questions_of(name: str, split: str = "train", count: int = 0, seed: int = 0)
     if not count:
         tasks = [task for task in (provider.tasks if mixture else [provider]) if split in task.splits]
         return [question for task in tasks for question in task.source.questions[split]]
-    passed = {"passthrough_features": FIELDS} if mixture else {}
-    data = provider.get_dataset(None, split, shuffle=True, seed=seed, num_epochs=None, **passed)
+    options = {"passthrough_features": FIELDS} if mixture else {}
+    data = provider.get_dataset(None, split, shuffle=True, seed=seed, num_epochs=None, **options)
     return [question_of(example) for example in data.take(count).as_numpy_iterator()]
 
 
@@ -325,14 +325,15 @@ def mean_scores(
 ) -> dict[str, float]:
     """Return the means of exact match, token F1 and cover exact match, in [0, 1], each for the best gold answer.
 
-    Targets are the postprocessed examples of a task: {"answers": gold answers, "choices": choices}.
+    Targets are the postprocessed examples of a task: {"answers": gold answers, "choices": choices}. The default `rule` is that of
+    training metrics; `add_task` passes the one that it is given.
     """
     scores = score_answers(predictions, [target["answers"] for target in targets], rule)
     return dict(zip(("em", "f1", "cem"), np.mean(scores, axis=0).tolist(), strict=True))
 
 
 def choice_accuracy(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
-    """Return the share of multiple choices answered with a correct letter; targets as in `mean_scores`."""
+    """Return the share of multiple-choice questions answered with a correct letter; targets as in `mean_scores`."""
     correct = [
         choice_correct(prediction, target["answers"], target["choices"])
         for prediction, target in zip(predictions, targets, strict=True)

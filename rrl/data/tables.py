@@ -1,7 +1,9 @@
-"""Read records from CSV and TSV files with a header, or without one if the columns are clear. Read `read_table` first.
+"""Read records from CSV and TSV files, with or without a header. Read `read_table` first.
 
-Quoted cells may hold line breaks. Some files are not quoted at all (MS MARCO's collection.tsv): a line of a TSV file with all
-columns is a record even if a cell begins with a quotation mark that is never closed.
+Without a header, the meaning of the columns is inferred, and UserError is raised if it is not clear.
+
+Quoted cells may hold line breaks. Some TSV files do not quote cells at all, and a cell may begin with a quotation mark that is
+never closed (MS MARCO's collection.tsv). In such a file each line with the right number of cells is a record.
 """
 
 import collections
@@ -16,15 +18,16 @@ from typing import Any, BinaryIO, NamedTuple
 from rrl.data.decoding import BrokenRecord, decode
 from rrl.errors import UserError
 
-PASSAGE_IDS = ("id", "_id", "pid", "docid", "doc_id", "passage_id", "psg_id", "docno")
-"""Field names of the id of a passage. Of each tuple of names here, the first that a record has is used."""
-QUESTION_IDS = ("id", "_id", "question_id", "QuestionId", "query_id", "qid")
+PASSAGE_ID_FIELDS = ("id", "_id", "pid", "docid", "doc_id", "passage_id", "psg_id", "docno")
+"""Field names of the id of a passage. Several names of a tuple may be present; the first one is then used, here and below, except
+in `ANSWER_FIELDS`."""
+QUESTION_ID_FIELDS = ("id", "_id", "question_id", "QuestionId", "query_id", "qid")
 """Field names of the id of a question."""
-TEXTS = ("text", "body", "passage", "content", "document", "paragraph_text")
+TEXT_FIELDS = ("text", "body", "passage", "content", "document", "paragraph_text")
 """Field names of the text of a passage. `contents` is another one: its first line is the title if the record has no title."""
-QUESTIONS = ("question", "text", "query", "Question", "problem", "prompt", "input")
+QUESTION_FIELDS = ("question", "text", "query", "Question", "problem", "prompt", "input")
 """Field names of a question."""
-ANSWERS = (
+ANSWER_FIELDS = (
     "answers",
     "golden_answers",
     "answer",
@@ -33,8 +36,8 @@ ANSWERS = (
     "Answer",
     "reference",
 )
-"""Field names of gold answers; a record may have several of them."""
-PREDICTIONS = (
+"""Field names of gold answers. A record may have several of them, and all are used."""
+PREDICTION_NAMES = (
     "prediction",
     "predictions",
     "pred",
@@ -46,18 +49,26 @@ PREDICTIONS = (
 )
 """Field names of a prediction."""
 
-KNOWN_COLUMNS = {
+CANONICAL_NAMES = {
     name.lower(): name
     for names in (
         ("title", "contents", "metadata"),
-        (*PREDICTIONS, *ANSWERS, *QUESTIONS, *TEXTS, *QUESTION_IDS, *PASSAGE_IDS),
+        (
+            *PREDICTION_NAMES,
+            *ANSWER_FIELDS,
+            *QUESTION_FIELDS,
+            *TEXT_FIELDS,
+            *QUESTION_ID_FIELDS,
+            *PASSAGE_ID_FIELDS,
+        ),
     )
     for name in names
 } | {"question": "question", "answer": "answer"}
-"""Known column names by their lower-case form."""
+"""Known column names by their lower-case form. "question" and "answer" stay lower-case, although "Question" and "Answer" are
+known names too."""
 
 HEADER_WORDS = ("text", "question")
-"""A first line with one of these names is a header; with other names, it needs two known ones."""
+"""A first line with one of these names is a header. Without one of these, it is a header if it has two other known names."""
 
 MAX_NAME_LENGTH = 40
 """Maximum number of characters in a column name."""
@@ -68,7 +79,7 @@ SAMPLE_RECORDS = 100
 MAX_CELL_LINES = 100_000
 """Maximum number of lines in a quoted cell."""
 
-COLUMNS = ("id", "title", "text", "-")
+ALLOWED_COLUMNS = ("id", "title", "text", "-")
 """Names that a caller may give to columns; "-" is a column to ignore."""
 
 
@@ -88,13 +99,13 @@ def read_table(
     """Yield ("line 7", {column: cell}) for each record of a CSV or TSV file. Only a few records are held in memory.
 
     A record whose number of cells differs from that of the header is broken. If it has fewer cells, the record before it is
-    broken too, since its text may continue on this line.
+    broken too: the shorter line may be the rest of its text.
 
     Args:
       path: the file, for error messages and the log.
       stream: its decompressed bytes.
-      columns: the meaning of each column (see `COLUMNS`); replaces the names of the header. If this and the header are
-        missing, the meaning is inferred from the first records.
+      columns: the meaning of each column (see `ALLOWED_COLUMNS`); replaces the names of the header. Without `columns` and
+        without a header, the meaning is inferred from the first records.
 
     Raises:
       UserError: the meaning of a column is not clear, or the quotes do not show where a record ends.
@@ -108,7 +119,7 @@ def read_table(
         logging.getLogger(__name__).info(
             "%s: each text has the form 'Title: ... Text: ...' and is split", path
         )
-    before: tuple[str, dict[str, Any] | BrokenRecord] | None = None
+    previous: tuple[str, dict[str, Any] | BrokenRecord] | None = None
     for row in itertools.chain(first, rows):
         place = f"line {row.line}"
         record: dict[str, Any] | BrokenRecord
@@ -116,24 +127,24 @@ def read_table(
             record = BrokenRecord(row.broken)
         elif len(row.cells) != len(names):
             record = BrokenRecord(f"{len(row.cells)} columns instead of {len(names)} ({', '.join(names)})")
-            if before and len(row.cells) < len(names) and not isinstance(before[1], BrokenRecord):
+            if previous and len(row.cells) < len(names) and not isinstance(previous[1], BrokenRecord):
                 reason = f"{place} has {record.reason} and may be the rest of this record"
-                before = before[0], BrokenRecord(reason)
+                previous = previous[0], BrokenRecord(reason)
         else:
             record = {
                 name: cell for name, cell in zip(names, row.cells, strict=True) if name not in ("", "-")
             }
             if split_title:
                 record |= _split_inline_title(record["text"])
-        if before:
-            yield before
-        before = place, record
-    if before:
-        yield before
+        if previous:
+            yield previous
+        previous = place, record
+    if previous:
+        yield previous
 
 
 class _RowReader:
-    """Splits lines into records. It reads ahead only inside quoted cells."""
+    """Splits lines into records. It reads ahead inside quoted cells, and three lines at the beginning to guess the delimiter."""
 
     def __init__(self, path: Path, stream: BinaryIO, width: int = 0) -> None:
         """`width`: the number of columns; 0: the number of cells of the first record."""
@@ -165,8 +176,8 @@ class _RowReader:
                 return None
             text = decode(data)
             broken = text.reason if isinstance(text, BrokenRecord) else ""
-            plain = data.decode("utf-8-sig", "replace") if isinstance(text, BrokenRecord) else text
-            self._ahead.append((number, plain.rstrip("\r\n"), broken))
+            readable = data.decode("utf-8-sig", "replace") if isinstance(text, BrokenRecord) else text
+            self._ahead.append((number, readable.rstrip("\r\n"), broken))
         return self._ahead[at]
 
     def _guess_delimiter(self) -> str:
@@ -182,7 +193,7 @@ class _RowReader:
         return usual
 
     def _row(self, line: int, text: str) -> _Row:
-        """Return the record that begins with a line, and consume the further lines that it has."""
+        """Return the record whose first line is `text`. If it spans more lines, they are removed from `_ahead`."""
         if '"' not in text:
             return _Row(line, text.split(self._delimiter))
         try:
@@ -197,12 +208,12 @@ class _RowReader:
         )
 
     def _multiline_row(self, line: int, text: str) -> _Row | None:
-        """Return the record that begins with a line whose last cell is open, and consume the lines that it continues on.
+        """Return a record whose first line `text` ends inside a quoted cell. Its further lines are removed from `_ahead`.
 
         Returns None if no line closes the cell, if the result has the wrong number of cells, or if each line is a whole record
         and the file is not known to quote cells.
         """
-        size, lines, faults = self._width or self._count_cells(text), [text], [""]
+        width, lines, faults = self._width or self._count_cells(text), [text], [""]
         quotes = _count_quotes(text)
         while (ahead := self._peek(len(lines) - 1)) is not None and len(lines) < MAX_CELL_LINES:
             _, next_line, broken = ahead
@@ -217,8 +228,10 @@ class _RowReader:
                 return None
             if self._width and len(cells) != self._width:
                 return None
-            removed = sum(map(_count_quotes, lines)) - sum(map(_count_quotes, cells))
-            if not self._quoted and removed <= 2 and all(self._count_cells(each) == size for each in lines):
+            # Quotation marks that delimit or escape, and are not text of a cell.
+            syntax_quotes = sum(map(_count_quotes, lines)) - sum(map(_count_quotes, cells))
+            all_whole = all(self._count_cells(each) == width for each in lines)
+            if not self._quoted and syntax_quotes <= 2 and all_whole:
                 return None  # each line is a whole record, and nothing else shows that the file quotes cells
             for _ in lines[1:]:
                 self._ahead.popleft()
@@ -227,13 +240,13 @@ class _RowReader:
         return None
 
     def _unquoted_row(self, line: int, text: str, error: str) -> _Row:
-        """Return the line as a record without quoting. Raises UserError if it is not clear that the file does not quote cells.
+        """Return the line as one record, with its quotation marks. Raises UserError unless the file clearly has no quoting.
 
         A wrong guess could truncate a passage, or read a part of one as a record.
         """
-        size, after = self._width or self._count_cells(text), self._peek(0)
-        whole = not self._quoted and self._count_cells(text) == size > 1
-        if whole and (after is None or not after[1].strip() or self._count_cells(after[1]) == size):
+        width, after = self._width or self._count_cells(text), self._peek(0)
+        is_record = not self._quoted and self._count_cells(text) == width > 1
+        if is_record and (after is None or not after[1].strip() or self._count_cells(after[1]) == width):
             return _Row(line, text.split(self._delimiter))
         raise UserError(
             f"{self._path}, line {line}: {error}, so it is not clear where this record ends. Write a quotation mark "
@@ -245,8 +258,8 @@ class _RowReader:
 
         It does if a quoted cell holds a delimiter or doubled quotation marks, or if several cells are quoted.
         """
-        removed = _count_quotes(text) - sum(map(_count_quotes, cells))
-        return removed > 2 or (removed > 0 and any(self._delimiter in cell for cell in cells))
+        syntax_quotes = _count_quotes(text) - sum(map(_count_quotes, cells))
+        return syntax_quotes > 2 or (syntax_quotes > 0 and any(self._delimiter in cell for cell in cells))
 
     def _count_cells(self, text: str) -> int:
         return text.count(self._delimiter) + 1
@@ -273,10 +286,12 @@ def _is_open(error: csv.Error) -> bool:
 
 
 def _check_columns(path: Path, columns: Sequence[str]) -> None:
-    """Raise UserError if `columns` are not names of `COLUMNS`, each once, with a text or a title."""
+    """Raise UserError if `columns` are not names of `ALLOWED_COLUMNS`, each once, with a text or a title."""
     named = [name for name in columns if name != "-"]
     if columns and (
-        not set(columns) <= set(COLUMNS) or len(set(named)) < len(named) or not {"text", "title"} & set(named)
+        not set(columns) <= set(ALLOWED_COLUMNS)
+        or len(set(named)) < len(named)
+        or not {"text", "title"} & set(named)
     ):
         raise UserError(
             f"columns={','.join(columns)}: not the columns of {path}. Name each column, in order, such as "
@@ -286,27 +301,27 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
 
 def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple[list[str], list[_Row]]:
     """Return the names of the columns and the rows without the header, and log the meaning of each column."""
-    good = [row for row in rows if not row.broken]
-    if not good:
+    readable = [row for row in rows if not row.broken]
+    if not readable:
         return list(columns), rows
-    head = good[0]
+    head = readable[0]
     if any("\r" in cell for cell in head.cells):
         raise UserError(
             f"{path}: its lines end in carriage returns alone. Save it with line feeds, or with both, at their ends."
         )
     head_cells = [cell.strip() for cell in head.cells]
     names = list(columns)
-    header = _is_header(head_cells) or (bool(columns) and _is_unknown_header(good, columns))
+    header = _is_header(head_cells) or (bool(columns) and _is_unknown_header(readable, columns))
     if not names and header:
-        names = [KNOWN_COLUMNS.get(name.lower(), name) for name in head_cells]
-        twice = [name for name, count in collections.Counter(filter(None, names)).items() if count > 1]
-        if twice:
+        names = [CANONICAL_NAMES.get(name.lower(), name) for name in head_cells]
+        repeated = [name for name, count in collections.Counter(filter(None, names)).items() if count > 1]
+        if repeated:
             raise UserError(
-                f"{path}, line {head.line}: the column {twice[0]!r} occurs twice in the header {', '.join(head_cells)}. "
+                f"{path}, line {head.line}: the column {repeated[0]!r} occurs twice in the header {', '.join(head_cells)}. "
                 "Rename one."
             )
     elif not names:
-        names = _infer_columns(path, good, rows[0].broken)
+        names = _infer_columns(path, readable, rows[0].broken)
     logging.getLogger(__name__).info(
         "%s: %s; %s",
         path,
@@ -321,14 +336,14 @@ def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple
 
 
 _ROLES = (
-    ("id", (*PASSAGE_IDS, *QUESTION_IDS)),
+    ("id", (*PASSAGE_ID_FIELDS, *QUESTION_ID_FIELDS)),
     ("title", ("title",)),
-    ("question", tuple(name for name in QUESTIONS if name not in TEXTS)),
-    ("text", (*TEXTS, "contents")),
-    ("answer", ANSWERS),
-    ("prediction", PREDICTIONS),
+    ("question", tuple(name for name in QUESTION_FIELDS if name not in TEXT_FIELDS)),
+    ("text", (*TEXT_FIELDS, "contents")),
+    ("answer", ANSWER_FIELDS),
+    ("prediction", PREDICTION_NAMES),
 )
-"""Roles of a column, each with its names; a role goes to the first of its names that the table has."""
+"""(role, column names that can have it), for the log. If a table has several of the names, the first has the role."""
 
 
 def _describe_columns(names: Sequence[str], shown: Sequence[str]) -> Iterator[str]:
@@ -346,7 +361,7 @@ def _is_header(cells: Sequence[str]) -> bool:
     """Return whether a row holds column names. A row with a number or a long cell never does."""
     if any(len(cell) > MAX_NAME_LENGTH or cell.isdigit() for cell in cells):
         return False
-    known = [KNOWN_COLUMNS[cell.lower()] for cell in cells if cell.lower() in KNOWN_COLUMNS]
+    known = [CANONICAL_NAMES[cell.lower()] for cell in cells if cell.lower() in CANONICAL_NAMES]
     return len(known) > 1 or any(name in HEADER_WORDS for name in known)
 
 
@@ -386,8 +401,8 @@ def _infer_columns(path: Path, rows: Sequence[_Row], broken: str) -> list[str]:
     raise UserError(
         f"{path}, line {rows[0].line}: {shown} is not a header with names such as id, title and text, or question and answer, "
         f"and it is not clear what each column holds{f' (the first line, which may name them, is {broken})' if broken else ''}. "
-        "Put a line with such names above it, or in its place if it has other names. For a corpus, you can instead give "
-        "launch/build_index.py --columns=id,text,title (in the order of the file)."
+        "Add a header with such names as the first line; if this line is a header with other names, replace it. "
+        "For a corpus, you can instead give launch/build_index.py --columns=id,text,title (in the order of the file)."
     )
 
 

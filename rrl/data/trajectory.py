@@ -9,13 +9,13 @@ from jaxtyping import Float, Int
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.text.chat import opened_thought
+from rrl.text.chat import trailing_think_tag
 
 PROMPT, POLICY, ENVIRONMENT = 0, 1, 2
-"""Roles of a token. Only POLICY tokens were sampled, and only they have a loss."""
+"""Roles of a token. Only POLICY tokens were sampled, and only they are targets of the loss."""
 
 NOT_FINITE = "not_finite"
-"""End reason of an episode whose next logits were not a distribution: one was NaN or +inf, or all were -inf."""
+"""End reason of an episode whose next-token logits could not be sampled from: one was NaN or +inf, or all were -inf."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Trajectory:
 
     question: Question
     request: int
-    """Seed of the episode: the same request gives the same trajectory in any batch."""
+    """Sampling seed of the request for this episode. The same seed gives the same trajectory in any batch."""
     group: int
     """Index of the group; the samples of one question share a group."""
     tokens: Int[np.ndarray, "T"]
@@ -67,11 +67,14 @@ class Trajectory:
     ended: str
     """End reason: "answer", "turn_limit", "context_limit", ...; docs/metrics.md lists all of them."""
     starts: tuple[int, ...] = (0,)
-    """Index of the first token of each context. The policy saw only the tokens from the last start on when it wrote a token."""
+    """Index in `tokens` of the first token of each context. An environment may restart the episode in a new context; a policy
+    token was sampled given only the earlier tokens of its own context."""
     cuts: tuple[tuple[int, str], ...] = ()
-    """(turn, limit) for each limit that was reached, in order. "turn_tokens" and "context" truncated the policy's text,
-    "observation_tokens" truncated the environment's; with "room" the environment's text did not fit into the context. The
-    environment decides how the episode continues."""
+    """(turn, limit) for each limit that was reached, in order. The limits:
+
+    - "turn_tokens", "context": the policy's text was truncated;
+    - "observation_tokens": the environment's text was truncated;
+    - "room": an observation or a prompt did not fit into the context; the environment decided how the episode continued."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Reward by component, and "total"."""
     turn_rewards: dict[int, float] | None = None
@@ -83,16 +86,16 @@ class Trajectory:
     evidence: str = ""
     """The policy's evidence (R-Search); "" if the recipe has none."""
     reader_answer: str = ""
-    """The answer of the cross-family reader from the evidence (R-Search, Eq. 4)."""
+    """Answer that a frozen model of another family gives from the evidence (R-Search's cross-family reader, Eq. 4)."""
 
     @property
     def response(self) -> list[str]:
-        """Texts of the policy, one per turn. A text whose prompt ends with an opening `<think>` begins with this tag."""
+        """Complete texts of the policy, one per turn: an opening `<think>` at the end of the prompt belongs to the text."""
         return responses(self.segments)
 
     @property
-    def written(self) -> list[str]:
-        """Texts of the policy, one per turn, without an opening tag from the prompt."""
+    def sampled_texts(self) -> list[str]:
+        """Sampled texts of the policy, one per turn, without an opening `<think>` that is part of the prompt."""
         return [text for role, text in self.segments if role == POLICY]
 
     @property
@@ -107,7 +110,9 @@ class Trajectory:
 
     @property
     def token_rewards(self) -> Float[np.ndarray, "T"]:
-        """Reward of each token: `turn_rewards` at the last policy token of each turn, or the total at that of the episode.
+        """Reward of each token, 0 for most: each of `turn_rewards` is at the last policy token of its turn.
+
+        If `turn_rewards` is None, the total reward is at the last policy token of the episode.
 
         Raises ValueError if a turn with a reward has no policy token.
         """
@@ -134,4 +139,6 @@ class Trajectory:
 def responses(segments: Sequence[tuple[int, str]]) -> list[str]:
     """Return the policy's texts in `segments`, as `Trajectory.response`."""
     before = ["", *(text if role == PROMPT else "" for role, text in segments)]
-    return [opened_thought(prompt) + text for prompt, (role, text) in zip(before, segments) if role == POLICY]
+    return [
+        trailing_think_tag(prompt) + text for prompt, (role, text) in zip(before, segments) if role == POLICY
+    ]

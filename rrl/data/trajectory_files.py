@@ -65,10 +65,14 @@ def _trajectory(position: int, record: Any) -> Trajectory:
             for search in fields["searches"]
         ]
         return Trajectory(
-            Question(**question),
-            position,
-            position,
-            *(empty, empty, empty, empty, empty),
+            question=Question(**question),
+            request=position,
+            group=position,
+            tokens=empty,
+            roles=empty,
+            logps=empty,
+            sampled_logps=empty,
+            turns=empty,
             segments=[(int(role), str(text)) for role, text in fields["segments"]],
             searches=searches,
             ended=fields["ended"],

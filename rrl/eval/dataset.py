@@ -13,7 +13,7 @@ import numpy as np
 from rrl.data.folder import load_folder
 from rrl.data.passages import Passage, fingerprint, load_passages
 from rrl.data.questions import Question, load_questions
-from rrl.data.records import OnFault, on_broken, record_places
+from rrl.data.records import OnFault, on_error_for, record_places
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.retrieval.retriever import Retriever
@@ -164,13 +164,13 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
         return name, [item.question for item in items][: config.questions or None], name, wiki.passages
     path = Path(config.path)
     if path.is_dir():
-        folder = load_folder(path, on_broken(config.on_error), corpus=corpus)
+        folder = load_folder(path, on_error_for(config.on_error), corpus=corpus)
         if config.split and config.split not in folder.files:
             raise UserError(
                 f"data folder {path}: no file of the split {config.split!r}; it has {', '.join(folder.files)}"
             )
         chosen = (
-            folder.first_answered(HELD_OUT)
+            folder.first_split_with_answers(HELD_OUT)
             if not config.split
             else (config.split, folder.questions(config.split))
         )
@@ -180,7 +180,7 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
         questions = _draw(questions, config, folder.file(split))
         return f"{path.name} {split}", questions, path.name, folder.passages
     questions = _draw(
-        load_questions(path, on_broken(config.on_error), truth=config.truth or None), config, path
+        load_questions(path, on_error_for(config.on_error), truth=config.truth or None), config, path
     )
     if not corpus:
         return path.name, questions, "", []
@@ -193,7 +193,7 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
         path.name,
         questions,
         Path(config.corpus).name,
-        load_passages(config.corpus, on_broken(config.on_error)),
+        load_passages(config.corpus, on_error_for(config.on_error)),
     )
 
 

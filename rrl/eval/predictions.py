@@ -14,13 +14,13 @@ from typing import Any
 
 from rrl.data.decoding import BrokenRecord
 from rrl.data.passages import passage_of
-from rrl.data.questions import QUESTION_FIELDS, answer_text
+from rrl.data.questions import answer_text
 from rrl.data.records import ExcludedRecord, fields_of, id_field, list_field, question_fields_of, read_records
-from rrl.data.tables import PASSAGE_IDS, PREDICTIONS, QUESTION_IDS
+from rrl.data.tables import PASSAGE_ID_FIELDS, PREDICTION_NAMES, QUESTION_FIELDS, QUESTION_ID_FIELDS
 from rrl.errors import UserError
 
 PREDICTION_FIELDS = tuple(
-    part for name in PREDICTIONS for part in (("output.pred", name) if name == "output" else (name,))
+    part for name in PREDICTION_NAMES for part in (("output.pred", name) if name == "output" else (name,))
 )
 COUNT_FIELDS = (
     "turns",
@@ -122,7 +122,7 @@ def _by_id(document: dict[str, Any]) -> dict[str, Any] | None:
     {"answer": {id: answer}} with supporting facts and evidence; None for a single record."""
     if isinstance(document.get("answer"), dict) and set(document) <= {"answer", "sp", "evidence"}:
         return document["answer"]
-    known = {*QUESTION_IDS, *QUESTION_FIELDS, *(name.partition(".")[0] for name in PREDICTION_FIELDS)}
+    known = {*QUESTION_ID_FIELDS, *QUESTION_FIELDS, *(name.partition(".")[0] for name in PREDICTION_FIELDS)}
     return None if known & document.keys() else document
 
 
@@ -130,7 +130,9 @@ def _prediction(place: str, record: Any, field: str, judge_field: str) -> Predic
     if isinstance(record, BrokenRecord):
         raise ValueError(record.reason)
     fields = question_fields_of(record)
-    identity = id_field(fields, 0) if any(fields.get(name) is not None for name in QUESTION_IDS) else None
+    identity = (
+        id_field(fields, 0) if any(fields.get(name) is not None for name in QUESTION_ID_FIELDS) else None
+    )
     question = next((fields[name] for name in QUESTION_FIELDS if isinstance(fields.get(name), str)), "")
     if identity is None and not question.strip():
         raise ValueError("id: missing, and there is no question either")
@@ -233,7 +235,7 @@ def _entries(entries: list[Any]) -> Iterator[tuple[str, str] | None]:
         else:
             try:
                 passage = passage_of(at, entry)
-                has_id = any(entry.get(name) is not None for name in PASSAGE_IDS)
+                has_id = any(entry.get(name) is not None for name in PASSAGE_ID_FIELDS)
                 yield passage.title, passage.id if has_id else ""
             except ExcludedRecord:
                 yield None

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from rrl.data.questions import UNANSWERABLE, Question, question_of
+from rrl.data.questions import EMPTY_ANSWER, Question, question_of
 from rrl.data.records import read_records
 from rrl.errors import UserError
 from rrl.eval.intervals import bootstrap, compare
@@ -137,9 +137,9 @@ def scorable(questions: Sequence[Question], rule: Rule) -> list[bool]:
     In MuSiQue-Full an answerable and an unanswerable question share an id. The answerable one counts, as in MuSiQue's own
     evaluation of answers.
     """
-    answered = {question.id for question in questions if question.answers != UNANSWERABLE}
+    answered = {question.id for question in questions if question.answers != EMPTY_ANSWER}
     counts = rule.empty == "equal"
-    return [q.answers != UNANSWERABLE or (counts and q.id not in answered) for q in questions]
+    return [q.answers != EMPTY_ANSWER or (counts and q.id not in answered) for q in questions]
 
 
 def drop_unscorable(

@@ -112,7 +112,7 @@ class R1Searcher(OutcomeRecipe):
         """Set the rewards: in stage 1 "retrieval" and "format", in stage 2 "answer" and "format", and their sum as "total"."""
         for trajectory in trajectories:
             trajectory.answer = last_box(trajectory.response, self.environment.answer)
-            well_formed = self.well_formed(trajectory.written)
+            well_formed = self.well_formed(trajectory.sampled_texts)
             trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(well_formed)}
             if self.stage == 1:
                 trajectory.rewards = {

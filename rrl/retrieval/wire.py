@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rrl.data.passages import Passage, passage_of
-from rrl.data.tables import PASSAGE_IDS
+from rrl.data.tables import PASSAGE_ID_FIELDS
 from rrl.retrieval.retriever import Hit
 
 FORMS = {"search-r1": "/retrieve", "flashrag": "/batch_search", "r1-searcher": "/queries"}
@@ -112,7 +112,7 @@ def _passage(doc: Any) -> Passage | None:
         return None
     given = {name: value for name, value in doc.items() if value is not None}
     passage = passage_of(0, given)
-    if any(name in given for name in PASSAGE_IDS):
+    if any(name in given for name in PASSAGE_ID_FIELDS):
         return passage
     content = hashlib.sha256(f"{passage.title}\n{passage.text}".encode("utf-8", "surrogatepass"))
     return dataclasses.replace(passage, id=content.hexdigest()[:16])

@@ -13,7 +13,7 @@ from typing import Protocol
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
-from rrl.text.chat import Prompt, after_thought, opened_thought
+from rrl.text.chat import Prompt, after_thought, trailing_think_tag
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import EXTRACT_TEMPLATE, listed_answers
@@ -207,7 +207,7 @@ def transcript_of(
             continue
         if role == PROMPT:
             prompts.append(text)
-            prefill = prefill or opened_thought(text)
+            prefill = prefill or trailing_think_tag(text)
             if len(prompts) == 1:
                 continue
             common_prefix = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts[-2:]))

@@ -12,7 +12,7 @@ from typing import Any
 from rrl.data.folder import DataFolder, load_folder
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.data.records import OnFault, on_broken
+from rrl.data.records import OnFault, on_error_for
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.miniwiki.names import SPLITS
@@ -274,7 +274,7 @@ def load_datasets(
             search_retriever = load_retriever(wiki.passages, retriever, encoder, workdir=workdir)
             datasets.append(SearchDataset([item.question for item in items], search_retriever, wiki.passages))
         return datasets[0], datasets[1]
-    folder = load_folder(data.path, on_broken(data.on_error), corpus=not retriever.index)
+    folder = load_folder(data.path, on_error_for(data.on_error), corpus=not retriever.index)
     action = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
     log(f"{data.path}: {len(folder.passages)} passages; {action}")
     search_retriever = load_retriever(folder.passages, retriever, encoder, search_seconds, workdir)
@@ -292,11 +292,11 @@ def split_questions(folder: DataFolder) -> tuple[list[Question], list[Question]]
     are not used. The training questions are the first other file of train, questions and dev with gold answers. If there is no
     other file, `hold_out` splits the only one.
     """
-    held_out = folder.first_answered(("test", "dev", "questions", "train"))
+    held_out = folder.first_split_with_answers(("test", "dev", "questions", "train"))
     if held_out is None:
         raise UserError(f"data folder {folder.path}: none of its question files has gold answers; give one")
     split, questions = held_out
-    rest = folder.first_answered(("train", "questions", "dev"), exclude=split)
+    rest = folder.first_split_with_answers(("train", "questions", "dev"), exclude=split)
     return (rest[1], questions) if rest else hold_out(questions)
 
 

@@ -4,7 +4,7 @@ import html
 import re
 import unicodedata
 
-_REFERENCE = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z]\w*);")
+_HTML_REFERENCE = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z]\w*);")
 
 
 def replace_lone_surrogates(text: str) -> str:
@@ -18,5 +18,5 @@ def canonical_unicode(text: str) -> str:
     In this form, texts from sources that encode the same characters differently compare as equal.
     """
     if "&" in text:
-        text = _REFERENCE.sub(lambda match: html.unescape(match[0]), text)
+        text = _HTML_REFERENCE.sub(lambda match: html.unescape(match[0]), text)
     return text if text.isascii() else unicodedata.normalize("NFKC", text)

@@ -10,15 +10,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.errors import UserError, describe_error
 from rrl.text.encoding import NONCHARACTERS, plain_ids, special_name, split_names, template_ids
-from rrl.text.encoding import text_ids as text_ids
+from rrl.text.encoding import text_ids as text_ids  # re-exported
 
-_OPENED = re.compile(r"<think>\s*\Z")
+_TRAILING_THINK_TAG = re.compile(r"<think>\s*\Z")
 """Matches an opening `<think>` at the end of a text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a generation. A plain string stands for a prompt with only the field `user`."""
+    """The prompt of a generation. The user message is `user` + `body` + `after`. A string is a prompt with only `user`."""
 
     user: str = ""
     """Beginning of the user message."""
@@ -29,7 +29,7 @@ class Prompt:
     system: str = ""
     """System message; "" for none."""
     prefill: str = ""
-    """Beginning of the assistant message. It is part of the prompt: it is not sampled and has no loss."""
+    """Beginning of the assistant message. It is part of the prompt: it is not sampled, and its tokens are masked in the loss."""
     chat: bool = True
     """True: use the chat template. False: concatenate the texts without a template, for base models."""
 
@@ -59,15 +59,15 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking
             f"the tokenizer {tokenizer.name_or_path!r} has no chat_template: use the folder of an instruction-tuned model, "
             "or add chat_template to its tokenizer_config.json"
         )
-    text = _templated(tokenizer, prompt, {} if thinking is None else {"enable_thinking": thinking})
+    text = _apply_template(tokenizer, prompt, {} if thinking is None else {"enable_thinking": thinking})
     prefill = prompt.prefill
-    if opened_thought(text) and opened_thought(prefill):
-        prefill = ""  # the template has already written the opening tag
+    if trailing_think_tag(text) and trailing_think_tag(prefill):
+        prefill = ""  # the template has already written the opening tag, and one is enough
     return text + prefill
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, bool]) -> str:
-    """Return the prompt without its prefill in the chat template.
+def _apply_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, bool]) -> str:
+    """Apply the chat template to the system and user messages; the prefill is not included.
 
     If the template refuses system messages, as Gemma's does, or ignores them, the system message is prepended to the user
     message.
@@ -105,11 +105,12 @@ def chat_ids(
     messages = f"{prompt.system}{prompt.user_message}"
     if not special_name(tokenizer, messages):
         return template_ids(tokenizer, chat_text(tokenizer, prompt, thinking))
+    # `template_ids` splits the text at each separator, so that no name of a special token is encoded as one.
     separator = next(character for character in NONCHARACTERS if character not in messages)
     system, user = (prompt.system, prompt.user_message) if prompt.chat else ("", messages)
     system, user = (split_names(tokenizer, text, separator) for text in (system, user))
-    marked = dataclasses.replace(prompt, system=system, user=user, body="", after="")
-    return template_ids(tokenizer, chat_text(tokenizer, marked, thinking), separator)
+    split_prompt = dataclasses.replace(prompt, system=system, user=user, body="", after="")
+    return template_ids(tokenizer, chat_text(tokenizer, split_prompt, thinking), separator)
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -132,7 +133,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def fitting_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, room: int, thinking: bool | None = None
 ) -> Int[np.ndarray, "T"]:
-    """Return at most `room` token ids of a prompt.
+    """Return the token ids of a prompt, truncated to at most `room` tokens.
 
     A prompt that is too long is truncated at the front of its body. If that is not enough, its first tokens are dropped.
     """
@@ -141,28 +142,29 @@ def fitting_ids(
         body = plain_ids(tokenizer, prompt.body)
         # The remaining text may encode to another number of tokens, hence the loop.
         rest = str(tokenizer.decode(body[len(ids) - room :]))
-        prompt = dataclasses.replace(prompt, body=rest.lstrip("\ufffd"))  # a character cut in two
+        # The cut may split a character into bytes, which are decoded as U+FFFD.
+        prompt = dataclasses.replace(prompt, body=rest.lstrip("\ufffd"))
         ids = chat_ids(tokenizer, prompt, thinking)
     return ids[-room:]
 
 
-def opened_thought(prompt: str) -> str:
-    """Return the `<think>` with its trailing white space that a prompt ends with; "" if it does not end with one.
+def trailing_think_tag(prompt: str) -> str:
+    """Return the opening `<think>` at the end of a prompt, with the white space after it; "" if the prompt does not end with one.
 
     The templates of DeepSeek-R1's distilled models, QwQ and Qwen3-Thinking end with it. The model's text then continues the
     thought.
     """
-    match = _OPENED.search(prompt)
+    match = _TRAILING_THINK_TAG.search(prompt)
     return match[0] if match else ""
 
 
 def opened_by_template(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt) -> bool:
     """Return whether the chat template itself, rather than the prefill of the prompt, ends with an opening `<think>`."""
     prefill = prompt.prefill if isinstance(prompt, Prompt) else ""
-    return bool(opened_thought(chat_text(tokenizer, prompt))) and not opened_thought(prefill)
+    return bool(trailing_think_tag(chat_text(tokenizer, prompt))) and not trailing_think_tag(prefill)
 
 
 def after_thought(text: str) -> str:
-    """Return the text after the thought of a reasoning model; "" if the thought is never closed."""
+    """Return the text after the last `</think>`. Without one: "" if a `<think>` is open, otherwise the whole text."""
     _, closed, after = text.rpartition("</think>")
     return after if closed or "<think>" not in text else ""

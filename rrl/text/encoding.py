@@ -1,4 +1,4 @@
-"""Encode texts into token ids.
+"""Encode texts into token ids. Read `text_ids` first.
 
 - `text_ids`: the exact text; names of special tokens become special tokens.
 - `plain_ids`: the exact text of users or documents; names of special tokens stay text.
@@ -20,16 +20,17 @@ from transformers import PreTrainedTokenizerBase
 from rrl.text.characters import replace_lone_surrogates
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode noncharacters. They are not for use in exchanged texts, so one of them can mark a split in a name (`split_names`)."""
+"""Unicode noncharacters. Texts do not contain them, so `split_names` inserts one where the name of a special token is to be
+split."""
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
     """Return token ids whose bytes are exactly those of the text (after `replace_lone_surrogates`); adds no special tokens.
 
-    No space is put before the text, even if the tokenizer does that (SentencePiece's dummy prefix), since the text may continue
-    another one.
+    No space is put before the text, even if the tokenizer usually adds one (SentencePiece's dummy prefix): the text may be
+    appended to another text.
     """
-    prefixless = _facts(tokenizer).prefixless
+    prefixless = _facts(tokenizer).without_prefix
     if prefixless is None:
         return template_ids(tokenizer, text)
     # Set only when it differs, because other threads may be encoding.
@@ -48,7 +49,7 @@ def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, 
 
 def special_name(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return the first name of a special token in a text; "" if there is none."""
-    names = _facts(tokenizer).names
+    names = _facts(tokenizer).special_names
     match = names.search(text) if names is not None else None
     return match[0] if match else ""
 
@@ -85,11 +86,11 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, text: str, separator: str =
 class _TokenizerFacts:
     """Properties of a tokenizer that are computed once."""
 
-    tokens: int
-    """Number of its tokens, to detect that tokens were added."""
-    prefixless: Tokenizer | None
+    vocabulary_size: int
+    """Number of tokens when the properties were computed. If it has changed, tokens were added and the entry is stale."""
+    without_prefix: Tokenizer | None
     """The tokenizer without its dummy prefix; None if it has no dummy prefix."""
-    names: re.Pattern[str] | None
+    special_names: re.Pattern[str] | None
     """Matches the names of its special tokens; None if it has none. Names of a single character cannot be split and are
     omitted."""
 
@@ -100,7 +101,7 @@ _CACHE: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerFacts]" = 
 def _facts(tokenizer: PreTrainedTokenizerBase) -> _TokenizerFacts:
     """Return the properties of a tokenizer, from the cache unless tokens were added to it."""
     facts = _CACHE.get(tokenizer)
-    if facts is None or facts.tokens != len(tokenizer):
+    if facts is None or facts.vocabulary_size != len(tokenizer):
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(tokenizer.all_special_tokens)
         longest_first = sorted(
@@ -113,7 +114,7 @@ def _facts(tokenizer: PreTrainedTokenizerBase) -> _TokenizerFacts:
 
 def _split_at_names(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
     """Yield parts of the text that contain no name of a special token: each name is split after its first character."""
-    names, start = _facts(tokenizer).names, 0
+    names, start = _facts(tokenizer).special_names, 0
     while names is not None and (match := names.search(text, start)):
         yield text[start : match.start() + 1]
         start = match.start() + 1
@@ -125,8 +126,11 @@ def _without_prefix(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    steps = [json.loads(step.__getstate__()) for step in (backend.normalizer, backend.pre_tokenizer) if step]
-    if not any(_adds_prefix(step) for top in steps for step in _nested(top)):
+    # The normalizer and the pre-tokenizer as JSON; each may be a sequence of others.
+    stages = [
+        json.loads(stage.__getstate__()) for stage in (backend.normalizer, backend.pre_tokenizer) if stage
+    ]
+    if not any(_adds_prefix(step) for stage in stages for step in _nested(stage)):
         return None
     fields = json.loads(backend.to_str())
     for part in ("normalizer", "pre_tokenizer"):
@@ -148,12 +152,12 @@ def _nested(step: Any) -> Iterator[dict[str, Any]]:
 
 def _adds_prefix(step: dict[str, Any], remove: bool = False) -> bool:
     """Return whether a normalizer or pre-tokenizer adds a prefix to a text; with `remove`, turn that off in `step`."""
-    disabled = {
+    prefix_options = {  # by step type: (option that adds the prefix, value that turns it off)
         "Prepend": ("prepend", ""),
         "Metaspace": ("prepend_scheme", "never"),
         "ByteLevel": ("add_prefix_space", False),
     }
-    name, value = disabled.get(step["type"], ("", None))
+    name, value = prefix_options.get(step["type"], ("", None))
     adds = bool(name) and step.get(name, value) != value
     if adds and remove:
         step[name] = value

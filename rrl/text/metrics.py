@@ -43,35 +43,42 @@ def score_answer(predictions: str | Sequence[str], answers: Sequence[str], rule:
 def score_answers(
     predictions: Sequence[str | Sequence[str]], answers: Sequence[Sequence[str]], rule: Rule = RRL
 ) -> list[AnswerScores]:
-    """Compute `score_answer` for each prediction and its gold answers, several times faster than one by one."""
+    """Compute `score_answer` for each prediction and its gold answers, several times faster than separate calls."""
     scores: list[AnswerScores] = []
     for start in range(0, len(predictions), CHUNK):
         prediction_lists = [[p] if isinstance(p, str) else p for p in predictions[start : start + CHUNK]]
         gold_lists = answers[start : start + CHUNK]
         for gold in gold_lists:
-            _refuse_no_gold(gold)
+            _check_gold(gold)
+        # Predictions and gold answers of each question in turn, normalised together.
         raw = [
             text
             for pair in zip(prediction_lists, gold_lists, strict=True)
             for texts in pair
             for text in texts
         ]
-        texts, first = rule.normalize_all(raw), 0
+        texts, start_of_pair = rule.normalize_all(raw), 0
         for candidates, gold in zip(prediction_lists, gold_lists):
-            middle, end = first + len(candidates), first + len(candidates) + len(gold)
-            scores.append(_scored(candidates, texts[first:middle], gold, texts[middle:end], rule))
-            first = end
+            middle = start_of_pair + len(candidates)
+            end = middle + len(gold)
+            scores.append(
+                _best_scores(candidates, texts[start_of_pair:middle], gold, texts[middle:end], rule)
+            )
+            start_of_pair = end
     return scores
 
 
-def _scored(
+def _best_scores(
     predictions: Sequence[str],
     texts: Sequence[str],
     answers: Sequence[str],
     gold_texts: Sequence[str],
     rule: Rule,
 ) -> AnswerScores:
-    """Return the best scores of the predictions for the gold `answers`; `texts` and `gold_texts` are their normalised forms."""
+    """Return the best scores of the predictions for the gold `answers`.
+
+    `texts` and `gold_texts` are the normalised predictions and gold answers. Metrics that must be 0 are not computed.
+    """
     em = f1 = cem = 0.0
     for raw, text in zip(predictions, texts):
         if text and text in gold_texts:
@@ -112,16 +119,16 @@ def cover_exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL)
 
 
 _Metric = Callable[[str, str, str, str, Rule], float]
-"""A function of the prediction, its normalised form, the gold answer, its normalised form, and the rule."""
+"""A function of the prediction (`raw`), its normalised form (`text`), the gold answer, its normalised form, and the rule."""
 
 
 def _best(score: _Metric, prediction: str, answers: Sequence[str], rule: Rule) -> float:
-    _refuse_no_gold(answers)
+    _check_gold(answers)
     text = rule.normalize(prediction)
     return max(score(prediction, text, gold, rule.normalize(gold), rule) for gold in answers)
 
 
-def _refuse_no_gold(answers: Sequence[str]) -> None:
+def _check_gold(answers: Sequence[str]) -> None:
     if isinstance(answers, str) or not answers:
         raise UserError(
             f"answers: got {answers!r}; a question needs a list of at least one gold answer. "
@@ -129,11 +136,11 @@ def _refuse_no_gold(answers: Sequence[str]) -> None:
         )
 
 
-def _bare(raw: str, gold: str, rule: Rule) -> float:
-    """Exact match of the texts as written, up to case and white space.
+def _unnormalized_match(raw: str, gold: str, rule: Rule) -> float:
+    """Return the exact match of the texts before normalisation, up to case and white space.
 
-    It is for a gold answer of only articles or punctuation ("The The", "!!!"), which normalises to nothing: its normalised form
-    would equal an empty prediction.
+    It is used for a gold answer of only articles or punctuation ("The The", "!!!"), which normalises to nothing: its normalised
+    form would equal an empty prediction.
     """
     raw, gold = (" ".join(rule.canonicalize(text).lower().split()) for text in (raw, gold))
     return float(raw == gold)
@@ -141,15 +148,15 @@ def _bare(raw: str, gold: str, rule: Rule) -> float:
 
 def _exact(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
     if not gold_text and rule.empty == "written":
-        return _bare(raw, gold, rule)
+        return _unnormalized_match(raw, gold, rule)
     return float(text == gold_text)
 
 
 def _f1(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
-    if not gold_text or not text:
+    if not gold_text or not text:  # see `Rule.empty`
         if gold_text or rule.empty == "zero":
             return 0.0
-        return _bare(raw, gold, rule) if rule.empty == "written" else float(text == gold_text)
+        return _unnormalized_match(raw, gold, rule) if rule.empty == "written" else float(text == gold_text)
     if rule.yes_no_whole and text != gold_text and (text in YES_NO or gold_text in YES_NO):
         return 0.0
     predicted, gold_words = text.split(), gold_text.split()
@@ -171,7 +178,7 @@ def _overlap(predicted: list[str], gold_words: list[str]) -> int:
 
 def _cover(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
     if not gold_text and rule.empty == "written":
-        return _bare(raw, gold, rule)
+        return _unnormalized_match(raw, gold, rule)
     if rule.cover == "substring":
         return float(gold_text in text)  # every text contains "", as in FlashRAG's and Search-R1's scripts
     if not gold_text:

@@ -21,12 +21,12 @@ _SPACE_QUOTES = str.maketrans(dict.fromkeys(string.punctuation + _QUOTES, " "))
 _BOOLEANS = {"True": "yes", "False": "no"}
 
 YES_NO = ("yes", "no", "noanswer")
-"""Answers that a rule with `yes_no_whole` scores only as a whole (HotpotQA's script)."""
+"""Answers for which a rule with `yes_no_whole` gives F1 only if both sides are equal (HotpotQA's script)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """How answers are compared. The default is SQuAD's normalisation, except for gold answers that it makes empty (`empty`)."""
+    """How answers are compared. The default is SQuAD's, except for gold answers that normalise to the empty string (`empty`)."""
 
     punctuation: Literal["drop", "space", "quotes"] = "drop"
     """How to treat ASCII punctuation: "drop" removes it ("U.S." is "us"); "space" replaces it by spaces ("u s"); "quotes"
@@ -38,12 +38,12 @@ class Rule:
     yes_no_whole: bool = False
     """F1 is 0 if one side is yes, no or noanswer and the other side differs (HotpotQA, TIRESRAG-R1)."""
     cover: Literal["phrase", "substring", "words"] = "phrase"
-    """What cover-EM requires of the prediction: "phrase": the gold words in a row; "substring": the gold characters ("art" in
-    "party" counts); "words": all gold words in any order."""
+    """What cover-EM requires of the prediction: "phrase": the gold words, consecutive and in order; "substring": the gold
+    characters ("art" in "party" counts); "words": all gold words in any order."""
     empty: Literal["written", "equal", "zero"] = "written"
-    """How to score a gold answer that normalises to nothing ("The The", "A", "!!!"). "written": compare the texts as written, so
-    that an empty prediction never scores. "equal": two empty sides are equal (SQuAD 2.0). "zero": they are equal for EM, but F1
-    is 0 (SQuAD 1.1)."""
+    """How to score a gold answer that normalises to nothing ("The The", "A", "!!!"). "written": compare the texts before
+    normalisation, in lower case, so that an empty prediction never scores. "equal": two empty sides are equal (SQuAD 2.0).
+    "zero": they are equal for EM, but F1 is 0 (SQuAD 1.1)."""
     f1_decimals: int | None = None
     """Decimals to which F1 is rounded (R-Search's released code: 2); None: not rounded."""
     canonical_unicode: bool = False
@@ -76,7 +76,7 @@ class Rule:
         lines = self.canonicalize("\n".join(texts))
         if lines.count("\n") != len(texts) - 1:
             return [self.normalize(text) for text in texts]
-        # No rule matches across a line break, which is neither part of a word nor punctuation.
+        # Normalising the joined lines equals normalising each: a line break is neither part of a word nor punctuation.
         lines = self._stripped(lines)
         return [" ".join(line.split()) for line in lines.split("\n")]
 
@@ -88,7 +88,7 @@ _TABLES: dict[str, dict[int, Any]] = {
 }
 
 RRL = Rule(canonical_unicode=True)
-"""The rule of rewards and training metrics."""
+"""The rule that rrl uses for rewards and training metrics: SQuAD's, with canonical Unicode and `empty` as "written"."""
 
 RULES: Mapping[str, Rule] = {
     "rrl": RRL,
@@ -118,10 +118,10 @@ def rule_named(name: str) -> Rule:
 
 
 def normalize_answer(text: str, rule: Rule = RRL) -> str:
-    """Return the normalised answer: lower case, no ASCII punctuation, no articles, single spaces, or as another rule.
+    """Return the answer normalised by `rule`.
 
-    The default is that of SQuAD (Rajpurkar et al. 2016), whose script removes punctuation before articles: "U.S.A." becomes
-    "usa", "(The) End" becomes "end".
+    The default gives canonical Unicode, lower case, no ASCII punctuation, no articles and single spaces. Like SQuAD's script
+    (Rajpurkar et al. 2016), it removes punctuation before articles: "U.S.A." becomes "usa", "(The) End" becomes "end".
     """
     return rule.normalize(text)
 

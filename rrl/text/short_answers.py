@@ -1,4 +1,4 @@
-"""Extract short answers, for EM and F1, from answers in sentences, and letters from replies to multiple choices."""
+"""Extract short answers, for EM and F1, from answers in sentences, and letters from replies to multiple-choice questions."""
 
 import ast
 import contextlib
@@ -39,7 +39,7 @@ def listed_answers(reply: str) -> list[str] | None:
 
     None if there is no such list, or if it holds anything but strings and numbers.
     """
-    for match in re.finditer(r"(?<!\[)\[", reply):
+    for match in re.finditer(r"(?<!\[)\[", reply):  # of "[[", only the first
         items = _list_at(reply[match.start() :])
         if items is None:
             continue  # "Short answers [all equal]: [...]"
@@ -61,22 +61,24 @@ def _list_at(text: str) -> list[Any] | None:
 
 
 def chosen_letter(text: str, choices: int) -> str:
-    """Return the letter that a reply to a multiple choice settles on; "" if there is none among the first `choices` letters.
+    """Return the letter that a reply to a multiple-choice question gives; "" if it gives none of the first `choices` letters.
 
     A letter named as the answer ("the answer is (B)") has priority over one named as a choice, and that over one at the beginning
     of a line. Of several, the last counts. The texts of the choices are not searched for: a reply without a letter is wrong
     (LongBench-v2).
     """
     allowed = {chr(ord("A") + at) for at in range(choices)}
-    for form in _LETTERS:
-        letters = [letter for match in form.finditer(text) for letter in match.groups() if letter in allowed]
+    for pattern in _LETTERS:
+        letters = [
+            letter for match in pattern.finditer(text) for letter in match.groups() if letter in allowed
+        ]
         if letters:
             return letters[-1]
     return ""
 
 
 def choice_correct(prediction: str, answers: Sequence[str], choices: Sequence[str]) -> float:
-    """Return 1.0 if the prediction settles on the letter of a gold answer, else 0.0.
+    """Return 1.0 if the chosen letter of the prediction is that of a gold answer, else 0.0.
 
     Gold answers are letters or texts of choices.
     """

@@ -4,7 +4,7 @@ A box is an opening tag and the nearest closing tag after it, without another op
 - `<a>x</a>` is one box, and so is an empty `<a></a>`;
 - in `<a>x<a>y</a>` only `y` is in a box: the first opening tag is never closed;
 - in `<a>x<a>y</a>z</a>` only `y` is in a box: boxes of one tag do not nest, and the last closing tag is stray;
-- an opening tag without a closing tag, or the reverse, makes no box;
+- an opening tag without a closing tag is not a box, nor is a closing tag without an opening tag;
 - other tags inside a box are part of its content.
 Tags are matched exactly: `<A>`, `<a >` and `<a/>` are text. The same rule holds for tags with other markers, such as
 `<|begin_of_query|>` and `<|end_of_query|>` (R1-Searcher).
@@ -14,8 +14,8 @@ import re
 from collections.abc import Sequence
 
 Tag = str | tuple[str, str]
-"""The name of a tag, or its opening and closing markers. If the closing marker is "", the opening marker is a heading (R3-RAG).
-A heading makes no box; its section is the text up to the next heading."""
+"""The name of a tag, or its opening and closing markers. If the closing marker is "", the opening marker is a heading (R3-RAG),
+such as "The final answer:". A heading has no box: the text that belongs to it ends at the next heading."""
 
 MARKER = re.compile(r"<[^<>\s]+>")
 """Matches any marker, opening or closing."""
@@ -28,9 +28,9 @@ def markers(tag: Tag) -> tuple[str, str]:
     return (f"<{tag}>", f"</{tag}>") if isinstance(tag, str) else tag
 
 
-def tag_named(word: str) -> Tag:
+def tag_named(name: str) -> Tag:
     """Parse a tag from a command-line argument: a name, or a heading that ends with a colon ("The final answer:")."""
-    return (word, "") if word.endswith(":") else word
+    return (name, "") if name.endswith(":") else name
 
 
 def boxed(tag: Tag, content: str) -> str:
@@ -57,7 +57,10 @@ def last_box(texts: Sequence[str], tag: Tag) -> str:
 
 
 def without_boxes(text: str, tag: Tag) -> str:
-    """Return the text without its boxes of `tag`, tags and contents; for a heading, the text before it. Takes linear time."""
+    """Return the text with each box of `tag` removed, both its markers and its content. For a heading, return the text before it.
+
+    Takes time linear in the length of the text.
+    """
     opening, closing = markers(tag)
     if not closing:
         return text.partition(opening)[0]
@@ -78,8 +81,8 @@ def count_tags(text: str, tag: Tag) -> tuple[int, int]:
 def has_exactly_one_box(texts: Sequence[str], tag: Tag) -> bool:
     """Return whether the tag makes exactly one box in several texts and occurs nowhere else in them."""
     counts = [count_tags(text, tag) for text in texts]
-    opened, closed = sum(c[0] for c in counts), sum(c[1] for c in counts)
-    return opened == closed == 1 and sum(len(boxes(text, tag)) for text in texts) == 1
+    openings, closings = sum(c[0] for c in counts), sum(c[1] for c in counts)
+    return openings == closings == 1 and sum(len(boxes(text, tag)) for text in texts) == 1
 
 
 def box_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
@@ -87,15 +90,16 @@ def box_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
 
     No box may contain a marker of `tags`. Takes time linear in the length of the text.
     """
-    known = {marker: (tag, closes) for tag in tags for closes, marker in enumerate(markers(tag))}
+    # (tag, whether it closes) by marker.
+    meanings = {marker: (tag, bool(at)) for tag in tags for at, marker in enumerate(markers(tag))}
     sequence: list[Tag] = []
     inside: Tag | None = None
-    for at, part in enumerate(re.split(f"({'|'.join(map(re.escape, known))})", text)):
+    for at, part in enumerate(re.split(f"({'|'.join(map(re.escape, meanings))})", text)):
         if at % 2 == 0:
             if inside is None and part.strip():
                 return None
             continue
-        tag, closes = known[part]
+        tag, closes = meanings[part]
         if closes != (inside is not None) or (closes and tag != inside):
             return None
         inside = None if closes else tag

@@ -321,7 +321,7 @@ def test_the_error_of_an_incomplete_folder_lists_its_files(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"0 corpus files.*Found: notes.txt, train_a.json"):
         load_folder(tmp_path)
     with pytest.raises(UserError, match=r"2 files for the split 'train' \(train_a.json, train_b.json\)"):
-        load_folder(tmp_path, corpus=False).first_answered(["train"])
+        load_folder(tmp_path, corpus=False).first_split_with_answers(["train"])
     with pytest.raises(UserError, match="not a folder"):
         load_folder(tmp_path / "none")
 
@@ -456,13 +456,13 @@ def test_a_split_without_gold_answers_is_skipped_and_a_broken_split_is_refused(
     test.write_text(json.dumps([unanswered, {"question": "Why?"}]))
     dev.write_text(json.dumps([unanswered | {"answer": "A"}]))
     folder = load_folder(tmp_path, corpus=False)
-    assert folder.first_answered(("test", "dev")) == ("dev", [Question("0", "Who?", ("A",))])
+    assert folder.first_split_with_answers(("test", "dev")) == ("dev", [Question("0", "Who?", ("A",))])
     assert "test.json has no gold answers and is not used" in caplog.text
-    assert folder.first_answered(("test", "dev"), exclude="dev") is None
+    assert folder.first_split_with_answers(("test", "dev"), exclude="dev") is None
     for faulty in ([unanswered, unanswered | {"answer": "A"}], [{"title": "T", "text": "x"}], []):
         test.write_text(json.dumps(faulty))
         with pytest.raises(UserError, match=r"test\.json"):
-            folder.first_answered(("test", "dev"))
+            folder.first_split_with_answers(("test", "dev"))
 
 
 @pytest.mark.parametrize(

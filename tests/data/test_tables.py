@@ -195,7 +195,7 @@ def test_columns_are_identified_by_name_or_by_an_unambiguous_order(
         ("id\tname\tlink\n1\tSela\tx\n", "'id', 'name', 'link' is not a header"),
         (
             "passage_number\tthe passage text\n1\tIt joins the Dorn.\n2\tIt has nine arches.\n",
-            "'passage_number', 'the passage text' is not a header.*, or in its place",
+            "'passage_number', 'the passage text' is not a header.*, replace it",
         ),
         (
             "key\tname\tall of the description\nd1\tSela\tIt joins the Dorn.\nd2\tOrla\tIt has nine arches.\n",

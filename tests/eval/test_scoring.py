@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rrl.data.questions import UNANSWERABLE, Question, load_questions
+from rrl.data.questions import EMPTY_ANSWER, Question, load_questions
 from rrl.errors import UserError
 from rrl.eval.predictions import Prediction, load_predictions
 from rrl.eval.scoring import (
@@ -234,8 +234,8 @@ def test_unanswerable_questions_count_only_under_squad2(
 ) -> None:
     questions = [
         Question("a", "Who?", ("A",)),
-        Question("b", "Why?", UNANSWERABLE),
-        Question("c", "How?", UNANSWERABLE),
+        Question("b", "Why?", EMPTY_ANSWER),
+        Question("c", "How?", EMPTY_ANSWER),
     ]
     file = tmp_path / "predictions.json"
     file.write_text('{"a": "A", "b": "", "c": "x"}')
@@ -251,7 +251,7 @@ def test_unanswerable_questions_count_only_under_squad2(
 
 def test_of_two_questions_with_one_id_the_answerable_one_counts() -> None:
     """MuSiQue-Full has each question twice: with passages that answer it, and with passages that do not."""
-    pair = [Question("a", "Who?", ("A",)), Question("a", "Who?", UNANSWERABLE)]
+    pair = [Question("a", "Who?", ("A",)), Question("a", "Who?", EMPTY_ANSWER)]
     assert scorable(pair, RULES["squad2"]) == [True, False]
     prediction = Prediction("line 1", "a", "", ("A",))
     assert drop_unscorable([prediction], pair, [True, False]) == [prediction]

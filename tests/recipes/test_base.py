@@ -53,7 +53,7 @@ def test_transcript_has_the_opened_think_tag_in_every_context():
         "<think>\nsecond",
     ]
     assert one.response == ["<think>\nfirst", "more", "<think>\nsecond"]
-    assert one.written == ["first", "more", "second"]
+    assert one.sampled_texts == ["first", "more", "second"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -11,7 +11,7 @@ from rrl.text.chat import (
     end_of_turn,
     fitting_ids,
     opened_by_template,
-    opened_thought,
+    trailing_think_tag,
 )
 from rrl.text.encoding import text_ids
 
@@ -152,7 +152,7 @@ def test_a_thought_is_not_opened_twice_by_template_and_prefill(changed):
         changed, Prompt("", prefill="<think>")
     )
     assert chat_text(changed, Prompt("Who?", prefill="Answer:")).endswith(f"{OPENING}<think>\nAnswer:")
-    assert [opened_thought(text) for text in ("x<think>\n", "<think> x", "<think>\n\n</think>\n\n")] == [
+    assert [trailing_think_tag(text) for text in ("x<think>\n", "<think> x", "<think>\n\n</think>\n\n")] == [
         "<think>\n",
         "",
         "",
