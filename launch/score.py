@@ -125,7 +125,11 @@ def main(_: Sequence[str]) -> None:
             if place.is_file()
         }
         result["unlike"] = differences(cards)
-        keys = {file: of.gold_by[0] for file, of in ((name, scores), (_AGAINST.value, other)) if of.hits}
+        keys = {
+            file: of.gold_key_and_warning[0]
+            for file, of in ((name, scores), (_AGAINST.value, other))
+            if of.hits
+        }
         if len(set(keys.values())) > 1:
             result["unlike"].append(
                 f"gold passages: {'; '.join(f'{file} by {key}' for file, key in keys.items())}"

@@ -25,7 +25,7 @@ from rrl.retrieval.gold import TITLES
 from rrl.text.spans import Tag
 
 STAGES = ("answer", "search", "read", "judge")
-"""Stages of an evaluation whose seconds are measured."""
+"""Stages of an evaluation whose seconds are measured: the rollout, its searches, the reader model, and the judge."""
 COSTS = (
     "searches",
     "turns",
@@ -50,7 +50,8 @@ RETRIEVAL = (
     "hits_by_answer",
     "mrr_by_answer",
 )
-"""Metrics of retrieval that tables show."""
+"""Metrics of retrieval that tables show (see `rrl.retrieval.gold`). "passages" is the mean number
+of retrieved passages. "eta_re" is R2AG's efficiency (Table A.6). "..._by_answer" counts passages that contain a gold answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class EvaluationRun:
     """One value per question."""
     ids: Sequence[str]
     """Ids of the questions, in the same order."""
-    coverage: Mapping[str, Float[np.ndarray, "Q"]] = dataclasses.field(default_factory=dict)
+    retrieval_metrics: Mapping[str, Float[np.ndarray, "Q"]] = dataclasses.field(default_factory=dict)
     """recall, full_recall, map, hits and mrr; NaN for questions without gold passages, empty if no question has any."""
 
     @property
@@ -129,24 +130,24 @@ def load_run(folder: str | Path, name: str = "") -> EvaluationRun:
             f"run {folder}: not an evaluation (it has no metrics.json); give a folder of launch/eval.py"
         )
     try:
-        found = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        report = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
         lines = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
-        metrics = {name: np.array([line[name] for line in lines]) for name in found["metrics"]}
+        metrics = {name: np.array([line[name] for line in lines]) for name in report["metrics"]}
         ids = [str(line["id"]) for line in lines]
-        coverage = {
+        retrieval_metrics = {
             name: np.array([line[name] for line in lines], np.float64)
-            for name in found.get("retrieval_intervals", {})
+            for name in report.get("retrieval_intervals", {})
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"run {folder}: its metrics.json or scores.jsonl is damaged ({error!r}); run its command again, which writes both"
         ) from error
-    if "card" not in found:
+    if "card" not in report:
         raise UserError(
             f"run {folder}: its metrics.json has no result card; launch/eval.py writes one, and launch/score.py does with --card"
         )
     try:
-        card = card_from_json(found["card"])
+        card = card_from_json(report["card"])
     except UserError as error:
         raise UserError(f"run {folder}: metrics.json, card: {error}") from error
     if len(lines) != card.questions:
@@ -155,7 +156,7 @@ def load_run(folder: str | Path, name: str = "") -> EvaluationRun:
             "writes it"
         )
     return EvaluationRun(
-        name or folder.name.removeprefix("eval-"), folder, card, found, metrics, ids, coverage
+        name or folder.name.removeprefix("eval-"), folder, card, report, metrics, ids, retrieval_metrics
     )
 
 
@@ -183,11 +184,15 @@ def paired_test(
     questions in different orders.
     """
     same = first.card.questions_sha256 == run.card.questions_sha256
-    if metric in first.coverage:
+    if metric in first.retrieval_metrics:
         gold = {card.gold_sha256 for card in (first.card, run.card)} - {""}
-        by = {of.report.get("retrieval_by", TITLES) for of in (first, run) if of.coverage}
+        by = {
+            either.report.get("retrieval_by", TITLES) for either in (first, run) if either.retrieval_metrics
+        }
         same = same and len(gold) < 2 and len(by) < 2
-    first_values, second_values = ({**of.metrics, **of.coverage}.get(metric) for of in (first, run))
+    first_values, second_values = (
+        {**either.metrics, **either.retrieval_metrics}.get(metric) for either in (first, run)
+    )
     if run is first or not same or first_values is None or second_values is None:
         return None
     if list(first.ids) != list(run.ids):
@@ -206,9 +211,7 @@ def comparability_notes(runs: Sequence[EvaluationRun]) -> list[str]:
     unknown = [run.name for run in runs if run.card.corpus and not run.card.corpus_sha256]
     lines = differences({run.name: run.card for run in runs})
     if unknown and len(runs) > 1:
-        lines.append(
-            f"corpus not known of {', '.join(unknown)}: {UNKNOWN_CORPUS}, so it may be another corpus"
-        )
+        lines.append(f"corpus unknown for {', '.join(unknown)}: {UNKNOWN_CORPUS}, so it may differ")
     return lines + [f"{run.name}: {line}" for run in runs for line in report_warnings(run.report)]
 
 
@@ -218,7 +221,7 @@ def is_comparable(first: EvaluationRun, run: EvaluationRun) -> bool:
 
 
 def shared_settings(runs: Sequence[EvaluationRun]) -> list[tuple[str, str]]:
-    """Return (name, value) of the settings that are the same in all runs, in words."""
+    """Return (name, value) of the settings that are the same in all runs, as text."""
     different = {line.partition(" differs: ")[0] for line in comparability_notes(runs)}
     return [(part, value) for part, value in runs[0].card.setting.items() if part not in different]
 
@@ -226,7 +229,7 @@ def shared_settings(runs: Sequence[EvaluationRun]) -> list[tuple[str, str]]:
 def comparison_rows(
     runs: Sequence[EvaluationRun], level: float = 0.95, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Return one flat record per run: card, metrics with intervals, differences from the first run with p, coverage, costs."""
+    """Return one flat record per run: card, metrics with intervals, differences from the first run with p, retrieval, costs."""
     rows = []
     for run in runs:
         card = run.card
@@ -242,7 +245,7 @@ def comparison_rows(
             "normalization": card.normalization,
             "comparable": is_comparable(runs[0], run),
         }
-        for metric, values in (*run.metrics.items(), *run.coverage.items()):
+        for metric, values in (*run.metrics.items(), *run.retrieval_metrics.items()):
             interval = bootstrap(values[~np.isnan(values)], level=level, seed=seed)
             row |= {metric: interval.mean, f"{metric}_low": interval.low, f"{metric}_high": interval.high}
             test = paired_test(runs[0], run, metric, level, seed)
@@ -300,7 +303,7 @@ def cost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table if names else []
 
 
-def coverage_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def retrieval_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of how well the retrieved passages cover the gold ones, with intervals; [] if no run has gold passages.
 
     Its last column is the difference of full recall from the first run's.
@@ -312,12 +315,12 @@ def coverage_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     tested = any("full_recall_p" in row for row in known)
     table: Table = [("run", *map(_words, names), *["full recall against the first"] * tested)]
     for row in known:
-        shown = [_coverage_cell(row, name) if name in row else "–" for name in names]
+        shown = [_retrieval_cell(row, name) if name in row else "–" for name in names]
         table.append((row["run"], *shown, *[_difference(row, "full_recall")] * tested))
     return table
 
 
-def _coverage_cell(row: Mapping[str, Any], name: str) -> str:
+def _retrieval_cell(row: Mapping[str, Any], name: str) -> str:
     if name == "passages":
         return f"{row[name]:.2f}"
     return _interval(row, name) if f"{name}_low" in row else f"{100 * row[name]:.1f}"
@@ -359,7 +362,7 @@ def latency_table(runs: Sequence[EvaluationRun]) -> Table:
 def tables(runs: Sequence[EvaluationRun], rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return all tables of a report, in order."""
     every = [main_table(runs, rows), group_table(runs, "by_kind"), group_table(runs, "by_hops")]
-    every += [coverage_table(rows), cost_table(rows), latency_table(runs)]
+    every += [retrieval_table(rows), cost_table(rows), latency_table(runs)]
     return [table for table in every if table]
 
 

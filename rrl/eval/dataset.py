@@ -1,4 +1,4 @@
-"""The questions and corpus of an evaluation, from a question file, a data folder or the built-in world.
+"""The questions and corpus of an evaluation, from a question file, a data folder or miniwiki, the built-in synthetic world.
 
 Read `DatasetConfig` and `load_dataset` first.
 """
@@ -27,8 +27,8 @@ from rrl.runs.datasets import (
 from rrl.text.normalize import title_key
 
 MINIWIKI = "miniwiki"
-HELD_OUT = ("test", "dev", "questions", "train")
-"""Splits of a data folder; the default is the first of these that the folder has."""
+SPLIT_PREFERENCE = ("test", "dev", "questions", "train")
+"""Splits of a data folder, in order of preference. The default is the first of these that the folder has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,8 @@ class DatasetConfig:
     """The questions of an evaluation, and the corpus that is searched."""
 
     path: str = MINIWIKI
-    """miniwiki, a question file, or a folder with question files and a corpus."""
+    """A question file, a folder with question files and a corpus, or "miniwiki": the built-in world, a generated wiki with
+    questions (`rrl.miniwiki`)."""
     corpus: str = ""
     """File with the passages, for a question file; the question file itself if its questions contain their passages."""
     truth: str = ""
@@ -49,7 +50,7 @@ class DatasetConfig:
     seed: int = 1
     """Seed of that draw, and of the built-in world."""
     worlds: int = 8
-    """Number of built-in worlds; this and the two fields below have the values of training's held-out questions."""
+    """Number of built-in worlds. The defaults of this field and the next two are those of the held-out questions in training."""
     world_size: int = 200
     """Passages in one built-in world."""
     per_kind: int = 144
@@ -65,8 +66,8 @@ class DatasetConfig:
             raise UserError(
                 f"split={self.split!r} is not a split of the built-in world; choose one of {', '.join(HELD_OUT_SPLITS)}"
             )
-        if self.split and self.split not in HELD_OUT:
-            raise UserError(f"split={self.split!r} is unknown; choose one of {', '.join(HELD_OUT)}")
+        if self.split and self.split not in SPLIT_PREFERENCE:
+            raise UserError(f"split={self.split!r} is unknown; choose one of {', '.join(SPLIT_PREFERENCE)}")
         file = self.path != MINIWIKI and not Path(self.path).is_dir()
         if file and not Path(self.path).is_file():
             raise UserError(
@@ -128,8 +129,8 @@ def load_dataset(
             f"is {corpus} their corpus?"
         )
     if retriever.index:
-        identity = retriever.identity()["index"]
-        known = identity if isinstance(identity, Mapping) else {}
+        index = retriever.identity()["index"]
+        known = index if isinstance(index, Mapping) else {}
         return Dataset(name, questions, None, retriever.index, str(known.get("corpus", "")))
     return Dataset(name, questions, None, corpus, fingerprint(passages), passages)
 
@@ -141,7 +142,10 @@ def with_retriever(
     workdir: Path | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> Dataset:
-    """Return the dataset with a retriever over its corpus, if it has one; arguments as in `rrl.runs.datasets.load_retriever`."""
+    """Return the dataset with a retriever over its corpus, if it has a corpus.
+
+    `seconds` is the time limit of a search. `workdir` stores a large index (see `rrl.runs.datasets.load_retriever`).
+    """
     if not dataset.corpus:
         return dataset
     action = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
@@ -170,7 +174,7 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
                 f"data folder {path}: no file of the split {config.split!r}; it has {', '.join(folder.files)}"
             )
         chosen = (
-            folder.first_split_with_answers(HELD_OUT)
+            folder.first_split_with_answers(SPLIT_PREFERENCE)
             if not config.split
             else (config.split, folder.questions(config.split))
         )

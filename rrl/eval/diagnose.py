@@ -52,27 +52,27 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
 
     Returns the diagnoses, in the order of the trajectories.
     """
-    sufficiency = [
-        (place, searches, Sufficiency(t.question, transcript_of(t, answer, searches=searches)))
-        for place, t in enumerate(trajectories)
+    prompts = [
+        (index, Sufficiency(t.question, transcript_of(t, answer, searches=searches)))
+        for index, t in enumerate(trajectories)
         for searches in range(len(t.searches) + 1)
     ]
-    enough: list[list[float | None]] = [[] for _ in trajectories]
-    for (place, *_), score in zip(
-        sufficiency, judge.grade([prompt for *_, prompt in sufficiency]), strict=True
-    ):
-        enough[place].append(score)
+    # For each trajectory: whether the first 0, 1, ..., n searches suffice for the gold answer.
+    sufficiency: list[list[float | None]] = [[] for _ in trajectories]
+    for (index, _), score in zip(prompts, judge.grade([prompt for _, prompt in prompts]), strict=True):
+        sufficiency[index].append(score)
     right = [cover_exact_match(t.answer, t.question.answers) > 0 for t in trajectories]
-    names = [("faithful", "reached") if scores[-1] else ("mistaken",) for scores in enough]
+    # Keys of `ERROR_ASPECTS`: which judge prompts each trajectory gets if its answer is wrong.
+    names = [("faithful", "reached") if scores[-1] else ("mistaken",) for scores in sufficiency]
     aspects = [
-        (place, name, ErrorAnalysis(t.question, transcript_of(t, answer), t.answer, name, _last(t)))
-        for place, t in enumerate(trajectories)
-        if not right[place]
-        for name in names[place]
+        (index, name, ErrorAnalysis(t.question, transcript_of(t, answer), t.answer, name, _last_titles(t)))
+        for index, t in enumerate(trajectories)
+        if not right[index]
+        for name in names[index]
     ]
     by_aspect: list[dict[str, float | None]] = [{} for _ in trajectories]
-    for (place, name, _), score in zip(aspects, judge.grade([prompt for *_, prompt in aspects]), strict=True):
-        by_aspect[place][name] = score
+    for (index, name, _), score in zip(aspects, judge.grade([prompt for *_, prompt in aspects]), strict=True):
+        by_aspect[index][name] = score
     return [
         Diagnosis(
             _thinking(scores),
@@ -80,19 +80,19 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
             None if correct else _error(bool(scores[-1]), verdicts),
             sum(score is None for score in (*scores, *verdicts.values())),
         )
-        for scores, correct, verdicts in zip(enough, right, by_aspect, strict=True)
+        for scores, correct, verdicts in zip(sufficiency, right, by_aspect, strict=True)
     ]
 
 
-def _last(trajectory: Trajectory) -> tuple[str, ...]:
+def _last_titles(trajectory: Trajectory) -> tuple[str, ...]:
     searches = shown_searches(trajectory)
     return searches[-1].titles if searches else ()
 
 
-def _thinking(enough: Sequence[float | None]) -> str:
-    if not enough[-1]:
+def _thinking(sufficiency: Sequence[float | None]) -> str:
+    if not sufficiency[-1]:
         return UNDER
-    return OVER if any(enough[:-1]) else GOOD
+    return OVER if any(sufficiency[:-1]) else GOOD
 
 
 def _error(sufficient: bool, verdicts: dict[str, float | None]) -> int:
@@ -112,8 +112,8 @@ def report(diagnoses: Sequence[Diagnosis]) -> str:
     rows = [("", "right", "wrong"), *((kind, *map(str, row)) for kind, row in zip(THINKING, counts))]
     wrong = [d.error for d in diagnoses if d.error is not None]
     errors = [("context    error", "number", "share")]
-    for place, (context, kind) in enumerate(ERRORS):
-        number = wrong.count(place)
+    for index, (context, kind) in enumerate(ERRORS):
+        number = wrong.count(index)
         share = f"{100 * number / len(wrong):.1f} %" if wrong else "–"
         errors.append((f"{context:<12}  {kind}", str(number), share))
     unparsed = sum(d.unparsed for d in diagnoses)

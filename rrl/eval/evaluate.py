@@ -31,7 +31,7 @@ from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
 from rrl.eval.dataset import Dataset, load_dataset, with_retriever
 from rrl.eval.judging import judge_correctness, score_short_answers, verdicts_file
-from rrl.eval.methods import AnsweringMethod, AnswerModel, TrainedAgent
+from rrl.eval.methods import AnsweringMethod, TimedReader, TrainedAgent
 from rrl.eval.predictions import load_predictions
 from rrl.eval.result_card import (
     BM25_FIELDS,
@@ -114,9 +114,9 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         with saving(workdir / "questions.jsonl"):
             save_questions(workdir / "questions.jsonl", data.questions)
         answer_questions(settings, _with_reader(settings), data, engine, params, workdir)
-        verdicts, short, judged = _judge_answers(settings, judge, data, workdir)
+        verdicts, short_scores, verdicts_name = _judge_answers(settings, judge, data, workdir)
         card = make_result_card(settings, data, command, workdir)
-        summary = finish(workdir, card, data.questions, settings, verdicts, short, judged)
+        summary = finish(workdir, card, data.questions, settings, verdicts, short_scores, verdicts_name)
     print(as_text(summary))
     if cut := summary["ended"].get("context_limit", 0.0):
         print(
@@ -150,19 +150,19 @@ def _judge_answers(
     """
     if judge is None or settings.judge is None:
         return {}, {}, ""
-    short: dict[str, AnswerScores | None] = {}
+    short_scores: dict[str, AnswerScores | None] = {}
     lines = read_lines(workdir / "results.jsonl", "id", "prediction")
     answers = {line["id"]: line["prediction"] for line in lines}
     file = verdicts_file(workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt}, answers)
-    judged, began = file.name, time.perf_counter()
+    verdicts_name, began = file.name, time.perf_counter()
     before = len(read_lines(file))
     verdicts = judge_correctness(file, judge, settings.eval.judge_prompt, data.questions, answers)
-    if settings.method.long_answers and not any(question.choices for question in data.questions):
+    if settings.method.judges_short_forms and not any(question.choices for question in data.questions):
         name = settings.eval.normalization
         file = verdicts_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
-        short = score_short_answers(file, judge, rule_named(name), data.questions, answers)
-    append_timing(workdir, len(verdicts) - before, judged, judge=time.perf_counter() - began)
-    return verdicts, short, judged
+        short_scores = score_short_answers(file, judge, rule_named(name), data.questions, answers)
+    append_timing(workdir, len(verdicts) - before, verdicts_name, judge=time.perf_counter() - began)
+    return verdicts, short_scores, verdicts_name
 
 
 def identity_of(settings: EvaluationSettings, data: Dataset) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _with_reader(settings: EvaluationSettings) -> AnsweringMethod:
     """Return the method, with its reader model loaded if it has one."""
     if not (settings.reader and isinstance(settings.method, TrainedAgent)):
         return settings.method
-    frozen = load_language_model(
+    decoder, tokenizer = load_language_model(
         settings.reader,
         "reader",
         context=settings.reader_rollout.context,
@@ -219,7 +219,7 @@ def _with_reader(settings: EvaluationSettings) -> AnsweringMethod:
         param_dtype=jnp.dtype(settings.compute.dtype),
     )
     return dataclasses.replace(
-        settings.method, reader=AnswerModel(Reader(*frozen, settings.reader_rollout).replies)
+        settings.method, reader=TimedReader(Reader(decoder, tokenizer, settings.reader_rollout).replies)
     )
 
 
@@ -275,7 +275,7 @@ def make_result_card(
     """Return the result card. The commits of the code that answered are read from timing.jsonl in `workdir`, if given."""
     answered = [line for line in read_timing(workdir) if "commit" in line] if workdir else []
     judge = settings.judge
-    shortened = {"short_answers": True} if settings.method.long_answers else {}
+    shortened = {"short_answers": True} if settings.method.judges_short_forms else {}
     encoder = encoder_folder(settings.retriever) if settings.searches else ""
     retriever = _retriever_for_card(settings.retriever.identity()) | {
         "encoder": encoder and folder_hash(encoder)[:12]
@@ -314,8 +314,8 @@ def make_result_card(
 def _retriever_for_card(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a retriever for the result card.
 
-    For an opened index these are the index's settings, not the config's. The same settings, built during the run, give the same
-    entry.
+    If the config opens an existing index, its settings are taken from the index. An index that is built during the run with the
+    same settings gives the same entry.
     """
     index = identity.get("index")
     if not isinstance(index, Mapping):
@@ -333,15 +333,15 @@ def finish(
     questions: Sequence[Question],
     settings: EvaluationSettings,
     verdicts: Mapping[str, bool | None],
-    short: Mapping[str, AnswerScores | None],
-    judged: str = "",
+    short_scores: Mapping[str, AnswerScores | None],
+    verdicts_name: str = "",
 ) -> dict[str, Any]:
-    """Score the answers in results.jsonl, and write and return the report. `judged` is the name of the verdicts' file."""
-    scores = scores_of(workdir, questions, card.normalization, verdicts, short)
+    """Score the answers in results.jsonl, and write and return the report. `verdicts_name` is the name of the verdicts' file."""
+    scores = scores_of(workdir, questions, card.normalization, verdicts, short_scores)
     summary: dict[str, Any] = {"normalization": card.normalization}
     summary |= report(scores, seed=settings.eval.seed, level=settings.eval.level)
-    if short:
-        summary["short_unread"] = sum(score is None for score in short.values())
+    if short_scores:
+        summary["short_unread"] = sum(score is None for score in short_scores.values())
     if not card.corpus:  # nothing was searched
         for name in ("retrieval", "retrieval_by", "retrieval_warning", "retrieval_intervals"):
             summary.pop(name, None)
@@ -349,11 +349,11 @@ def finish(
     ranks = [line["answer_rank"] for line in lines if line["answer_rank"] is not None]
     # If some questions have gold passages, retrieval is measured by these alone.
     if ranks and card.corpus and "retrieval" not in summary:
-        whole = hits_from_ranks(ranks).report(CUTS)
-        summary["retrieval_by_answer"] = {k: v for k, v in whole.items() if k.startswith(("hits", "mrr"))}
+        means = hits_from_ranks(ranks).report(CUTS)
+        summary["retrieval_by_answer"] = {k: v for k, v in means.items() if k.startswith(("hits", "mrr"))}
     endings = collections.Counter(line["ended"] for line in lines)
     summary["ended"] = {name: often / len(lines) for name, often in endings.most_common()}
-    summary["seconds"] = latency(workdir, judged)
+    summary["seconds"] = latency(workdir, verdicts_name)
     summary["timed"] = sum(line["questions"] for line in read_timing(workdir) if "answer" in line)
     # A tag may be a pair of markers, which cannot be a key in JSON.
     summary["tags"] = list(settings.method.tags.items())
@@ -372,11 +372,11 @@ def scores_of(
     questions: Sequence[Question],
     normalization: str,
     verdicts: Mapping[str, bool | None],
-    short: Mapping[str, AnswerScores | None],
+    short_scores: Mapping[str, AnswerScores | None],
 ) -> Scores:
     """Return the scores of all questions, including a judge's verdicts if there are any.
 
-    If the judge scored short forms of long answers (`short`), those scores replace the scores of the full answers.
+    If the judge scored short forms of long answers (`short_scores`), those scores replace the scores of the full answers.
 
     Raises UserError, with the line, for a missing or repeated answer, or an answer to another question.
     """
@@ -386,15 +386,15 @@ def scores_of(
         predictions = [dataclasses.replace(p, verdict=verdicts[p.id or ""]) for p in predictions]
     pairs = match_predictions(predictions, questions, str(file), str(workdir / "questions.jsonl"))
     scores = score(pairs, questions, rule_named(normalization), judged=bool(verdicts))
-    return with_short_forms(scores, short) if short else scores
+    return with_short_forms(scores, short_scores) if short_scores else scores
 
 
-def with_short_forms(scores: Scores, short: Mapping[str, AnswerScores | None]) -> Scores:
+def with_short_forms(scores: Scores, short_scores: Mapping[str, AnswerScores | None]) -> Scores:
     """Replace em, f1 and cem by the scores of short forms, given by id; None leaves the scores of a question unchanged."""
     metrics = dict(scores.metrics)
     for name in AnswerScores._fields:
         plain = scores.metrics[name].tolist()
-        known = [short[question.id] for question in scores.questions]
+        known = [short_scores[question.id] for question in scores.questions]
         metrics[name] = np.array(
             [
                 value if scored is None else getattr(scored, name)

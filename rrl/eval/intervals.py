@@ -69,8 +69,10 @@ def student(values: Values, *, level: float = 0.95) -> Interval:
     array = _checked(values, level, 1)
     if len(array) < 2:
         raise UserError(f"{len(array)} value: an interval over seeds needs two or more")
-    reach = scipy.stats.t.ppf((1 + level) / 2, len(array) - 1) * array.std(ddof=1) / np.sqrt(len(array))
-    return Interval(float(array.mean()), float(array.mean() - reach), float(array.mean() + reach), len(array))
+    half_width = scipy.stats.t.ppf((1 + level) / 2, len(array) - 1) * array.std(ddof=1) / np.sqrt(len(array))
+    return Interval(
+        float(array.mean()), float(array.mean() - half_width), float(array.mean() + half_width), len(array)
+    )
 
 
 def compare(
@@ -119,7 +121,7 @@ def permutation(change: Values, *, resamples: int = RESAMPLES, seed: int = 0) ->
     array = _checked(change, 0.95, resamples)
     # Only the count of each absolute value matters: the number of positive signs among n equal ones is binomial.
     sizes, counts = np.unique(np.abs(array[array != 0]), return_counts=True)
-    flipped = _drawn(
+    flipped = _draw_in_blocks(
         lambda rng, rows: (2.0 * rng.binomial(counts, 0.5, (rows, len(counts))) - counts) @ sizes,
         len(sizes),
         resamples,
@@ -133,24 +135,25 @@ def permutation(change: Values, *, resamples: int = RESAMPLES, seed: int = 0) ->
 
 def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     count = len(values)
-    levels, often = np.unique(values, return_counts=True)
-    if len(levels) * 4 <= count:
+    distinct, frequencies = np.unique(values, return_counts=True)
+    if len(distinct) * 4 <= count:
         # For few distinct values, draw how often each occurs: the counts are multinomial.
-        shares = often / count
-        return _drawn(
-            lambda rng, rows: rng.multinomial(count, shares, rows) @ levels / count,
-            len(levels),
+        shares = frequencies / count
+        return _draw_in_blocks(
+            lambda rng, rows: rng.multinomial(count, shares, rows) @ distinct / count,
+            len(distinct),
             resamples,
             seed,
         )
-    return _drawn(
+    return _draw_in_blocks(
         lambda rng, rows: values[rng.integers(0, count, (rows, count))].mean(1), count, resamples, seed
     )
 
 
-def _drawn(
+def _draw_in_blocks(
     draw: Callable[[np.random.Generator, int], np.ndarray], width: int, resamples: int, seed: int
 ) -> np.ndarray:
+    """Return `resamples` draws, made in blocks to bound the memory. One draw takes `width` random numbers."""
     rng = np.random.default_rng(seed)
     rows = max(1, _BLOCK // max(width, 1))
     return np.concatenate([draw(rng, min(rows, resamples - at)) for at in range(0, resamples, rows)])

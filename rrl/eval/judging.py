@@ -55,10 +55,13 @@ def judge_correctness(
         scores = judge.grade([make_prompt(question, answers[question.id]) for question in answered])
         by_id = dict(zip((question.id for question in answered), scores, strict=True))
         pairs = [(question.id, by_id.get(question.id, 0.0)) for question in batch]
-        return [{"id": name, "verdict": None if score is None else score >= 0.5} for name, score in pairs]
+        return [
+            {"id": question_id, "verdict": None if score is None else score >= 0.5}
+            for question_id, score in pairs
+        ]
 
     lines = _grade_missing(file, questions, grade, "judge", ("verdict",))
-    return {name: line["verdict"] for name, line in lines.items()}
+    return {question_id: line["verdict"] for question_id, line in lines.items()}
 
 
 def score_short_answers(
@@ -79,8 +82,13 @@ def score_short_answers(
         return [{"id": q.id, **dict(zip(names, by_id.get(q.id, plain[q.id]), strict=True))} for q in batch]
 
     lines = _grade_missing(file, questions, grade, "short answers", AnswerScores._fields)
-    values = {name: [line[metric] for metric in AnswerScores._fields] for name, line in lines.items()}
-    return {name: None if None in scores else AnswerScores(*scores) for name, scores in values.items()}
+    values = {
+        question_id: [line[metric] for metric in AnswerScores._fields] for question_id, line in lines.items()
+    }
+    return {
+        question_id: None if None in scores else AnswerScores(*scores)
+        for question_id, scores in values.items()
+    }
 
 
 def _grade_missing(

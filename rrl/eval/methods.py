@@ -40,9 +40,9 @@ OnRecord = Callable[[dict[str, Any]], None]
 
 
 ENGINE_BATCH = 4096
-"""Questions in one engine run: many times the engine's rows, so that the rows stay busy until the end."""
+"""Questions in one engine run: many times the decoding slots of the engine, so that few slots idle at the end of a run."""
 READER_BATCH = 256
-"""The same if a reader model answers after the whole batch. A kill loses at most one batch."""
+"""Questions in one engine run if a reader model answers after it. A killed process loses at most one such batch."""
 
 
 class AnsweringMethod(Protocol):
@@ -69,8 +69,8 @@ class AnsweringMethod(Protocol):
         """Tags of its text, as in `Recipe.tags`."""
 
     @property
-    def long_answers(self) -> bool:
-        """Whether it answers in sentences, from which a judge extracts short forms for EM and F1 (R3-RAG, 4.1)."""
+    def judges_short_forms(self) -> bool:
+        """Whether it answers in sentences, and a judge extracts short forms for EM and F1 (R3-RAG, 4.1)."""
 
     @property
     def limits(self) -> dict[str, int]:
@@ -78,12 +78,15 @@ class AnsweringMethod(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that determines its answers, as JSON values."""
+        """Everything that determines its answers, as JSON values. A run is resumed only if this is unchanged."""
 
     def check(
         self, engine: Engine, questions: Sequence[Question], on_error: OnFault, log: Callable[[str], None]
     ) -> None:
-        """Log how many questions are too long for the context. Raises UserError for one if `on_error` is "stop"."""
+        """Log how many questions are too long for the context.
+
+        Raises UserError for a question that is too long if `on_error` is "stop" (see `rrl.data.records.OnFault`).
+        """
 
     def answer(
         self,
@@ -107,7 +110,7 @@ def make_answering_method(
 
     Args:
       method: its name, and the options of a prompted method.
-      recipe: for a recipe: the fields to change; those of its environment under "environment".
+      recipe: for a recipe: values of its fields; "environment" holds values of the fields of its environment.
       prompted: for a prompted method: fields of `rrl.recipes.prompted.base.PromptedSettings`.
       reader: for a recipe: the folder of the model that answers from the retrieved passages.
 
@@ -116,10 +119,10 @@ def make_answering_method(
     """
     options = dict(method)
     name = options.pop("name")
-    unused = f"reader={reader!r} needs a recipe whose answers come from another model (r2ag); {name} answers itself"
+    unused_reader_error = f"reader={reader!r} needs a recipe whose answers come from another model (r2ag); {name} answers itself"
     if name in METHODS:
         if reader:
-            raise UserError(unused)
+            raise UserError(unused_reader_error)
         return PromptedAgent(
             name, make_prompted_method(name, options), build(PromptedSettings, prompted or {}, "prompted")
         )
@@ -130,28 +133,28 @@ def make_answering_method(
         )
     fields = dict(recipe or {})
     environment = fields.pop("environment", {})
-    made = make_recipe(name, fields, environment)
-    if reader and not getattr(made, "answers_with_reader", False):
-        raise UserError(unused)
-    return TrainedAgent(made, reader)
+    recipe_object = make_recipe(name, fields, environment)
+    if reader and not getattr(recipe_object, "answers_with_reader", False):
+        raise UserError(unused_reader_error)
+    return TrainedAgent(recipe_object, reader)
 
 
 @dataclasses.dataclass
-class AnswerModel:
-    """The model that answers from the passages that a recipe retrieved. It measures its time and keeps its last replies."""
+class TimedReader:
+    """A reader: a model that answers from the passages that a recipe retrieved. Measures the time of its calls."""
 
     reply: Callable[[Sequence[str | Prompt]], list[ReaderReply]]
     seconds: float = 0.0
     """Time of all calls so far."""
-    last: Sequence[ReaderReply] = ()
+    last_replies: Sequence[ReaderReply] = ()
     """Replies of the last call."""
 
     def __call__(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """Return the answers to the prompts."""
         began = time.perf_counter()
-        self.last = self.reply(prompts)
+        self.last_replies = self.reply(prompts)
         self.seconds += time.perf_counter() - began
-        return [reply.text for reply in self.last]
+        return [reply.text for reply in self.last_replies]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +164,7 @@ class TrainedAgent:
     recipe: Recipe
     reader_name: str = ""
     """Folder of the reader model, for recipes whose answers come from another model (R2AG)."""
-    reader: AnswerModel | None = None
+    reader: TimedReader | None = None
     """The loaded reader model."""
 
     @property
@@ -169,19 +172,20 @@ class TrainedAgent:
         return ENGINE_BATCH if self.reader is None else READER_BATCH
 
     @property
-    def _card(self) -> dict[str, Any]:
+    def _recipe_card(self) -> dict[str, Any]:
+        # Only the name and the changed fields are read, so context and top_k are 0.
         return dataclasses.asdict(make_card(self.recipe, 0, 0))
 
     @property
     def recipe_name(self) -> str:
         """Name of the recipe in the catalogue."""
-        return self._card["recipe"]
+        return self._recipe_card["recipe"]
 
     @property
     def name(self) -> str:
-        # Numbers of the environment are already in `limits`. An empty instruction is left out: small policies have none.
-        environment = {k: v for k, v in self._card["environment"].items() if k not in self.limits}
-        changed = {k: _short(v) for k, v in {**self._card["fields"], **environment}.items() if v != ""}
+        # Integer fields of the environment are already in `limits`. An empty instruction (of small policies) is left out.
+        environment = {k: v for k, v in self._recipe_card["environment"].items() if k not in self.limits}
+        changed = {k: _short(v) for k, v in {**self._recipe_card["fields"], **environment}.items() if v != ""}
         return _name_with_options(
             self.recipe_name, changed | ({"reader": self.reader_name} if self.reader_name else {})
         )
@@ -199,7 +203,7 @@ class TrainedAgent:
         return self.recipe.tags
 
     @property
-    def long_answers(self) -> bool:
+    def judges_short_forms(self) -> bool:
         return bool(getattr(self.recipe, "short_answers", False))
 
     @property
@@ -244,7 +248,7 @@ class TrainedAgent:
         # The reader runs JAX, so it cannot be called inside the engine's loop.
         trajectories = run_requests(engine, params, requests, self.recipe, key)
         self.recipe.score(trajectories, ScoringContext(self.reader))
-        for trajectory, reply in zip(trajectories, self.reader.last, strict=True):
+        for trajectory, reply in zip(trajectories, self.reader.last_replies, strict=True):
             counts = {"reader_prompt_tokens": reply.prompt_tokens, "reader_tokens": reply.answer_tokens}
             on_record(record_of_trajectory(trajectory) | counts)
 
@@ -257,7 +261,7 @@ class PromptedAgent:
     method: PromptedMethod
     settings: PromptedSettings
     batch_size = ENGINE_BATCH
-    long_answers = False
+    judges_short_forms = False
 
     @property
     def name(self) -> str:
@@ -283,6 +287,7 @@ class PromptedAgent:
 
     @property
     def limits(self) -> dict[str, int]:
+        # `method.defaults` has the values in use: the config's option, or else the default.
         options = {name: value for name, value in self.method.defaults.items() if type(value) is int}
         shown = {"tokens": self.settings.tokens}
         if self.searches:
@@ -346,7 +351,10 @@ def record_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def record_of_result(question: Question, outcome: PromptedResult) -> dict[str, Any]:
-    """Return the record of a prompted method's result. Every prompt after the first gets the role of the environment."""
+    """Return the record of a prompted method's result.
+
+    In `segments`, prompts after the first have the role of the environment. The token counts count every prompt as prompt.
+    """
     segments: list[tuple[int, str]] = []
     for generation in outcome.generations:
         for role, text in generation.trajectory.segments:

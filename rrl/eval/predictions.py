@@ -20,8 +20,9 @@ from rrl.data.tables import PASSAGE_ID_FIELDS, PREDICTION_NAMES, QUESTION_FIELDS
 from rrl.errors import UserError
 
 PREDICTION_FIELDS = tuple(
-    part for name in PREDICTION_NAMES for part in (("output.pred", name) if name == "output" else (name,))
+    field for name in PREDICTION_NAMES for field in (("output.pred", name) if name == "output" else (name,))
 )
+"""Fields that may hold the prediction, by precedence. The nested "output.pred" (FlashRAG) precedes "output"."""
 COUNT_FIELDS = (
     "turns",
     "tokens",
@@ -61,9 +62,9 @@ class Prediction:
     """Values of `COUNT_FIELDS` and "searches" that the record has."""
     record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The whole record, which may contain the gold answers too."""
-    failed: int = 0
+    failed_searches: int = 0
     """Number of searches that the record marks as failed."""
-    empty: int = 0
+    empty_passages: int = 0
     """Number of retrieved passages with neither title nor text; they are left out of `titles` and `ids`."""
 
 
@@ -98,7 +99,7 @@ def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -
         predictions.append(prediction)
     if not predictions:
         raise UserError(f"{path}: the file is empty. Allowed: {ALLOWED}.")
-    if empty := sum(prediction.empty for prediction in predictions):
+    if empty := sum(prediction.empty_passages for prediction in predictions):
         logging.getLogger(__name__).warning(
             "%s: left out %d passages with neither title nor text", path, empty
         )
@@ -130,18 +131,18 @@ def _prediction(place: str, record: Any, field: str, judge_field: str) -> Predic
     if isinstance(record, BrokenRecord):
         raise ValueError(record.reason)
     fields = question_fields_of(record)
-    identity = (
+    question_id = (
         id_field(fields, 0) if any(fields.get(name) is not None for name in QUESTION_ID_FIELDS) else None
     )
     question = next((fields[name] for name in QUESTION_FIELDS if isinstance(fields.get(name), str)), "")
-    if identity is None and not question.strip():
+    if question_id is None and not question.strip():
         raise ValueError("id: missing, and there is no question either")
     if judge_field and judge_field not in fields:
         raise ValueError(f"{judge_field}: missing")
     titles, ids, empty = _retrieved(fields)
     return Prediction(
         place=place,
-        id=identity,
+        id=question_id,
         question=question,
         answers=_answers(fields, field),
         titles=titles,
@@ -149,8 +150,8 @@ def _prediction(place: str, record: Any, field: str, judge_field: str) -> Predic
         verdict=_verdict(fields[judge_field]) if judge_field else None,
         counts=dict(_counts(fields)),
         record=fields,
-        failed=_failed(fields),
-        empty=empty,
+        failed_searches=_failed_searches(fields),
+        empty_passages=empty,
     )
 
 
@@ -206,12 +207,12 @@ def _retrieved(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, tuple[st
             entries = list(_entries(list_field(inside, name)))
             passages = [entry for entry in entries if entry is not None]
             titles = tuple(title for title, _ in passages)
-            return titles, _complete([identity for _, identity in passages]), len(entries) - len(passages)
+            return titles, _complete([passage_id for _, passage_id in passages]), len(entries) - len(passages)
     searches = fields.get("searches")
     if isinstance(searches, list):
         each = [fields_of(search) for search in searches]
         titles = tuple(t for search in each for t in list_field(search, "titles") if isinstance(t, str))
-        ids = [str(identity) for search in each for identity in list_field(search, "ids")]
+        ids = [str(passage_id) for search in each for passage_id in list_field(search, "ids")]
         return titles, tuple(ids) if len(ids) == len(titles) else None, 0
     if fields.get("retrieved_docids") is not None:  # BrowseComp-Plus
         return None, tuple(map(str, list_field(fields, "retrieved_docids"))), 0
@@ -247,7 +248,7 @@ def _verdict(value: Any) -> bool | None:
     return words.get(str(value).strip().strip('."').lower())
 
 
-def _failed(fields: dict[str, Any]) -> int:
+def _failed_searches(fields: dict[str, Any]) -> int:
     searches = fields.get("searches")
     listed = searches if isinstance(searches, list) else ()
     return sum(isinstance(one, dict) and one.get("failed") is True for one in listed)

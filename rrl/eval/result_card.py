@@ -82,7 +82,7 @@ class ResultCard:
     gold_sha256: str = ""
     """`gold_fingerprint` of the gold passages, for recall; "" if no question has any, and on older cards."""
     compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Precision and attention backend, which can change a greedy choice between close tokens; empty on older cards."""
+    """Precision and attention backend, which can change greedy decoding if two logits are nearly equal; empty on older cards."""
     commit: str = ""
     """`commit_here` of the code that answered; several if another commit continued the run."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -95,7 +95,7 @@ class ResultCard:
             value, kind = getattr(self, field.name), typing.get_origin(field.type) or field.type
             allowed: Any = (int, float) if kind is float else kind
             if isinstance(value, bool) or not isinstance(value, allowed):
-                raise UserError(f"{field.name}={value!r} must be {_WORDS[kind]}")
+                raise UserError(f"{field.name}={value!r} must be {_TYPE_NAMES[kind]}")
         at_least(0, self, "questions", "passages", "top_k", "temperature", "seed")
         if not self.method or not self.dataset:
             raise UserError(f"method={self.method!r} and dataset={self.dataset!r} must not be empty")
@@ -107,26 +107,26 @@ class ResultCard:
 
     @property
     def models(self) -> dict[str, str]:
-        """The policy and, if there is one, the reader, in words, each with its hash."""
+        """The policy and, if there is one, the reader, as text, each with its hash."""
         models = {"model": f"{self.model} ({self.model_sha256[:12]})"}
         return models | ({"reader": f"{self.reader} ({self.reader_sha256[:12]})"} if self.reader else {})
 
     @property
-    def judge_in_words(self) -> str:
-        """The judge in words; "none" if there was none."""
+    def judge_text(self) -> str:
+        """The judge, as text; "none" if there was none."""
         try:
             judge = json.loads(self.judge)
         except ValueError:
             return self.judge or "none"
-        return _in_words(judge) if isinstance(judge, dict) else self.judge
+        return _as_text(judge) if isinstance(judge, dict) else self.judge
 
     @property
-    def _known(self) -> dict[str, str]:
-        """Values of `OPTIONAL_SETTING`, in words."""
+    def _optional_setting(self) -> dict[str, str]:
+        """Values of `OPTIONAL_SETTING`, as text."""
         return {
-            "judge": self.judge_in_words,
+            "judge": self.judge_text,
             "gold passages": self.gold_sha256[:12],
-            "numerics": _in_words(self.compute),
+            "numerics": _as_text(self.compute),
         }
 
     @property
@@ -145,14 +145,14 @@ class ResultCard:
 
     @property
     def setting(self) -> dict[str, str]:
-        """Values of `SETTING`, in words. Two cards are comparable if these are equal."""
-        inside = (
+        """Values of `SETTING`, as text. Two cards are comparable if these are equal."""
+        size_and_hash = (
             f"{self.passages:,} passages, {self.corpus_sha256[:12]}" if self.corpus_sha256 else UNKNOWN_CORPUS
         )
-        searched = f"{self.corpus} ({inside})" if self.corpus else "none"
+        corpus = f"{self.corpus} ({size_and_hash})" if self.corpus else "none"
         return {
-            "corpus": searched,
-            "retriever": _in_words(self.retriever_settings) or "none",
+            "corpus": corpus,
+            "retriever": _as_text(self.retriever_settings) or "none",
             "passages of a search": str(self.top_k) if self.corpus else "none",
             "questions": f"{self.dataset} ({self.questions:,}, {self.questions_sha256[:12]})",
             "normalisation": self.normalization,
@@ -162,17 +162,17 @@ class ResultCard:
 UNKNOWN_CORPUS = "the search service does not identify its corpus"
 
 
-def _in_words(values: Mapping[str, Any]) -> str:
-    """Return the settings that are not empty, in words."""
+def _as_text(values: Mapping[str, Any]) -> str:
+    """Return the settings that are not empty, as text: "name value, name value"."""
     parts = (
-        f"{name.replace('_', ' ')} " + (f"({_in_words(value)})" if isinstance(value, Mapping) else str(value))
+        f"{name.replace('_', ' ')} " + (f"({_as_text(value)})" if isinstance(value, Mapping) else str(value))
         for name, value in sorted(values.items())
         if value not in ("", None)
     )
     return ", ".join(parts)
 
 
-_WORDS: Mapping[Any, str] = {str: "text", int: "a whole number", float: "a number", Mapping: "a mapping"}
+_TYPE_NAMES: Mapping[Any, str] = {str: "text", int: "a whole number", float: "a number", Mapping: "a mapping"}
 
 
 def questions_fingerprint(questions: Sequence[Question]) -> str:
@@ -278,7 +278,7 @@ def differences(cards: Mapping[str, ResultCard]) -> list[str]:
                 continue
             key = json.dumps(values, sort_keys=True)
             groups.setdefault(key, []).append(name)
-            shown[key] = {**card.setting, **card._known}[part]
+            shown[key] = {**card.setting, **card._optional_setting}[part]
         if len(groups) > 1:
             lines.append(
                 f"{part} differs: "

@@ -11,8 +11,8 @@ from rrl.errors import UserError
 from rrl.files import append_bytes, atomic_stream, read_json_lines, saving
 
 _REMEDY = "remove that line and run the command that wrote the file again"
-_WORDS: Mapping[type, str] = {numbers.Real: "a number", str: "a text", dict: "an object"}
-_ANY: Mapping[str, type] = types.MappingProxyType({})
+_TYPE_NAMES: Mapping[type, str] = {numbers.Real: "a number", str: "a text", dict: "an object"}
+_NO_KINDS: Mapping[str, type] = types.MappingProxyType({})
 
 
 class ResultLines:
@@ -68,11 +68,11 @@ def _ids(path: Path, allowed: set[str]) -> set[str]:
     return set(first)
 
 
-def read_lines(path: Path, *fields: str, kinds: Mapping[str, type] = _ANY) -> list[dict[str, Any]]:
-    """Return the records of all complete lines of such a file; [] if it does not exist.
+def read_lines(path: Path, *fields: str, kinds: Mapping[str, type] = _NO_KINDS) -> list[dict[str, Any]]:
+    """Return the records of a JSON-lines file; [] if it does not exist.
 
     Raises UserError, with the line, for one that is not a JSON object, lacks one of `fields`, or has a value of another type than
-    in `kinds` (one of the types in `_WORDS`).
+    in `kinds` (one of the types in `_TYPE_NAMES`).
     """
     if not path.exists():
         return []
@@ -83,7 +83,7 @@ def read_lines(path: Path, *fields: str, kinds: Mapping[str, type] = _ANY) -> li
         for name in record.keys() & kinds.keys():
             if not isinstance(record[name], kinds[name]):
                 raise UserError(
-                    f"{path}, line {number}: {name}={record[name]!r} must be {_WORDS[kinds[name]]}; {_REMEDY}"
+                    f"{path}, line {number}: {name}={record[name]!r} must be {_TYPE_NAMES[kinds[name]]}; {_REMEDY}"
                 )
         records.append(record)
     return records

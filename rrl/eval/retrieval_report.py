@@ -41,11 +41,11 @@ class RetrievalReport:
         """Return a table in percent."""
         width = max(len("questions"), *map(len, self.groups))
         lines = [f"{'questions':{width}}        k  " + "  ".join(f"{head:>6}" for head in METRICS.values())]
-        for name, found in self.groups.items():
+        for name, means in self.groups.items():
             for k in self.cuts:
-                values = (100 * found[f"{metric}@{k}"] for metric in METRICS)
+                values = (100 * means[f"{metric}@{k}"] for metric in METRICS)
                 first = (
-                    f"{name:{width}} {found['questions']:5.0f}" if k == self.cuts[0] else " " * (width + 6)
+                    f"{name:{width}} {means['questions']:5.0f}" if k == self.cuts[0] else " " * (width + 6)
                 )
                 lines.append(f"{first} {k:4d}  " + "  ".join(f"{value:6.1f}" for value in values))
         lines.append(
@@ -95,15 +95,15 @@ def retrieval_report(
             f"{warning} The questions have no gold titles either; build the index from the corpus of these ids"
         )
     if key:
-        rows = [(q, hits) for q, hits in zip(measured, found, strict=True) if gold_of(q, key)]
-        measured, found = [question for question, _ in rows], [hits for _, hits in rows]
+        pairs = [(q, hits) for q, hits in zip(measured, found, strict=True) if gold_of(q, key)]
+        measured, found = [question for question, _ in pairs], [hits for _, hits in pairs]
         hits = hits_by_key(key, _names(found, "id"), _names(found, "title"), measured, repeats=True)
     else:
         texts = [[f"{hit.passage.title} {hit.passage.text}" for hit in hits] for hits in found]
         hits = hits_by_answer(texts, [question.answers for question in measured], RULES["flashrag"])
     names = np.array([GROUPS[by](question) for question in measured]) if by else np.array([], str)
-    chosen = {"all": np.ones(len(measured), bool)} | {str(n): names == n for n in sorted(set(names.tolist()))}
-    groups = {name: _means(hits, cuts, rows) for name, rows in chosen.items()}
+    masks = {"all": np.ones(len(measured), bool)} | {str(n): names == n for n in sorted(set(names.tolist()))}
+    groups = {name: _means(hits, cuts, mask) for name, mask in masks.items()}
     by_label = key or "answers in title and text"
     return RetrievalReport(cuts, by_label, len(questions) - len(measured), warning, groups)
 
@@ -113,8 +113,8 @@ def _names(found: Sequence[Sequence[Hit]], field: str) -> list[list[str]]:
     return [[getattr(hit.passage, field) for hit in hits] for hits in found]
 
 
-def _means(hits: GoldHits, cuts: Sequence[int], rows: np.ndarray) -> dict[str, float]:
+def _means(hits: GoldHits, cuts: Sequence[int], mask: np.ndarray) -> dict[str, float]:
     means = {
-        f"{name}@{k}": float(np.mean(values[rows])) for k in cuts for name, values in hits.metrics(k).items()
+        f"{name}@{k}": float(np.mean(values[mask])) for k in cuts for name, values in hits.metrics(k).items()
     }
-    return means | {"questions": float(rows.sum())}
+    return means | {"questions": float(mask.sum())}

@@ -1,4 +1,4 @@
-"""Score predictions and report metrics with intervals, by kind and by hops, retrieval, cost, and a paired test.
+"""Score predictions and make a report: answer metrics with intervals (also by kind and by hops), retrieval metrics and costs.
 
 Read `match_predictions`, `score` and `report`, in this order.
 """
@@ -40,17 +40,17 @@ REPORT_WARNINGS = (
     ),
 )
 """Counts in a report that make its metrics less reliable: (key, explanation)."""
-FACTS = (
+VALUE_GROUPS = (
     ("cost", "cost per question", 1),
     ("ended", "ended by, percent", 100),
     ("seconds", "seconds per question, batched", 1),
 )
-"""Groups of values in a report: (key, heading, factor by which values are multiplied for display)."""
-COVERAGE = (
+"""Parts of a report that are shown on one line: (key, heading, factor by which values are multiplied for display)."""
+RETRIEVAL_GROUPS = (
     ("retrieval", "gold passages, percent"),
     ("retrieval_by_answer", "first passage with an answer, percent"),
 )
-"""Groups of values at several ranks: (key, heading)."""
+"""Parts of a report with retrieval metrics at several ranks: (key, heading)."""
 OTHER_TOKENS = ("prompt_tokens", "environment_tokens", "reader_prompt_tokens", "reader_tokens")
 """Counts of tokens that the policy did not sample: what it read, and what the reader model read and wrote."""
 
@@ -73,7 +73,7 @@ class Scores:
     """Number of questions without a prediction; these count as wrong."""
     unparsed: int = 0
     """Number of the judge's verdicts that could not be parsed; these count as wrong."""
-    failed: int = 0
+    failed_searches: int = 0
     """Number of searches that the predictions mark as failed."""
 
     @property
@@ -82,14 +82,17 @@ class Scores:
         return "acc" if "acc" in self.metrics else "em"
 
     @functools.cached_property
-    def gold_by(self) -> tuple[str, str]:
-        """(key, warning) of `gold_key`: how to recognise gold passages. The key is "" if the predictions lack ids and titles."""
+    def gold_key_and_warning(self) -> tuple[str, str]:
+        """How gold passages are recognised, by ids or titles, and a warning or "": see `rrl.retrieval.gold.gold_key`.
+
+        The key is "" if the predictions have neither ids nor titles of passages.
+        """
         titles, ids = self.titles, self.ids
         if ids is None:
-            titled = titles is not None and any(question.gold for question in self.questions)
-            unknown = any(question.gold_ids for question in self.questions)
-            warning = "the predictions do not have the ids of the retrieved passages" if unknown else ""
-            return (TITLES if titled else ""), warning if titles is not None else ""
+            by_titles = titles is not None and any(question.gold for question in self.questions)
+            has_gold_ids = any(question.gold_ids for question in self.questions)
+            warning = "the predictions do not have the ids of the retrieved passages" if has_gold_ids else ""
+            return (TITLES if by_titles else ""), warning if titles is not None else ""
         passages = (
             pair
             for at, row in enumerate(ids)
@@ -101,11 +104,11 @@ class Scores:
     @functools.cached_property
     def hits(self) -> GoldHits | None:
         """Which of the retrieved passages are gold; None if retrieved or gold passages are not known."""
-        key, _ = self.gold_by
+        key, _ = self.gold_key_and_warning
         return hits_by_key(key, self.ids or (), self.titles or (), self.questions) if key else None
 
     @property
-    def coverage(self) -> dict[str, Float[np.ndarray, "Q"]]:
+    def retrieval_metrics(self) -> dict[str, Float[np.ndarray, "Q"]]:
         """recall, full_recall, map, hits and mrr of all retrieved passages, NaN for a question without gold passages."""
         return self.hits.metrics() if self.hits is not None else {}
 
@@ -138,18 +141,18 @@ def scorable(questions: Sequence[Question], rule: Rule) -> list[bool]:
     evaluation of answers.
     """
     answered = {question.id for question in questions if question.answers != EMPTY_ANSWER}
-    counts = rule.empty == "equal"
-    return [q.answers != EMPTY_ANSWER or (counts and q.id not in answered) for q in questions]
+    unanswerable_counts = rule.empty == "equal"
+    return [q.answers != EMPTY_ANSWER or (unanswerable_counts and q.id not in answered) for q in questions]
 
 
 def drop_unscorable(
-    predictions: Sequence[Prediction], questions: Sequence[Question], counts: Sequence[bool]
+    predictions: Sequence[Prediction], questions: Sequence[Question], counted: Sequence[bool]
 ) -> list[Prediction]:
-    """Return the predictions without those for questions that do not count (see `scorable`)."""
-    counted = [question for question, count in zip(questions, counts, strict=True) if count]
-    dropped = [question for question, count in zip(questions, counts, strict=True) if not count]
-    ids = {question.id for question in dropped} - {question.id for question in counted}
-    texts = {_plain(question.text) for question in dropped} - {_plain(question.text) for question in counted}
+    """Return the predictions without those for questions that do not count; `counted` comes from `scorable`."""
+    kept = [question for question, count in zip(questions, counted, strict=True) if count]
+    dropped = [question for question, count in zip(questions, counted, strict=True) if not count]
+    ids = {question.id for question in dropped} - {question.id for question in kept}
+    texts = {_plain(question.text) for question in dropped} - {_plain(question.text) for question in kept}
     return [p for p in predictions if (_plain(p.question) not in texts if p.id is None else p.id not in ids)]
 
 
@@ -185,7 +188,7 @@ def match_predictions(
                 f"{data}, {_place(data, at)}: id {key!r} occurs twice, first at {_place(data, wanted[key])}"
             )
         wanted[key] = at
-    # Ids that only number the questions may do so in another order.
+    # Some files only number their questions. Texts show whether both files number them in the same order.
     texts: dict[str, list[int]] = {}
     for at, question in enumerate(questions):
         texts.setdefault(_plain(question.text), []).append(at)
@@ -243,7 +246,7 @@ def score(
       predictions: one per question, as from `match_predictions`.
       questions: the questions.
       rule: normalisation of answers.
-      judged: whether the verdicts of a judge are a metric.
+      judged: whether the predictions have verdicts of a judge, which become the metric "judge".
 
     Raises UserError if some questions are multiple choice and others are not.
     """
@@ -287,7 +290,7 @@ def score(
         ids,
         missing=len(predictions) - len(present),
         unparsed=sum(p.verdict is None for p in present) if judged else 0,
-        failed=sum(p.failed for p in present),
+        failed_searches=sum(p.failed_searches for p in present),
     )
 
 
@@ -304,8 +307,8 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
     }
     if "judge" in scores.metrics:
         summary["judge_unparsed"] = scores.unparsed
-    if scores.failed:
-        summary["searches_failed"] = scores.failed
+    if scores.failed_searches:
+        summary["searches_failed"] = scores.failed_searches
     groups = {
         "by_kind": [q.kind for q in scores.questions],
         "by_hops": [str(q.hops) if q.hops else "" for q in scores.questions],
@@ -313,7 +316,7 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
     for name, labels in groups.items():
         if any(labels):
             summary[name] = {label or "other": _means(scores, labels, label) for label in sorted(set(labels))}
-    by, warning = scores.gold_by
+    by, warning = scores.gold_key_and_warning
     if warning:
         summary["retrieval_warning"] = warning
     if scores.hits is not None:
@@ -321,7 +324,7 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
         summary["retrieval_by"] = by
         summary["retrieval_intervals"] = {
             name: dataclasses.asdict(bootstrap(values[~np.isnan(values)], level=level, seed=seed))
-            for name, values in scores.coverage.items()
+            for name, values in scores.retrieval_metrics.items()
         }
     summary["cost"] = costs(scores.counts, scores.metrics[scores.main_metric])
     return summary
@@ -340,19 +343,23 @@ def costs(counts: Mapping[str, Float[np.ndarray, "Q"]], right: Float[np.ndarray,
 
 
 def compare_scores(first: Scores, second: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
-    """Return a paired comparison of the first run with the second, on the same questions, for each metric that both have.
+    """Return a paired comparison for each metric that both runs have. The runs have the same questions.
 
-    Metrics of retrieval are compared only if both runs recognise gold passages in the same way (`gold_by`).
+    A difference is the mean of `first` less the mean of `second`.
+
+    Metrics of retrieval are compared only if both runs recognise gold passages in the same way (`gold_key_and_warning`).
     """
-    same_key = first.gold_by[0] == second.gold_by[0]
-    ours, theirs = ({**scores.metrics, **(scores.coverage if same_key else {})} for scores in (first, second))
-    known = {name: ~np.isnan(values) for name, values in ours.items()}
+    same_key = first.gold_key_and_warning[0] == second.gold_key_and_warning[0]
+    first_metrics, second_metrics = (
+        {**scores.metrics, **(scores.retrieval_metrics if same_key else {})} for scores in (first, second)
+    )
+    known = {name: ~np.isnan(values) for name, values in first_metrics.items()}
     return {
         name: dataclasses.asdict(
-            compare(theirs[name][known[name]], values[known[name]], level=level, seed=seed)
+            compare(second_metrics[name][known[name]], values[known[name]], level=level, seed=seed)
         )
-        for name, values in ours.items()
-        if name in theirs
+        for name, values in first_metrics.items()
+        if name in second_metrics
     }
 
 
@@ -361,38 +368,38 @@ def as_text(summary: Mapping[str, Any]) -> str:
     percent = f"{100 * summary['level']:g} %"
     rows = [("", "mean", f"{percent} interval")]
     rows += [
-        (name, f"{100 * of['mean']:.1f}", f"{100 * of['low']:.1f} – {100 * of['high']:.1f}")
-        for name, of in summary["metrics"].items()
+        (name, f"{100 * interval['mean']:.1f}", f"{100 * interval['low']:.1f} – {100 * interval['high']:.1f}")
+        for name, interval in summary["metrics"].items()
     ]
     lines = [f"{summary['questions']} questions, percent", *table(rows)]
     for group, title in (("by_kind", "kind"), ("by_hops", "hops")):
         if group in summary:
             names = list(summary["metrics"])
             body = [
-                (label, str(of["questions"]), *(f"{100 * of[name]:.1f}" for name in names))
-                for label, of in summary[group].items()
+                (label, str(means["questions"]), *(f"{100 * means[name]:.1f}" for name in names))
+                for label, means in summary[group].items()
             ]
             lines += ["", *table([(title, "questions", *names), *body])]
-    for name, words in COVERAGE:
-        if facts := summary.get(name):
-            lines += ["", *_coverage(facts, words, percent, summary.get(f"{name}_intervals", {}))]
+    for name, heading in RETRIEVAL_GROUPS:
+        if values := summary.get(name):
+            lines += ["", *_retrieval_lines(values, heading, percent, summary.get(f"{name}_intervals", {}))]
             if by := summary.get(f"{name}_by"):
                 lines.append(f"by {by}")
     if warning := summary.get("retrieval_warning"):
         lines += ["", f"gold passages: {warning}"]
-    for name, words, scale in FACTS:
-        if facts := summary.get(name):
+    for name, heading, scale in VALUE_GROUPS:
+        if values := summary.get(name):
             decimals = 3 if name == "seconds" else 2
-            shown = (f"{key} {value * scale:.{decimals}f}" for key, value in facts.items())
-            lines += ["", f"{words}: {'   '.join(shown)}"]
+            shown = (f"{key} {value * scale:.{decimals}f}" for key, value in values.items())
+            lines += ["", f"{heading}: {'   '.join(shown)}"]
             if name == "seconds" and (timed := summary.get("timed", 0)) < summary["questions"] and timed:
                 lines[-1] += f"   (measured on {timed} of them)"
-    for name, of in summary.get("against", {}).items():
+    for name, test in summary.get("against", {}).items():
         lines += [
             "",
-            f"{name} against {summary['against_file']}: {100 * of['difference']:+.1f} ({percent} interval "
-            f"{100 * of['low']:+.1f} – {100 * of['high']:+.1f}), p = {of['p']:.4g} ({of['test']}); "
-            f"better on {of['better']}, worse on {of['worse']}, the same on {of['same']}",
+            f"{name} against {summary['against_file']}: {100 * test['difference']:+.1f} ({percent} interval "
+            f"{100 * test['low']:+.1f} – {100 * test['high']:+.1f}), p = {test['p']:.4g} ({test['test']}); "
+            f"better on {test['better']}, worse on {test['worse']}, the same on {test['same']}",
         ]
     for line in report_warnings(summary):
         lines += ["", line]
@@ -404,7 +411,7 @@ def report_warnings(summary: Mapping[str, Any]) -> list[str]:
     return [f"{summary[name]:,} {words}" for name, words in REPORT_WARNINGS if summary.get(name)]
 
 
-def _coverage(
+def _retrieval_lines(
     facts: Mapping[str, float], title: str, percent: str, intervals: Mapping[str, Mapping[str, float]]
 ) -> list[str]:
     """Return a table with a row per metric and a column per rank, the interval of the mean, and the values without a rank."""
@@ -417,8 +424,8 @@ def _coverage(
     if intervals:
         head.insert(2, f"{percent} interval")
         for row in body:
-            of = intervals[row[0]]
-            row.insert(2, f"{100 * of['low']:.1f} – {100 * of['high']:.1f}")
+            interval = intervals[row[0]]
+            row.insert(2, f"{100 * interval['low']:.1f} – {100 * interval['high']:.1f}")
     lines = table([head, *body])
     if "passages" in facts:
         lines.append(f"different passages {facts['passages']:.2f}   eta_re {100 * facts['eta_re']:.2f}")
@@ -431,11 +438,11 @@ def write_report(folder: str | Path, summary: Mapping[str, Any], scores: Scores)
     Metrics of retrieval are null for a question without gold passages. Raises UserError if the folder cannot be made, and
     SaveError if a file cannot be written.
     """
-    folder, lines, coverage = Path(folder), [], scores.coverage
+    folder, lines, retrieval = Path(folder), [], scores.retrieval_metrics
     for at, question in enumerate(scores.questions):
         values = {
             name: None if np.isnan(column[at]) else float(column[at])
-            for columns in (scores.metrics, scores.counts, coverage)
+            for columns in (scores.metrics, scores.counts, retrieval)
             for name, column in columns.items()
         }
         lines.append(

@@ -19,7 +19,7 @@ from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import is_recipe, make_recipe
 from rrl.recipes.prompted.base import PromptedSettings
 from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
-from rrl.rewards.judge_settings import SECTIONS as JUDGE
+from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rollout.config import EngineConfig
 from rrl.runs.datasets import RetrieverConfig, encoder_folder
@@ -68,7 +68,7 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     for name, kind in SECTIONS.items():
         fill_defaults(config[name], kind)
     if "judge" in config:
-        for name, kind in JUDGE.items():
+        for name, kind in JUDGE_SECTIONS.items():
             if name not in config:
                 config[name] = ConfigDict()
             fill_defaults(config[name], kind)
@@ -112,7 +112,7 @@ class EvaluationSettings:
         """Check a config (see configs/eval.py) and that its folders exist. Nothing is loaded yet. Raises UserError."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         names = ("name", "policy", "reader", "method", "recipe", "prompted")
-        refuse_unknown_fields([*SECTIONS, *JUDGE, *names], values, "config")
+        refuse_unknown_fields([*SECTIONS, *JUDGE_SECTIONS, *names], values, "config")
         reader = values.get("reader", "")
         method = make_answering_method(values["method"], values.get("recipe"), values.get("prompted"), reader)
         if not values["name"]:

@@ -20,20 +20,20 @@ _KINDS: dict[str, type] = {
 
 
 def append_timing(
-    workdir: Path, questions: int, judged: str = "", commit: str = "", **seconds: float
+    workdir: Path, questions: int, verdicts_name: str = "", commit: str = "", **seconds: float
 ) -> None:
     """Append a line with the seconds of each stage for a batch of questions.
 
     Args:
       workdir: folder of the run.
       questions: number of questions in the batch.
-      judged: name of the judge's file of verdicts, for the stage "judge".
+      verdicts_name: name of the judge's file of verdicts, for the stage "judge".
       commit: commit of the code that answered.
       **seconds: seconds by stage.
 
     Raises SaveError.
     """
-    named = {"judged": judged, "commit": commit, "versions": versions_here() if commit else {}}
+    named = {"judged": verdicts_name, "commit": commit, "versions": versions_here() if commit else {}}
     line = {"questions": questions} | {name: value for name, value in named.items() if value} | seconds
     with saving(workdir / FILE):
         drop_partial_line(workdir / FILE)
@@ -46,16 +46,20 @@ def read_timing(workdir: Path) -> list[dict[str, Any]]:
     return read_lines(workdir / FILE, "questions", kinds=_KINDS)
 
 
-def latency(workdir: Path, judged: str = "") -> dict[str, float]:
-    """Return seconds per question by stage, over complete batches; the engine answers many questions at a time.
+def latency(workdir: Path, verdicts_name: str = "") -> dict[str, float]:
+    """Return seconds per question by stage: the time of all complete batches, divided by their number of questions.
+
+    The engine answers many questions at a time, so this is not the time that one question takes.
 
     "answer" is the whole rollout. "search" adds up the searches, which run in parallel with the rollout and with each other.
-    "read" is the reader model (R2AG's generator). "judge" is the judge whose file of verdicts is `judged`.
+    "read" is the reader model (R2AG's generator). "judge" is the judge whose file of verdicts is `verdicts_name`.
     """
     lines = read_timing(workdir)
     means = {}
     for stage in STAGES:
-        candidates = [line for line in lines if stage != "judge" or line.get("judged") == judged != ""]
+        candidates = lines
+        if stage == "judge":
+            candidates = [line for line in lines if verdicts_name and line.get("judged") == verdicts_name]
         timed = [line for line in candidates if stage in line and line["questions"]]
         if timed:
             means[stage] = sum(line[stage] for line in timed) / sum(line["questions"] for line in timed)

@@ -31,12 +31,14 @@ CUT_LABELS = {
     "observation_tokens": "an observation was cut at its token limit",
     "room": "an observation or a prompt did not fit into the context",
 }
+"""Text for each limit in `Trajectory.cuts`, which has (turn, limit) for each limit that was reached."""
 NORMAL_ENDINGS = ("answer", "stop", "expanded")
 """Endings that are not failures."""
 
 
 HELD_OUT, TRAINING, UNUSED = "held out", "training", "training, not used (rewards hardly differ in its group)"
-"""Sources of a run's trajectories. Only those of `TRAINING` contribute to the loss."""
+"""Where a run's trajectories come from. Only those of `TRAINING` contribute to the loss. In a group of `UNUSED` trajectories the
+rewards are almost equal, so there is no signal for training."""
 
 
 def article(
@@ -46,7 +48,7 @@ def article(
     tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> str:
-    """Return one trajectory as an HTML article without style.
+    """Return one trajectory as the HTML of an <article> element, without a style sheet.
 
     Args:
       trajectory: the trajectory.
@@ -56,11 +58,13 @@ def article(
     """
     segments = segments_of(trajectory, tags, token_bytes)
     prompt = "".join(segment.text for segment in segments if segment.kind == "prompt")
-    shown = "".join(_segment(segment, trajectory, tags) for segment in segments if segment.kind != "prompt")
-    folded = f"<details><summary>prompt</summary><pre>{html.escape(prompt)}</pre></details>" if prompt else ""
+    body = "".join(_segment(segment, trajectory, tags) for segment in segments if segment.kind != "prompt")
+    prompt_html = (
+        f"<details><summary>prompt</summary><pre>{html.escape(prompt)}</pre></details>" if prompt else ""
+    )
     return (
         f"<article>{_head(trajectory, source)}<div class='panels'>{_rewards(trajectory)}{_searches(trajectory)}</div>"
-        f"{_tokens(trajectory, source)}{folded}<div class='text'>{shown}</div></article>"
+        f"{_tokens(trajectory, source)}{prompt_html}<div class='text'>{body}</div></article>"
     )
 
 
@@ -74,11 +78,14 @@ def correctness(trajectory: Trajectory) -> str:
 
 
 def _head(trajectory: Trajectory, source: str) -> str:
-    state = correctness(trajectory)
-    mark = {"right": "✓ right", "partly": "◐ partly right", "wrong": "✗ wrong", "unscored": "not scored"}[
-        state
-    ]
-    chips = [f'<b class="chip {state}">{mark}</b>']
+    verdict = correctness(trajectory)
+    verdict_text = {
+        "right": "✓ right",
+        "partly": "◐ partly right",
+        "wrong": "✗ wrong",
+        "unscored": "not scored",
+    }[verdict]
+    chips = [f'<b class="chip {verdict}">{verdict_text}</b>']
     if source:
         chips.append(f'<span class="chip">{in_words(source)}</span>')
     if trajectory.question.kind:
@@ -90,7 +97,7 @@ def _head(trajectory: Trajectory, source: str) -> str:
     chips += [
         f'<span class="chip odd">{text}</span>'
         for limit, text in CUT_LABELS.items()
-        if limit in {c[1] for c in trajectory.cuts}
+        if limit in {reached for _, reached in trajectory.cuts}
     ]
     chips.append(
         f'<span class="quiet">question {html.escape(trajectory.question.id)} · group {trajectory.group} · '
@@ -99,7 +106,7 @@ def _head(trajectory: Trajectory, source: str) -> str:
     gold = " <i>or</i> ".join(html.escape(answer) for answer in trajectory.question.answers) or "–"
     facts = [
         ("gold answer", f"<b>{gold}</b>"),
-        ("answer", _text_or_none(trajectory.answer, f"<b class='{state}'>", "</b>")),
+        ("answer", _text_or_none(trajectory.answer, f"<b class='{verdict}'>", "</b>")),
     ]
     if trajectory.evidence or trajectory.reader_answer:
         facts.append(("reader, from the evidence alone", _text_or_none(trajectory.reader_answer)))
@@ -142,11 +149,11 @@ def _searches(trajectory: Trajectory) -> str:
             style = "" if key not in gold else "gold again" if key in seen else "gold"
             seen.add(key)
             titles.append(f'<li><span class="{style}">{html.escape(title)}</span></li>')
-        found = f"<ol>{''.join(titles)}</ol>" if titles else '<span class="quiet">no passages</span>'
+        passages = f"<ol>{''.join(titles)}</ol>" if titles else '<span class="quiet">no passages</span>'
         if search.failed:
-            found = '<span class="chip wrong">retrieval failed</span>'
+            passages = '<span class="chip wrong">retrieval failed</span>'
         rows.append(
-            f'<tr><td class="number">{number}</td><th>{html.escape(search.query)}</th><td>{found}</td></tr>'
+            f'<tr><td class="number">{number}</td><th>{html.escape(search.query)}</th><td>{passages}</td></tr>'
         )
     missed = [title for title in trajectory.question.gold if title_key(title) not in seen]
     note = ""
@@ -179,8 +186,8 @@ def _segment(segment: Segment, trajectory: Trajectory, tags: Mapping[Tag, str]) 
     label = f'<span class="label">{html.escape(segment.kind)}</span>' if segment.kind != "reasoning" else ""
     if segment.role != POLICY:
         text = _observation(segment.text, trajectory)
-    elif segment.spans:
-        text = "".join(_token(text, logp) for text, logp in segment.spans)
+    elif segment.tokens:
+        text = "".join(_token(text, logp) for text, logp in segment.tokens)
     elif segment.kind == "reasoning":
         text = _with_stray_tags(segment.text.strip(), tags)
     else:
@@ -189,7 +196,10 @@ def _segment(segment: Segment, trajectory: Trajectory, tags: Mapping[Tag, str]) 
 
 
 def _token(text: str, logp: float) -> str:
-    """Return a sampled token, underlined more strongly the less likely it was (in levels, to keep pages small)."""
+    """Return a sampled token, underlined more strongly the less likely it was.
+
+    There are only six strengths, which keeps pages small.
+    """
     level = min(int(-logp * 2), 6)
     return f'<t class="p{level}" title="{logp:.2f}">{html.escape(text)}</t>' if level else html.escape(text)
 
@@ -228,5 +238,5 @@ def _number(value: float) -> str:
 
 
 def in_words(name: str) -> str:
-    """Return a field's name as words, escaped for HTML."""
+    """Return a field's name with spaces instead of underscores, escaped for HTML."""
     return html.escape(name.replace("_", " "))

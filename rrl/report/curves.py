@@ -1,4 +1,5 @@
-"""Plot curves of a run over its steps (R-Search, Figure 3), and of several arms with their spread over seeds.
+"""Plot curves of a run over its steps (R-Search, Figure 3), and of several arms with their
+spread over seeds. An arm is one variant of a run in a comparison.
 
 Read `plot_training` and `plot_spread` first.
 """
@@ -35,23 +36,25 @@ class _Panel:
     """Metric and label of held-out evaluations, drawn as markers joined by dashes."""
 
 
-def _panels(lines: MetricRows, curves: Curves, temperature: float) -> list[_Panel]:
+def _panels(rows: MetricRows, curves: Curves, temperature: float) -> list[_Panel]:
     """Return the panels for one run."""
-    logged = {name.removeprefix("reward/") for line in lines for name in line if name.startswith("reward/")}
-    components = {name: words for name, words in curves.rewards.items() if name in logged}
+    logged = {name.removeprefix("reward/") for row in rows for name in row if name.startswith("reward/")}
+    components = {name: label for name, label in curves.rewards.items() if name in logged}
     components |= {name: name for name in sorted(logged - {"total", *components})}
-    how = f"held out, {decoding(temperature)}"
+    held_out_label = f"held out, {decoding(temperature)}"
     panels = [
-        _Panel("reward", {"reward/total": "total"} | {f"reward/{n}": w for n, w in components.items()}),
+        _Panel(
+            "reward", {"reward/total": "total"} | {f"reward/{n}": label for n, label in components.items()}
+        ),
         *(
-            _Panel(words, {f"train/{name}": "training, sampled"}, (f"eval/{name}", how))
-            for name, words in curves.metrics.items()
+            _Panel(label, {f"train/{name}": "training, sampled"}, (f"eval/{name}", held_out_label))
+            for name, label in curves.metrics.items()
         ),
         _Panel("valid searches per question", {"train/searches": "training"}, ("eval/searches", "held out")),
         _Panel("entropy (nats per token)", {"train/entropy": "policy"}),
         _Panel("KL to the reference (nats per token)", {"train/kl": "policy"}),
     ]
-    if any("critic/explained_variance" in line for line in lines):
+    if any("critic/explained_variance" in row for row in rows):
         panels.append(_Panel("explained variance of the critic", {"critic/explained_variance": "critic"}))
     return panels
 
@@ -74,18 +77,18 @@ def plot_training(
 
     A panel without values shows "not logged". Raises UserError for a run without steps.
     """
-    lines = _rows(rows)
-    panels = _panels(lines, curves or Curves(), temperature)
+    metric_rows = _rows(rows)
+    panels = _panels(metric_rows, curves or Curves(), temperature)
     columns = 4 if len(panels) > 6 else 3
     figure, axes = new_figure(-(-len(panels) // columns), columns, title)
-    smoothed = 0
+    window = 0
     for axis, panel in zip(axes, panels):
         style_axis(axis, panel.title)
         for colour, (metric, label) in zip(itertools.cycle(COLOURS), panel.lines.items()):
-            steps, values = series(lines, metric)
-            smoothed = max(smoothed, _line(axis, steps, values, label, colour))
+            steps, values = series(metric_rows, metric)
+            window = max(window, _line(axis, steps, values, label, colour))
         metric, label = panel.held_out
-        steps, values = series(lines, metric)
+        steps, values = series(metric_rows, metric)
         if len(steps):
             axis.plot(steps, values, "D--", color=COLOURS[1], label=label, markersize=6, linewidth=1)
             for at in {0, len(steps) - 1}:
@@ -101,8 +104,8 @@ def plot_training(
         _finish(axis, legend=len(axis.get_legend_handles_labels()[1]) > 1)
     for axis in axes[len(panels) :]:
         axis.remove()
-    if smoothed:
-        add_caption(figure, f"Bold lines: mean over {smoothed} steps, centred. Pale lines: each step.")
+    if window:
+        add_caption(figure, f"Bold lines: mean over {window} steps, centred. Pale lines: each step.")
     save_figure(figure, out_png)
 
 
@@ -143,15 +146,15 @@ def plot_spread(
                 f"runs[{name!r}] is empty: give the metrics.jsonl of one seed or more, or leave the arm out"
             )
         loaded[name] = [_rows(source) for source in sources]
-    smoothed = 0
+    window = 0
     for axis, (metric, panel) in zip(axes, metrics.items()):
         style_axis(axis, panel, "" if x == "step" else x.split("/")[-1])
         for at, (name, seeds) in enumerate(loaded.items()):
             label = f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
-            smoothed = max(smoothed, band(axis, seeds, metric, x, label, COLOURS[at % len(COLOURS)]))
+            window = max(window, band(axis, seeds, metric, x, label, COLOURS[at % len(COLOURS)]))
         _finish(axis, legend=len(loaded) <= ARMS_IN_PANEL_LEGEND)
     lines: Sequence[Any] = next((axis.get_lines() for axis in axes if axis.get_lines()), [])
-    caption = band_caption(max(map(len, loaded.values()), default=1), smoothed)
+    caption = band_caption(max(map(len, loaded.values()), default=1), window)
     if len(loaded) > ARMS_IN_PANEL_LEGEND and lines:
         figure.set_figheight(figure.get_figheight() + 0.22 * (-(-len(loaded) // 2) + bool(caption)))
         # Pass the lines themselves, so that constrained layout reserves room for the legend. The caption is the legend's title,
@@ -207,31 +210,30 @@ def band(axis: Any, seeds: Sequence[MetricRows], metric: str, x: str, label: str
     length = min(len(values) for _, values in curves)
     if not length:
         return 0
-    places = np.mean([at[:length] for at, _ in curves], axis=0)
+    xs = np.mean([seed_xs[:length] for seed_xs, _ in curves], axis=0)
     # Training curves are smoothed; the few points of evaluations are not.
     width = length // 12 if length > 24 else 0
     values = np.stack([smooth(points[:length], width) for _, points in curves])
-    axis.fill_between(places, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.16, linewidth=0)
+    axis.fill_between(xs, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.16, linewidth=0)
     marker = "o" if length <= 24 else ""
-    axis.plot(
-        places, values.mean(axis=0), marker=marker, markersize=4, color=colour, label=label, linewidth=1.8
-    )
+    axis.plot(xs, values.mean(axis=0), marker=marker, markersize=4, color=colour, label=label, linewidth=1.8)
     return width if width >= 2 else 0
 
 
-def band_caption(seeds: int, smoothed: int) -> str:
-    """Return a caption on the lines and bands of `band`, for at most `seeds` seeds and a window of `smoothed` steps."""
-    steps = f"over {smoothed} steps, centred" if smoothed else ""
+def band_caption(seeds: int, window: int) -> str:
+    """Return a caption that explains the lines and bands that `band` draws. `seeds` is the largest number of seeds of an arm, and
+    `window` the width of the smoothing window in steps (0: not smoothed)."""
+    steps = f"over {window} steps, centred" if window else ""
     if seeds > 1:
-        words = " and ".join(filter(None, ("over seeds", steps)))
-        return f"Lines: mean {words}. Bands: from the lowest seed to the highest."
+        averaged = " and ".join(filter(None, ("over seeds", steps)))
+        return f"Lines: mean {averaged}. Bands: from the lowest seed to the highest."
     return f"Lines: mean {steps}." if steps else ""
 
 
-def add_caption(figure: matplotlib.figure.Figure, words: str) -> None:
+def add_caption(figure: matplotlib.figure.Figure, text: str) -> None:
     """Write a caption below all panels, unless it is empty."""
-    if words:
-        figure.supxlabel(words, fontsize=9, color=QUIET)
+    if text:
+        figure.supxlabel(text, fontsize=9, color=QUIET)
 
 
 def _rows(source: Source) -> MetricRows:

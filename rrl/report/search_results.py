@@ -57,8 +57,8 @@ def _section(query: str, hits: Sequence[Hit]) -> str:
         f"{html.escape(hit.passage.id)}</small><p>{_marked(hit.passage.text, query)}</p></li>"
         for hit in hits
     )
-    found = f"<ol>{items}</ol>" if items else "<p>Nothing found.</p>"
-    return f"<section><h2>{html.escape(query)}</h2>\n{found}</section>"
+    body = f"<ol>{items}</ol>" if items else "<p>Nothing found.</p>"
+    return f"<section><h2>{html.escape(query)}</h2>\n{body}</section>"
 
 
 def _marked(text: str, query: str) -> str:

@@ -23,11 +23,12 @@ class Segment:
     role: int
     """PROMPT, POLICY or ENVIRONMENT."""
     kind: str
-    """"prompt", "reasoning", "observation", "message" (of the environment), or a kind given by the tags. The new text in the
-    prompt of a further context is an observation."""
+    """"prompt", "reasoning", "observation", "message" (text of the environment without tags, such as a correction),
+    or a kind given by the tags. An episode may continue in another context with a new prompt; what is new in that prompt is an
+    "observation"."""
     text: str
     """The text without enclosing tags and outer white space; a prompt is unchanged."""
-    spans: tuple[tuple[str, float], ...] = ()
+    tokens: tuple[tuple[str, float], ...] = ()
     """(text, log-probability) of each sampled token, if `token_bytes` was given. The texts join to `text`."""
 
 
@@ -38,12 +39,13 @@ def segments_of(
 ) -> list[Segment]:
     """Split a trajectory into segments of one role and kind; blank ones are dropped.
 
-    Text of the policy outside of well-formed tags, and under no heading, is reasoning.
+    Text of the policy outside of well-formed tags is reasoning. A tag without a closing marker is a heading, such as "Query:".
+    Its text ends at the next heading.
 
     Args:
       trajectory: its `segments` are read; with `token_bytes` its tokens and log-probabilities too.
       tags: tag → kind.
-      token_bytes: the exact bytes of each token id. With them, segments of the policy have `spans`.
+      token_bytes: the exact bytes of each token id. With them, segments of the policy have `tokens`.
     """
     segments: list[Segment] = []
     texts = _token_texts(trajectory, token_bytes) if token_bytes is not None else None
@@ -57,7 +59,7 @@ def segments_of(
             segments.append(Segment(role, "observation", new) if prompt else Segment(role, "prompt", text))
             prompt = text
         elif text.strip():
-            # The kind replaces the tags. A text of the environment without tags is a correction.
+            # Pages show the kind instead of the tags. A text of the environment without tags is a message, such as a correction.
             inner = enclosed_content(text)
             kind, shown = ("message", text) if inner is None else ("observation", inner)
             segments.append(Segment(role, kind, shown.strip()))
@@ -88,18 +90,18 @@ def policy_segments(
     text: str, tags: Mapping[Tag, str], tokens: Sequence[tuple[str, float]] = ()
 ) -> list[Segment]:
     """Split a text of the policy into segments; `tokens` are (text, log-probability) pairs that join to the text."""
-    cuts: list[tuple[str, int, int]] = []
+    ranges: list[tuple[str, int, int]] = []
     end = 0
     for match in re.finditer(_pattern(tuple(tags)), text, re.DOTALL):
         assert match.lastindex is not None
-        cuts.append(("reasoning", end, match.start()))
-        cuts.append((list(tags.values())[match.lastindex - 1], *match.span(match.lastindex)))
+        ranges.append(("reasoning", end, match.start()))
+        ranges.append((list(tags.values())[match.lastindex - 1], *match.span(match.lastindex)))
         end = match.end()
-    cuts.append(("reasoning", end, len(text)))
+    ranges.append(("reasoning", end, len(text)))
     if "".join(token for token, _ in tokens) != text:
         tokens = ()
     segments = []
-    for kind, start, stop in cuts:
+    for kind, start, stop in ranges:
         inner = text[start:stop].strip()
         if inner or kind != "reasoning":
             start += len(text[start:stop]) - len(text[start:stop].lstrip())
@@ -109,44 +111,47 @@ def policy_segments(
 
 @functools.cache
 def _pattern(tags: tuple[Tag, ...]) -> str:
-    """Return a pattern for a box or a heading of any of the tags, with a group per tag for the content."""
+    """Return a regular expression for any of the tags with its content, which is one group per tag."""
     headings = "|".join(re.escape(opening) for opening, closing in map(markers, tags) if not closing)
     parts = [
-        _box(tag) if markers(tag)[1] else f"{re.escape(markers(tag)[0])}((?:(?!{headings}).)*)"
+        _enclosed_pattern(tag) if markers(tag)[1] else f"{re.escape(markers(tag)[0])}((?:(?!{headings}).)*)"
         for tag in tags
     ]
     return "|".join(parts) or "(?!)"
 
 
-def _box(tag: Tag) -> str:
-    """Return a pattern for a box of the tag, its content a group: up to the nearest closing, with no other opening between."""
+def _enclosed_pattern(tag: Tag) -> str:
+    """Return a regular expression for an opening tag, the content (a group), and the nearest closing tag.
+
+    The content has no other opening tag of that name.
+    """
     opening, closing = map(re.escape, markers(tag))
     return f"{opening}((?:(?!{opening}).)*?){closing}"
 
 
 def _cut_tokens(tokens: Sequence[tuple[str, float]], start: int, stop: int) -> tuple[tuple[str, float], ...]:
     """Return the tokens of characters start..stop. A token that crosses a bound is cut there."""
-    spans: list[tuple[str, float]] = []
+    kept: list[tuple[str, float]] = []
     at = 0
     for text, logp in tokens:
         inside = text[max(start - at, 0) : max(stop - at, 0)]
         if inside:
-            spans.append((inside, logp))
+            kept.append((inside, logp))
         at += len(text)
-    return tuple(spans)
+    return tuple(kept)
 
 
 def _token_texts(trajectory: Trajectory, token_bytes: Sequence[bytes]) -> list[list[tuple[str, float]]]:
     """Return (text, log-probability) of the tokens of each segment. A character of several tokens belongs to the last one."""
     roles = np.asarray(trajectory.roles)
     starts = [0, *(np.flatnonzero(np.diff(roles)) + 1).tolist(), len(roles)]
-    runs: list[list[tuple[str, float]]] = []
+    token_texts: list[list[tuple[str, float]]] = []
     for start, stop in itertools.pairwise(starts):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        run = []
+        texts = []
         for at in range(start, stop):
             text = decoder.decode(token_bytes[trajectory.tokens[at]], final=at == stop - 1)
-            run.append((text, float(trajectory.logps[at])))
-        runs.append(run)
-    # If some segments have no tokens, segments and runs cannot be aligned, and the text is shown without tokens.
-    return runs if len(runs) == len(trajectory.segments) else [[] for _ in trajectory.segments]
+            texts.append((text, float(trajectory.logps[at])))
+        token_texts.append(texts)
+    # If some segments have no tokens, segments and tokens cannot be aligned, and the text is shown without tokens.
+    return token_texts if len(token_texts) == len(trajectory.segments) else [[] for _ in trajectory.segments]

@@ -8,7 +8,7 @@ from scipy.stats import binomtest
 FEW_QUESTIONS = 100
 """With fewer held-out questions than this, a summary shows the interval of EM."""
 ANSWER_COLUMNS = (("EM", "em", True), ("F1", "f1", True), ("searches", "searches", False))
-"""Columns on answers: (title, metric, whether it is a share)."""
+"""Columns on answers: (title, metric, whether it is a fraction, which is shown in percent)."""
 PASSAGE_COLUMNS = (
     ("full recall", "full_recall", True),
     ("recall", "recall", True),
@@ -33,9 +33,9 @@ def summary(
     """Return the table that is printed at the end of a run. Missing metrics are shown as "–".
 
     Args:
-      before: metrics "eval/em", "eval/f1" (fractions), "eval/searches" (a count), and each with "/<kind>". If it has
-        "eval/full_recall", `PASSAGE_COLUMNS` are shown too.
-      after: the same after the run.
+      before: metrics "eval/em", "eval/f1" (fractions), "eval/searches" (a count), and the same for each kind of question, such as
+        "eval/em/<kind>". If it has "eval/full_recall", `PASSAGE_COLUMNS` are shown too.
+      after: the same metrics, measured after the run.
       run: facts to list, such as "steps", "minutes" and "tokens/s".
       reference: (name, exact match as a fraction) of a result to compare with.
       temperature: temperature of the evaluation.
@@ -53,9 +53,9 @@ def summary(
             "Passages found (percent; @K and iterations: numbers)",
             *_compared(PASSAGE_COLUMNS, before, after),
         ]
-    shares = [metrics["eval/em"] for metrics in (before, after) if "eval/em" in metrics]
-    if 0 < questions < FEW_QUESTIONS and shares:
-        lines.append(_interval_line(questions, shares))
+    exact_matches = [metrics["eval/em"] for metrics in (before, after) if "eval/em" in metrics]
+    if 0 < questions < FEW_QUESTIONS and exact_matches:
+        lines.append(_interval_line(questions, exact_matches))
     if note:
         lines.append(f"{note[:1].upper()}{note[1:]}.")
     if reference:
@@ -67,15 +67,15 @@ def summary(
     return "\n".join(lines)
 
 
-def _interval_line(questions: int, shares: Sequence[float]) -> str:
+def _interval_line(questions: int, exact_matches: Sequence[float]) -> str:
     """Return a line with Wilson's interval of EM, before and after."""
     intervals = [
-        binomtest(round(share * questions), questions).proportion_ci(method="wilson") for share in shares
+        binomtest(round(em * questions), questions).proportion_ci(method="wilson") for em in exact_matches
     ]
-    words = " before, ".join(
+    intervals_text = " before, ".join(
         f"{_percent(interval.low)} to {_percent(interval.high)}" for interval in intervals
     )
-    return f"Only {questions} questions. 95% interval of EM: {words}{' after' if len(intervals) > 1 else ''}."
+    return f"Only {questions} questions. 95% interval of EM: {intervals_text}{' after' if len(intervals) > 1 else ''}."
 
 
 def _compared(
@@ -89,10 +89,10 @@ def _compared(
     rows = [tuple(head)]
     for kind in [*kinds, ""]:
         row = [kind.replace("_", " ") or "all"]
-        for place, (_, metric, share) in enumerate(columns):
+        for place, (_, metric, fraction) in enumerate(columns):
             name = f"eval/{metric}" + (f"/{kind}" if kind else "")
             old, new = before.get(name), after.get(name)
-            row += map(_percent if share else _count, (old, new))
+            row += map(_percent if fraction else _count, (old, new))
             if not place:
                 row.append("–" if old is None or new is None else f"{100 * (new - old):+.1f}")
         rows.append(tuple(row))
@@ -100,7 +100,7 @@ def _compared(
 
 
 def decoding(temperature: float) -> str:
-    """Return how an evaluation sampled its tokens, in words."""
+    """Return how an evaluation sampled its tokens, such as "greedy decoding"."""
     return f"temperature {temperature:g}" if temperature else "greedy decoding"
 
 

@@ -71,12 +71,12 @@ def fragment(
     tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> str:
-    """Return one trajectory with its style, as HTML for a notebook or another page, whose styles do not affect it."""
+    """Return one trajectory with its style, as HTML for a notebook or another page. Styles of that page do not affect it."""
     inner = article(trajectory, tags=tags, token_bytes=token_bytes)
     return f'<div class="rrl"><style>{_isolated(_resource("page.css"))}</style>{_legend(token_bytes)}{inner}</div>'
 
 
-INSIDE = ".rrl" * 4
+STRONG_SELECTOR = ".rrl" * 4
 """A selector that is more specific than the notebooks' rules for tables, lists and headings (JupyterLab's
 `.jp-RenderedHTMLCommon tbody tr:nth-child(odd)`). A shadow root would need a script, which notebooks run only in trusted
 outputs."""
@@ -94,16 +94,16 @@ def _isolated(css: str) -> str:
     """Return the style for a trajectory inside another page: it first resets all styles of that page."""
     themes = re.findall(r"\.rrl \{(\s*--paper[^}]*)\}", css)
     assert len(themes) == 2, "light, dark"
-    css = re.sub(r"\.rrl\b", INSIDE, css)
+    css = re.sub(r"\.rrl\b", STRONG_SELECTOR, css)
     chosen = "".join(
-        f"{', '.join(f'{page} {INSIDE}' for page in pages)} {{{theme}}}\n"
+        f"{', '.join(f'{page} {STRONG_SELECTOR}' for page in pages)} {{{theme}}}\n"
         for pages, theme in zip((LIGHT, DARK), themes, strict=True)
     )
     return f"{'.rrl' * 3} * {{ all: revert; }}\n{css}\n{chosen}"
 
 
 def _filter_data(trajectory: Trajectory, source: str) -> str:
-    searched = [
+    filter_text = [
         trajectory.question.text,
         *trajectory.question.answers,
         trajectory.answer,
@@ -115,14 +115,14 @@ def _filter_data(trajectory: Trajectory, source: str) -> str:
         "kind": trajectory.question.kind,
         "ended": trajectory.ended,
         "searches": str(len(trajectory.searches)),
-        "words": " ".join(searched).lower(),
+        "words": " ".join(filter_text).lower(),
     }
     return " ".join(f'data-{name}="{html.escape(value)}"' for name, value in fields.items())
 
 
 def _list_item(index: int, trajectory: Trajectory) -> str:
-    state = correctness(trajectory)
-    mark = {"right": "✓", "partly": "◐", "wrong": "✗", "unscored": "·"}[state]
+    verdict = correctness(trajectory)
+    symbol = {"right": "✓", "partly": "◐", "wrong": "✗", "unscored": "·"}[verdict]
     count = len(trajectory.searches)
     reward = f"{trajectory.rewards['total']:.2f}" if "total" in trajectory.rewards else ""
     small = " · ".join(
@@ -132,7 +132,7 @@ def _list_item(index: int, trajectory: Trajectory) -> str:
     )
     question = html.escape(trajectory.question.text)
     return (
-        f'<a href="#t{index}" data-at="{index}"><b class="{state}">{mark}</b>'
+        f'<a href="#t{index}" data-at="{index}"><b class="{verdict}">{symbol}</b>'
         f'<span><span class="asked">{question}</span><small>{small}</small></span></a>'
     )
 
@@ -151,9 +151,10 @@ def _totals(trajectories: Sequence[Trajectory]) -> str:
 def _filters(trajectories: Sequence[Trajectory], sources: Sequence[str]) -> str:
     kinds = sorted({item.question.kind for item in trajectories} - {""})
     endings = sorted({item.ended for item in trajectories})
-    states = {correctness(item) for item in trajectories}
-    verdicts = sorted(states, key=["right", "partly", "wrong", "unscored"].index)
+    present = {correctness(item) for item in trajectories}
+    verdicts = sorted(present, key=["right", "partly", "wrong", "unscored"].index)
     counts = sorted({str(len(item.searches)) for item in trajectories}, key=int)
+    # (data attribute, label of the option that filters nothing, values, labels of values)
     selects: list[tuple[str, str, list[str], dict[str, str]]] = [
         ("source", "every source", sorted(set(sources) - {""}), {}),
         ("verdict", "right or wrong", verdicts, {"partly": "partly right"}),
@@ -167,13 +168,13 @@ def _filters(trajectories: Sequence[Trajectory], sources: Sequence[str]) -> str:
         ),
     ]
     boxes = "".join(
-        f'<select data-field="{field}" aria-label="{field}"><option value="">{every}</option>'
+        f'<select data-field="{field}" aria-label="{field}"><option value="">{no_filter}</option>'
         + "".join(
             f'<option value="{html.escape(v)}">{html.escape(names.get(v, in_words(v)))}</option>'
             for v in values
         )
         + "</select>"
-        for field, every, values, names in selects
+        for field, no_filter, values, names in selects
         if values
     )
     search = '<input type="search" placeholder="words in the question or answer" aria-label="words">'

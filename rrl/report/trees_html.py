@@ -1,8 +1,8 @@
 """Draw retrieval trees (R2AG, Figure 1): a self-contained page with one SVG per question and marks for gold hits.
 
 Each tree shows, from left to right, the question, and for each expansion a circle with its number, its queries, and the documents
-that they returned, which all go into the next expansion. The page loads nothing and needs no script; all text is escaped. Read
-`write_trees` first.
+that they returned. The next expansion sees all documents found so far. The page loads nothing and needs no script; all text is
+escaped. Read `write_trees` first.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ class Vertex:
 
     query: str
     predicted: bool
+    """Whether the policy wrote it as a predicted query, not as a base query (R2AG)."""
     documents: tuple[tuple[str, str], ...]
     """(title, one of the keys of `MARKS`) of each document."""
 
@@ -54,7 +55,7 @@ class Vertex:
 
     @property
     def mark(self) -> str:
-        """The best mark of its documents."""
+        """`GOLD` if any document has this mark, otherwise `AGAIN` if any has it, otherwise `OTHER`."""
         marks = [mark for _, mark in self.documents]
         return next((mark for mark in (GOLD, AGAIN) if mark in marks), OTHER)
 
@@ -92,19 +93,19 @@ def draw_tree(question: str, expansions: Sequence[Expansion], gold: Sequence[str
     ends = [(4 + BOX_WIDTH, middle)]
     x, found = 4 + BOX_WIDTH, set[str]()
     for number, (expansion, level) in enumerate(zip(expansions, levels, strict=True)):
-        hub = x + BOX_GAP / 2 - 4
-        parts += [_edge(start, y, hub, middle) for start, y in ends]
+        circle_x = x + BOX_GAP / 2 - 4
+        parts += [_edge(start, y, circle_x, middle) for start, y in ends]
         found |= {title_key(title) for vertex in level for title, _ in vertex.documents}
         complete = {title_key(title) for title in gold} <= found
         x += BOX_GAP
         ends, y = [], middle - heights[number] / 2
         for vertex in level:
             centre = y + vertex.height / 2
-            parts.append(_edge(hub, middle, x, centre, "dashed" if vertex.predicted else ""))
+            parts.append(_edge(circle_x, middle, x, centre, "dashed" if vertex.predicted else ""))
             parts.append(_box(x, y, vertex.lines, vertex.mark))
             ends.append((x + BOX_WIDTH, centre))
             y += vertex.height + 12
-        parts.append(_hub(hub, middle, number + 1, expansion, complete))
+        parts.append(_expansion_shape(circle_x, middle, number + 1, expansion, complete))
         x += BOX_WIDTH if level else 30
     label = f"Retrieval tree of the question: {question}"
     return (
@@ -197,8 +198,12 @@ def _edge(x1: float, y1: float, x2: float, y2: float, kind: str = "") -> str:
     return f'<path class="edge {kind}" d="M{x1:.0f} {y1:.0f}C{half:.0f} {y1:.0f} {half:.0f} {y2:.0f} {x2:.0f} {y2:.0f}"/>'
 
 
-def _hub(x: float, y: float, number: int, expansion: Expansion, complete: bool) -> str:
-    """Return the circle of an expansion with its number; a square if it gave the stop signal, in time or too early."""
+def _expansion_shape(x: float, y: float, number: int, expansion: Expansion, complete: bool) -> str:
+    """Return the circle of an expansion with its number; a square if the policy stopped here.
+
+    A caption says whether it stopped with all gold documents found ("stop") or without ("too early"), or whether its output
+    reached the token limit ("cut").
+    """
     stop = expansion.output.stop
     shape = (
         f'<rect x="{x - 11:.0f}" y="{y - 11:.0f}" width="22" height="22" rx="3"/>'
@@ -206,6 +211,6 @@ def _hub(x: float, y: float, number: int, expansion: Expansion, complete: bool) 
         else f'<circle cx="{x:.0f}" cy="{y:.0f}" r="11"/>'
     )
     state = ("right" if complete else "wrong") if stop else "cut" if expansion.truncated else ""
-    word = ("stop" if complete else "too early") if stop else "cut" if expansion.truncated else ""
-    caption = f'<text class="word" x="{x:.0f}" y="{y + 26:.0f}">{word}</text>' if word else ""
+    outcome = ("stop" if complete else "too early") if stop else "cut" if expansion.truncated else ""
+    caption = f'<text class="word" x="{x:.0f}" y="{y + 26:.0f}">{outcome}</text>' if outcome else ""
     return f'<g class="hub {state}">{shape}<text x="{x:.0f}" y="{y + 4:.0f}">{number}</text>{caption}</g>'

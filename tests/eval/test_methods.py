@@ -13,7 +13,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
-from rrl.eval.methods import AnswerModel, make_answering_method, record_of_result, record_of_trajectory
+from rrl.eval.methods import TimedReader, make_answering_method, record_of_result, record_of_trajectory
 from rrl.eval.predictions import load_predictions
 from rrl.rewards.reader import ReaderReply
 from rrl.rollout.config import EngineConfig
@@ -103,9 +103,9 @@ def test_names_of_methods_show_changed_options() -> None:
         {"name": "r3rag"}, {"environment": {"drop_seen": False, "max_steps": 4}}, None
     )
     assert seen.name == "r3rag (drop_seen=False)" and seen.limits["max_steps"] == 4
-    assert make_answering_method({"name": "r3rag"}, None, None).long_answers  # it answers in sentences
-    assert not make_answering_method({"name": "r3rag"}, {"short_answers": False}, None).long_answers
-    assert not (trained.long_answers or method.long_answers)
+    assert make_answering_method({"name": "r3rag"}, None, None).judges_short_forms  # it answers in sentences
+    assert not make_answering_method({"name": "r3rag"}, {"short_answers": False}, None).judges_short_forms
+    assert not (trained.judges_short_forms or method.judges_short_forms)
     assert trained.limits == {"max_searches": 2, "turn_tokens": 500, "observation_tokens": 1800}
     assert json.dumps(trained.identity) and json.dumps(method.identity)
     assert trained.identity["environment"]["max_searches"] == 2
@@ -158,7 +158,7 @@ def test_records_with_a_reader_are_written_after_the_reader_answered() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rrl.recipes.episodes.prompt_ids", lambda *_: np.zeros(3, np.int32))
         question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
-        read = dataclasses.replace(method, reader=AnswerModel(reader))
+        read = dataclasses.replace(method, reader=TimedReader(reader))
         read.answer(Engine(), None, [(0, question)], None, 0.0, records.append)
     assert records[0]["prediction"] == "Oslo" and len(received) == 1
     assert (records[0]["reader_prompt_tokens"], records[0]["reader_tokens"]) == (40, 2)

@@ -52,7 +52,7 @@ def test_retrieved_passages_and_costs_are_read(tmp_path: Path) -> None:
     found = load_predictions(file)
     assert [p.titles for p in found] == [("T", "U"), ("T", "V"), ("T",), None]
     assert [p.ids for p in found] == [None, None, ("9",), None]
-    assert [p.failed for p in found] == [0, 1, 0, 0]
+    assert [p.failed_searches for p in found] == [0, 1, 0, 0]
     assert [dict(p.counts) for p in found] == [
         {"turns": 2, "tokens": 30, "seconds": 0.5},
         {"searches": 2},
@@ -166,7 +166,7 @@ def test_passages_are_read_per_search_and_empty_ones_are_counted(tmp_path: Path,
         {"id": 1, "output": {"pred": "x", "retrieval_result": rounds}},
         {"id": 2, "output": {"pred": "x", "retrieval_result": flat}},
     )
-    assert [(p.titles, p.empty) for p in load_predictions(file)] == [(("T", "U"), 1), ((), 1)]
+    assert [(p.titles, p.empty_passages) for p in load_predictions(file)] == [(("T", "U"), 1), ((), 1)]
     assert "left out 2 passages with neither title nor text" in caplog.text
 
 

@@ -113,7 +113,7 @@ def test_a_missing_answer_is_wrong_and_unparsed_verdicts_are_counted() -> None:
 def test_the_report_mentions_failed_searches_only_if_there_are_any() -> None:
     predictions = predicted("Paris", "x", "yes")
     assert "searches_failed" not in report(score(predictions, QUESTIONS, SQUAD))
-    predictions[1] = dataclasses.replace(predictions[1], failed=2)
+    predictions[1] = dataclasses.replace(predictions[1], failed_searches=2)
     found = report(score([*predictions[:2], None], QUESTIONS, SQUAD))
     assert found["searches_failed"] == 2 and "2 searches failed" in as_text(found)
 
@@ -295,8 +295,10 @@ def test_gold_passages_are_matched_by_ids_if_the_predictions_have_them() -> None
     (prediction,) = predicted("Paris", titles=("T", "U"), ids=("9", "2"))[:1]
     by_id = score([prediction], questions, SQUAD)
     by_title = score([dataclasses.replace(prediction, ids=None)], questions, SQUAD)
-    assert by_id.gold_by == ("gold ids", "") and by_id.coverage["recall"].tolist() == [0.5]
-    assert by_title.gold_by[0] == "gold titles" and by_title.coverage["recall"].tolist() == [1]
+    assert by_id.gold_key_and_warning == ("gold ids", "")
+    assert by_id.retrieval_metrics["recall"].tolist() == [0.5]
+    assert by_title.gold_key_and_warning[0] == "gold titles"
+    assert by_title.retrieval_metrics["recall"].tolist() == [1]
     assert "by gold ids" in as_text(report(by_id))
     shown = as_text(report(by_title))
     assert "by gold titles" in shown and "do not have the ids of the retrieved passages" in shown
@@ -306,13 +308,13 @@ def test_gold_passages_are_matched_by_ids_if_the_predictions_have_them() -> None
 def test_a_warning_names_gold_ids_of_which_none_was_retrieved() -> None:
     (prediction,) = predicted("Paris", titles=("T", "U"), ids=("9", "8"))[:1]
     ids_alone = score([prediction], [dataclasses.replace(QUESTIONS[0], gold=(), gold_ids=("1",))], SQUAD)
-    assert ids_alone.coverage["recall"].tolist() == [0]
+    assert ids_alone.retrieval_metrics["recall"].tolist() == [0]
     assert "no passage has one of the gold ids, such as '1'" in as_text(report(ids_alone))
     both = score([prediction], [dataclasses.replace(QUESTIONS[0], gold_ids=("1",))], SQUAD)
-    assert both.gold_by[0] == "gold titles" and "such as '1'" in as_text(report(both))
+    assert both.gold_key_and_warning[0] == "gold titles" and "such as '1'" in as_text(report(both))
 
 
 def test_retrieval_can_be_measured_by_ids_alone() -> None:
     (prediction,) = predicted("Paris", ids=("9", "1"))[:1]
     scores = score([prediction], [dataclasses.replace(QUESTIONS[0], gold_ids=("1",))], SQUAD)
-    assert scores.coverage["mrr"].tolist() == [0.5]
+    assert scores.retrieval_metrics["mrr"].tolist() == [0.5]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.methods import AnswerModel
+from rrl.eval.methods import TimedReader
 from rrl.eval.timing import append_timing, latency, read_timing
 from rrl.rewards.reader import ReaderReply
 
@@ -21,11 +21,11 @@ def test_seconds_are_averaged_over_complete_batches(tmp_path: Path) -> None:
 
 
 def test_the_readers_seconds_are_measured_separately(tmp_path: Path) -> None:
-    generator = AnswerModel(
+    generator = TimedReader(
         lambda prompts: time.sleep(0.02) or [ReaderReply(str(p).upper(), 1, 1) for p in prompts]
     )
     assert generator(["a"]) == ["A"] and generator(["b", "c"]) == ["B", "C"]
-    assert 0.04 <= generator.seconds < 5 and [reply.text for reply in generator.last] == ["B", "C"]
+    assert 0.04 <= generator.seconds < 5 and [reply.text for reply in generator.last_replies] == ["B", "C"]
     (tmp_path / "timing.jsonl").write_text('{"questions": 10, "answer": 5.0, "search": 1.0, "read": 2.0}\n')
     assert latency(tmp_path) == {"answer": 0.5, "search": 0.1, "read": 0.2}
 

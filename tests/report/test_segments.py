@@ -68,7 +68,7 @@ def test_tokens_join_to_the_text_of_each_policy_segment():
     tokens = FakeTokens()
     trajectory = winter(tokens=tokens)
     for segment in segments_of(trajectory, token_bytes=tokens.bytes):
-        assert "".join(text for text, _ in segment.spans) == (segment.text if segment.role == POLICY else "")
+        assert "".join(text for text, _ in segment.tokens) == (segment.text if segment.role == POLICY else "")
 
 
 def test_a_character_of_several_tokens_belongs_to_the_last():
@@ -77,12 +77,12 @@ def test_a_character_of_several_tokens_belongs_to_the_last():
     trajectory.tokens[:] = [0, 1, 2]
     trajectory.logps = trajectory.logps[:3] * 0 - [1.0, 2.0, 3.0]
     (segment,) = segments_of(trajectory, token_bytes=[b"\xc3", b"\xa9", b"!"])
-    assert segment.spans == (("é", -2.0), ("!", -3.0))
+    assert segment.tokens == (("é", -2.0), ("!", -3.0))
 
 
 def test_tokens_that_do_not_spell_the_text_are_left_out():
     trajectory = spouse()
-    assert all(not segment.spans for segment in segments_of(trajectory, token_bytes=[b"x"] * 1000))
+    assert all(not segment.tokens for segment in segments_of(trajectory, token_bytes=[b"x"] * 1000))
 
 
 def test_other_tags_can_be_given():

@@ -11,10 +11,10 @@ from rrl.errors import UserError
 from rrl.eval.comparison import (
     as_markdown,
     comparison_rows,
-    coverage_table,
     group_table,
     load_runs,
     paired_test,
+    retrieval_table,
 )
 from rrl.files import SaveError
 from rrl.studies.report_html import most_different_questions
@@ -65,7 +65,7 @@ def test_hits_by_gold_passage_and_by_answer_have_separate_fields(tmp_path: Path)
     assert row["hits"] == plain["hits"] > 0 and row["mrr"] == plain["mrr"] > 0
     assert (row["hits_by_answer"], row["mrr_by_answer"]) == (0.0, 0.0)
     del run.report["retrieval"]
-    assert coverage_table(comparison_rows([dataclasses.replace(run, coverage={})])) == [
+    assert retrieval_table(comparison_rows([dataclasses.replace(run, retrieval_metrics={})])) == [
         ("run", "hits by answer", "mrr by answer"),
         ("run", "0.0", "0.0"),
     ]
@@ -85,7 +85,7 @@ def test_retrieval_metrics_have_intervals_and_a_paired_test(tmp_path: Path) -> N
     assert test.p == 0.5  # McNemar: two coins
     row = comparison_rows(runs)[1]
     assert (row["full_recall_low"], row["full_recall_high"]) == (0.0, 1.0)
-    table = coverage_table(comparison_rows(runs))
+    table = retrieval_table(comparison_rows(runs))
     assert table[0][-1] == "full recall against the first" and table[2][-1].endswith("p = 0.5")
     assert table[2][2] == "50.0 [0.0, 100.0]"
     test = paired_test(*reversed(runs), "full_recall")  # the same question lacks a value on the other side
@@ -145,10 +145,8 @@ def test_a_search_service_with_unknown_corpus_is_noted(tmp_path: Path) -> None:
     runs = load_runs(folders)
     text = as_markdown(runs, comparison_rows(runs))
     assert "- corpus: http://localhost:1 (the search service does not identify its corpus)" in text
-    assert (
-        "- corpus not known of first, other: the search service does not identify its corpus, so it" in text
-    )
-    assert "corpus not known" not in as_markdown(runs[:1], comparison_rows(runs[:1]))
+    assert "- corpus unknown for first, other: the search service does not identify its corpus, so it" in text
+    assert "corpus unknown" not in as_markdown(runs[:1], comparison_rows(runs[:1]))
 
 
 def test_the_page_is_valid_html_escapes_text_and_shows_disagreements_first(tmp_path: Path) -> None:
