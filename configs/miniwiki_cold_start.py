@@ -95,6 +95,7 @@ def get_config(arg: str = "") -> ConfigDict:
             or DEMONSTRATIONS.get(args.recipe, 150 if ":" in args.recipe else 500),
             "held_out": 100,
             "top_k": 2,
+            # R2AG's expert needs two passages per search; its policy retrieves one, which its recipe card states.
             "card_top_k": 1 if args.recipe == "r2ag" else 0,
             "recipe": args.recipe,
             "recipe_options": recipe_options,

@@ -30,6 +30,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "world_size": 200,
         "steps_per_block": 20,
         "probes": 48,
+        # Shares of faulty and truncated trajectories, and their sizes (`rrl.sft.judge_examples.JudgeExamplesConfig`).
         "options": {"faulty": 0.6, "partial": 0.2, "top_k": 2, "context": 1280, "answer_tokens": 160},
     }
     config.train = {

@@ -47,6 +47,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "worlds": 10,
         "world_size": 200,
         "steps_per_block": 20,
+        # Shares of the kinds of texts; `rrl.miniwiki.reading` explains them.
         "options": {"plain": 0.1, "drills": 0.2, "questions": 0.12, "most_passages": 10},
         # Looking up a fact is easier to learn from few passages.
         "curriculum": args.curriculum,

@@ -38,6 +38,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "worlds": 10,
         "world_size": 200,
         "steps_per_block": 20,
+        # Share of the examples whose evidence lacks a required sentence.
         "options": {"missing": 0.2},
         # The reader learns to look up facts from the texts of configs/miniwiki_pretrain.py: answers alone have too few
         # target tokens.

@@ -28,7 +28,12 @@ from rrl.runs.workdir import CONFIG, read_identity
 from rrl.stopping import RunStopped, ServiceUnavailable
 
 GRPO, SFT = "GRPO", "SFT continued"
-ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off": "control=search_off"}
+ARM_ARGUMENTS = {
+    GRPO: "",
+    SFT: "",
+    "rewards permuted": "control=permuted",
+    "search off": "control=search_off",
+}
 """Named arm -> the config argument that it adds. The supervised arm ("SFT continued") adds none: it continues the
 supervised training of the cold start.
 
@@ -75,10 +80,12 @@ def arm_runs(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> l
     for name, given in (("arms", list(arms)), ("seeds", list(seeds))):
         if not given or len(set(given)) < len(given):
             raise UserError(f"{name}={given} must be one or more, each once")
-    unknown = [arm for arm in arms if not (arm in ARMS or "=" in arm or _split(arm)[0].endswith(".py"))]
+    unknown = [
+        arm for arm in arms if not (arm in ARM_ARGUMENTS or "=" in arm or _split(arm)[0].endswith(".py"))
+    ]
     if unknown := unknown + [arm for arm in arms if "seed" in (_split(arm)[1] or _split(":" + arm)[1])]:
         raise UserError(
-            f"arms={unknown} are unknown; choose {', '.join(ARMS)}, any argument of the config except the seed "
+            f"arms={unknown} are unknown; choose {', '.join(ARM_ARGUMENTS)}, any argument of the config except the seed "
             "(ablation=filter), or another config file (configs/rsearch_ppo.py, or configs/search_r1.py:control=permuted)"
         )
     folders = [_arm_run(root, arm, 0).workdir for arm in arms]
@@ -111,7 +118,7 @@ def compare(
       cold_start: the config that trained the starting policy, with `init=POLICY`. The supervised arm
         continues it for as many minutes as GRPO took with the same seed.
       root: folder for the runs and the results.
-      arms: names of arms; see `ARMS`.
+      arms: names of arms; see `ARM_ARGUMENTS`.
       seeds: training seeds.
       metric: the held-out metric of the table, a share in [0, 1] (for R2AG: "full_recall").
       over: x-axis of the plot: "minutes" of training, or "updates" if the runs used different machines.
@@ -165,7 +172,7 @@ def finished_runs(root: pathlib.Path, config: str, cold_start: str, arms: Sequen
     finished.
     """
     seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
-    all_arms = dict.fromkeys([*ARMS, *arms])
+    all_arms = dict.fromkeys([*ARM_ARGUMENTS, *arms])
     runs = [run for arm in all_arms for seed in sorted(seeds) if (run := _arm_run(root, arm, seed)).finished]
     runs = [run for run in runs if _stored_provenance(run) in (None, provenance_of(run, config, cold_start))]
     grpo = {run.seed for run in runs if run.arm == GRPO}
@@ -182,7 +189,7 @@ def _config_of_arm(arm: str, config: str) -> tuple[str, str]:
     file, given = _split(arm)
     if file.endswith(".py"):
         return ":".join([file, *config.split(":", 1)[1:]]), ",".join(given.values())
-    return config, ARMS.get(arm, arm)
+    return config, ARM_ARGUMENTS.get(arm, arm)
 
 
 def run_commands(run: ArmRun, todo: Sequence[Sequence[str]], provenance: str) -> None:

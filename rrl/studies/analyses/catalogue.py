@@ -289,4 +289,5 @@ def _step_limit_of(method: str) -> str:
 
 
 def _run_name(*parts: str) -> str:
+    """Return the name of a run, which is also its folder: the parts that are not empty, joined by hyphens."""
     return "-".join(folder_of(part) for part in parts if part)
