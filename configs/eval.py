@@ -16,7 +16,7 @@ from rrl.config.arguments import parse, run_name
 from rrl.config.shared import refuse_unused_encoder
 from rrl.errors import UserError
 
-ONE_SHOT = ("naive_rag", "rag_cot")
+SINGLE_SEARCH = ("naive_rag", "rag_cot")
 """Prompted methods that search once and put all retrieved passages into the prompt."""
 
 
@@ -58,10 +58,11 @@ def get_config(arg: str = "") -> ConfigDict:
         )
     policy = args.policy or "assets/miniwiki-policy"
     card = read_card(policy)
+    # Whether the model is a small one of the built-in world, according to the dataset or to the context in its card.
     tiny = not real or (card is not None and 0 < card.context <= 1024)
 
-    # What a service or BM25 searches has no encoder.
-    words = real or args.retriever == "bm25" or args.index.startswith("http")
+    # A search service or BM25 needs no encoder here; for real questions there is no default encoder.
+    no_default_encoder = real or args.retriever == "bm25" or args.index.startswith("http")
 
     config = ConfigDict()
     # The name, and so the default workdir, depends on the arguments.
@@ -70,17 +71,15 @@ def get_config(arg: str = "") -> ConfigDict:
     config.reader = args.reader
     config.method = {"name": args.method}
     if is_recipe(args.method):
-        as_trained = (
-            card is not None and card.recipe == args.method
-        )  # then evaluate with the settings of its training
+        # A policy of this recipe is evaluated with the settings of its training, which its card states.
+        as_trained = card is not None and card.recipe == args.method
         config.recipe = {**card.fields, "environment": dict(card.environment)} if card and as_trained else {}
-        if (
-            args.method == "r3rag" and real and not tiny
-        ):  # documents are cut during training only (section 4.3)
+        if args.method == "r3rag" and real and not tiny:
+            # Documents are cut during training only (R3-RAG, section 4.3).
             config.recipe.environment = {**config.recipe.get("environment", {}), "document_characters": 0}
     else:
         config.prompted = {"tokens": 128 if tiny else 256}
-        if args.method in ONE_SHOT and (args.top_k or 0) > PromptedSettings.most_passages:
+        if args.method in SINGLE_SEARCH and (args.top_k or 0) > PromptedSettings.most_passages:
             config.prompted.most_passages = args.top_k  # all passages of its only search
     config.eval = {
         "temperature": args.temperature,
@@ -97,7 +96,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.retriever = {
         "kind": args.retriever or ("bm25" if real and not args.encoder else "scann"),
-        "encoder": args.encoder or ("" if words else "assets/miniwiki-encoder"),
+        "encoder": args.encoder or ("" if no_default_encoder else "assets/miniwiki-encoder"),
         "title_weight": 1 if real else 3,
         "index": args.index,
     }

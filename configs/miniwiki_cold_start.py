@@ -15,7 +15,8 @@ R-Search trains on 500 demonstrations. The other recipes train on 75 to 150 and 
 recipe of your own (docs/your_own_recipe.md).
 
 `minutes=M` trains for M minutes at a lower constant learning rate, without early stopping, and keeps the parameters with the
-lowest held-out loss. This is the control arm that continues supervised training for as long as reinforcement learning took.
+lowest held-out loss. `launch/compare.py` uses it for the arm "SFT continued", which trains for as long as reinforcement learning
+took.
 """
 
 from typing import Any
@@ -26,19 +27,25 @@ from rrl.config.arguments import parse
 from rrl.config.shared import refuse_unused_encoder
 from rrl.errors import UserError
 
-SINGLE_CONTEXT = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
-"""Environment of the recipes with one growing context. The expert's demonstrations contain no corrections."""
-PROTOCOL_FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "rsearch": ({"instruction": ""}, SINGLE_CONTEXT),
-    "tiresrag": ({"opening": "bare"}, SINGLE_CONTEXT),
-    "search_r1": ({"instruction": ""}, SINGLE_CONTEXT),
-    "r1_searcher": ({"opening": "bare", "malformed_penalty": 0.5}, SINGLE_CONTEXT),
-    "research": ({"opening": "bare"}, SINGLE_CONTEXT),
+SINGLE_CONTEXT_ENVIRONMENT = {
+    "max_searches": 4,
+    "turn_tokens": 128,
+    "observation_tokens": 256,
+    "correction": "",
+}
+"""Environment fields of the recipes that keep a whole trajectory in one context. `correction` is empty, since the
+demonstrations contain no corrections of malformed turns."""
+RECIPE_FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rsearch": ({"instruction": ""}, SINGLE_CONTEXT_ENVIRONMENT),
+    "tiresrag": ({"opening": "bare"}, SINGLE_CONTEXT_ENVIRONMENT),
+    "search_r1": ({"instruction": ""}, SINGLE_CONTEXT_ENVIRONMENT),
+    "r1_searcher": ({"opening": "bare", "malformed_penalty": 0.5}, SINGLE_CONTEXT_ENVIRONMENT),
+    "research": ({"opening": "bare"}, SINGLE_CONTEXT_ENVIRONMENT),
     "r3rag": ({}, {"max_steps": 5, "turn_tokens": 128}),
     "r2ag": ({}, {"opening": "bare", "turn_tokens": 192}),
 }
-"""Recipe -> (fields of the recipe, fields of its environment), as in its config. Prompts have no
-instruction, since a policy of this size could not follow it."""
+"""Recipe -> (fields of the recipe, fields of its environment), as in the recipe's RL config. Prompts have no instruction,
+since a policy of this size could not follow it."""
 
 
 DEMONSTRATIONS = {
@@ -67,12 +74,12 @@ def get_config(arg: str = "") -> ConfigDict:
         encoder="",
     )
     refuse_unused_encoder(args)
-    if args.recipe not in PROTOCOL_FIELDS and ":" not in args.recipe:
+    if args.recipe not in RECIPE_FIELDS and ":" not in args.recipe:
         raise UserError(
-            f"config argument recipe={args.recipe!r} is unknown; choose one of {', '.join(PROTOCOL_FIELDS)}, or MODULE:CLASS for "
+            f"config argument recipe={args.recipe!r} is unknown; choose one of {', '.join(RECIPE_FIELDS)}, or MODULE:CLASS for "
             "your own"
         )
-    recipe_options, environment = PROTOCOL_FIELDS.get(args.recipe, ({}, {}))
+    recipe_options, environment = RECIPE_FIELDS.get(args.recipe, ({}, {}))
     config = ConfigDict()
     config.stage = "demonstrations"
     config.init = args.init
@@ -88,6 +95,7 @@ def get_config(arg: str = "") -> ConfigDict:
             or DEMONSTRATIONS.get(args.recipe, 150 if ":" in args.recipe else 500),
             "held_out": 100,
             "top_k": 2,
+            # R2AG's expert needs two passages per search; its policy retrieves one, which its recipe card states.
             "card_top_k": 1 if args.recipe == "r2ag" else 0,
             "recipe": args.recipe,
             "recipe_options": recipe_options,

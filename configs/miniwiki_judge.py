@@ -1,7 +1,7 @@
 """A judge for the built-in world: a model of the shipped policy's size learns the oracle's verdicts, with reasons first.
 
     taskset -c 1 python launch/sft.py --config=configs/miniwiki_judge.py:out=assets/miniwiki-judge --workdir=runs/judge
-    python launch/judge.py --judge=assets/miniwiki-judge                          # measures its agreement with the oracle again
+    python launch/judge.py --judge=assets/miniwiki-judge                          # measures its agreement with the oracle
 
 The training examples come from training worlds (`rrl/sft/judge_examples.py`): retrieved documents, answers, and trajectories of
 the scripted expert, which are correct, truncated or faulty. The prompts are the papers' without the system message, whose
@@ -30,6 +30,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "world_size": 200,
         "steps_per_block": 20,
         "probes": 48,
+        # Shares of faulty and truncated trajectories, and their sizes (`rrl.sft.judge_examples.JudgeExamplesConfig`).
         "options": {"faulty": 0.6, "partial": 0.2, "top_k": 2, "context": 1280, "answer_tokens": 160},
     }
     config.train = {

@@ -25,8 +25,10 @@ def get_config(arg: str = "") -> ConfigDict:
     config.stage = "reading"
     config.init = ""
     config.tokenizer = args.tokenizer
+    # Factors of the initial parameters.
     config.scales = {"embedding": 5.0, "residual": 0.0}
-    # Initialises induction heads. Without it, training needs some million tokens to find them, and only then learns to read.
+    # Initialises induction heads. Without them, training first needs some million tokens until it forms such heads, and
+    # learns to read only after that.
     config.induction = {"offsets": (1, 2, 3)}
     config.out = args.out
     config.model = {
@@ -45,8 +47,9 @@ def get_config(arg: str = "") -> ConfigDict:
         "worlds": 10,
         "world_size": 200,
         "steps_per_block": 20,
+        # Shares of the kinds of texts; `rrl.miniwiki.reading` explains them.
         "options": {"plain": 0.1, "drills": 0.2, "questions": 0.12, "most_passages": 10},
-        # Lookup is easier to learn from few passages.
+        # Looking up a fact is easier to learn from few passages.
         "curriculum": args.curriculum,
         "short_length": 320,
         "short_options": {"most_passages": 6},

@@ -19,6 +19,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.init = ""
     config.tokenizer = args.tokenizer
     config.out = args.out
+    # Factors of the initial parameters.
     config.scales = {"embedding": 5.0, "residual": 0.0}
     config.model = {
         "model_type": "llama",
@@ -37,8 +38,10 @@ def get_config(arg: str = "") -> ConfigDict:
         "worlds": 10,
         "world_size": 200,
         "steps_per_block": 20,
+        # Share of the examples whose evidence lacks a required sentence.
         "options": {"missing": 0.2},
-        # Lookup is learned from reading texts, as for the policy: answers alone have too few target tokens.
+        # The reader learns to look up facts from the texts of configs/miniwiki_pretrain.py: answers alone have too few
+        # target tokens.
         "curriculum": "3:350",
         "reading": 0.75,
         "reading_later": 0.3,

@@ -8,9 +8,9 @@
     python launch/train.py --config=configs/r1_searcher.py:size=7b,stage=1,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
 A base model starts with stage 1, and the resulting policy is the start of stage 2. In the built-in world (size=tiny) the
-cold-started policy already knows how to search, so stage 2 is the default. size=tiny uses the settings that were found for
-R-Search's PPO there. A malformed trajectory costs half a correct answer. The published penalty of 2, for base models, would
-dominate the variance of the reward, and 50 updates would learn nothing but the format (docs/recipes.md).
+cold-started policy already knows how to search, so stage 2 is the default. size=tiny uses the settings that were tuned for
+R-Search's PPO (configs/rsearch_ppo.py). A malformed trajectory costs half a correct answer. The published penalty of 2, for base
+models, would dominate the variance of the reward, and 50 updates would learn nothing but the format (docs/recipes.md).
 
 size=3b and size=7b hold the published settings: at most 8 searches, top-k 3, 64 questions x 16 samples at temperature 1, updates
 of 256 trajectories, lr 2e-6; one epoch each over 350 questions (stage 1) and 8,148 questions (stage 2). The weight of the
@@ -83,7 +83,8 @@ def get_config(arg: str = "") -> ConfigDict:
         }
         config.optim = {"name": "adamw", "lr": 2e-6, "clip_norm": 1.0, "b2": 0.999}
     if args.stage == 2:
-        # Mean reward of a policy whose trajectories are all malformed, which can happen at the start with a base model.
+        # A mean reward at or below this is a sign of collapse (`rrl.train.guard`). It is the mean reward if all trajectories are
+        # malformed; a base model can start close to it.
         config.guard.reward = -(0.5 if tiny else 2.0)
     config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
     if is_smoke(args):

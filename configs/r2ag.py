@@ -10,9 +10,9 @@
 
 size=tiny is the built-in world (`miniwiki`), whose questions need at most 4 documents. `reader` is the generator, which answers
 from the retrieved documents. The main metric is full recall. Expected result: 46 updates raise it from 57.5 % (cold start) to
-62.9 % (mean of three seeds, 720 questions); 96 updates with fewer questions and more outputs raise it from 59.6 % (a better
-start) to 67.0 % (docs/recipes.md). The number of updates, the learning rate together with questions and outputs, and the number
-of demonstrations were tuned. A start of 500 demonstrations has 80.7 % and gains 3.5 to 7.4 points.
+62.9 % (mean of three seeds, 720 questions). With 96 updates, fewer questions per update and more outputs per question, it rises
+from 59.6 % (a better cold start) to 67.0 % (docs/recipes.md). The number of updates, the learning rate together with questions
+and outputs, and the number of demonstrations were tuned. A start of 500 demonstrations has 80.7 % and gains 3.5 to 7.4 points.
 
 size=3b and size=7b hold the paper's settings (appendix B.2): trees of 128 prompts per step x 12 outputs of at most 4,096 tokens,
 at most 5 expansions, top-1 documents in training, clip 0.2/0.28, no KL, AdamW at 1e-6, 80 steps, evaluation at temperature 0.6.
@@ -22,8 +22,8 @@ of HotpotQA, 3,000 of 2Wiki and 1,174 of MuSiQue for 140 hours on 6 A100, and re
 2Wiki and 51.3 on MuSiQue (Table 1, top-1). rrl has not been run at this size.
 
 Three arguments set how a policy is evaluated. `predictions`: whether predicted queries are searched too. `top_k`: documents per
-query. `t`: how many base queries of an output are searched: `most` is M, the largest number of hops in the data (`hops`), and
-`half` is half of it. Half as many predicted queries are searched, as in training.
+query. `t`: how many base queries of an output are searched: `most` is the paper's M, the largest number of hops in the data
+(argument `hops`), and `half` is half of it. Half as many predicted queries are searched, as in training.
 """
 
 from ml_collections import ConfigDict
@@ -60,12 +60,14 @@ def get_config(arg: str = "") -> ConfigDict:
     config.policy = args.policy or POLICIES[args.size]
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else POLICIES["7b"])
     queries = args.hops if args.t == "most" else max(1, args.hops // 2)
-    # In the built-in world a forest has fewer trees, so that a short run completes all levels of several forests.
+    # The forest (Algorithm 1) is the set of trees that grow at the same time. In the built-in world it has few trees,
+    # so that a short run completes several forests.
     config.recipe = {
         "name": "r2ag",
         "trees": 160 if tiny else 0,
-        # With the reward as printed, a small policy learns to search again for documents that it has: their share of the
-        # held-out searches rose from 16 % to 31 % in 12 small updates.
+        # The reward as printed in the paper (Eq. 5) also pays for documents that the tree already has. With it, a small
+        # policy learns to search for them again: their share of the held-out searches rose from 16 % to 31 % in 12 small
+        # updates.
         "pay_known": not tiny,
     }
     config.recipe.environment = {
@@ -93,7 +95,8 @@ def get_config(arg: str = "") -> ConfigDict:
     steps = args.steps if args.steps is not None else (46 if tiny else 80)
     config.train = {
         "steps": steps,
-        # With 32 questions x 8 outputs at 3e-4, one of three seeds loses 3.3 points in as many updates.
+        # With 32 questions x 8 outputs at a learning rate of 3e-4, full recall fell by 3.3 points with one of three seeds
+        # in as many updates.
         "questions": 48 if tiny else 128,
         "samples": 5 if tiny else 12,
         "temperature": 1.0,

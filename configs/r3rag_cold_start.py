@@ -70,7 +70,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "name": "r3rag",
         "match": "cover" if real else "exact",
         "judge_answers": bool(args.judge),
-        # A trajectory is only accepted or rejected here.
+        # Trajectories are only accepted or rejected here, which needs no process reward.
         "use_process": False,
         "short_answers": False,
     }

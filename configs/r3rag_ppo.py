@@ -9,11 +9,11 @@
     python launch/train.py --config=configs/r3rag_ppo.py:steps=0,policy=FOLDER --config.retriever.kind=bm25  # Tables 3 and 5
 
 size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passages. Answers are short there, so only exact
-matches count. The KL weight and the number of questions are those found for R-Search's PPO (`configs/rsearch_ppo.py`, which has
+matches count. The KL weight and the number of questions are those tuned for R-Search's PPO (`configs/rsearch_ppo.py`, which has
 the KL in the reward). The learning rate is higher, for fewer updates. The critic is the first half of the policy's layers and
-takes six optimiser steps per batch at 1e-3. It then explains an eighth of the returns' variance after 10 to 15 updates; a critic
-with all layers at 3e-4 explains nothing for 27 updates and an eighth after 54. Expected result: 20 updates add 6 points to a
-start of 100 demonstrations (docs/recipes.md). Cost: about eight minutes on two slow cores, without evaluations.
+takes six optimiser steps per batch at 1e-3. Its explained variance of the returns is 1/8 after 10 to 15 updates; that of a
+critic with all layers at 3e-4 is 0 for 27 updates and 1/8 after 54. Expected result: 20 updates add 6 points to a start of 100
+demonstrations (docs/recipes.md). Cost: about eight minutes on two slow cores, without evaluations.
 
 size=7b holds the paper's settings (section 4.3, appendix C): Qwen2.5-7B after its cold start (`configs/r3rag_cold_start.py`
 makes the data, `configs/r3rag_sft.py` trains on it), batch 64 (16 questions x 4 rollouts at temperatures 0.1, 0.4, 0.7 and
@@ -49,7 +49,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "process": {"use_process": False},
     "outcome": {"use_outcome": False},
 }
-"""Table 2. The last row of the table leaves out both rewards: that is the cold-started policy, `steps=0`."""
+"""Ablation in Table 2 -> fields of the recipe. The last row of the table leaves out both rewards, so it is the cold-started
+policy: use `steps=0`."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -122,8 +123,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "whiten": True,
         "clip_low": 0.2,
         "clip_high": 0.2,
-        # Short rows, so that a minibatch of the critic fills an even number of them. A single length compiles one program;
-        # trajectories whose steps are longer in total are split (`rrl.rl.prefix_tree`).
+        # Short rows: each minibatch of the critic then fills an even number of rows, as two parallel microbatches need. A
+        # single length compiles one program; trajectories whose steps are longer in total are split (`rrl.rl.prefix_tree`).
         "row_lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
         "microbatch_tokens": 2048 if tiny else 32768,
         "share_prefixes": tiny,

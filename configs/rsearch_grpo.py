@@ -40,6 +40,7 @@ def get_config(arg: str = "") -> ConfigDict:
     cold_started = tiny and card is not None and 0 < card.context <= 1024
 
     def sized(small: Any, single_device: Any, paper: Any) -> Any:
+        """Choose the value for a small cold-started policy, for another model with size=tiny, or for size=3b and 7b."""
         return small if cold_started else single_device if tiny else paper
 
     config = base_config("rsearch_grpo", arg, args)
@@ -63,11 +64,11 @@ def get_config(arg: str = "") -> ConfigDict:
         config.recipe.environment.correction = ""
     config.rollout = {
         "rows": sized(64, 16, 256),
-        "oversubscribed_slots": sized(32, 0, 0),  # they decode while others wait for passages
+        "oversubscribed_slots": sized(32, 0, 0),  # these trajectories decode while others wait for passages
         "context": sized(1024, 4096, 8192),
         "wake_threshold": 16,
         "prefill_tokens": sized(256, 1024, 2048),
-        # Its samples are similar and copy passages, so drafts are often right.
+        # Samples of this policy are similar to each other and copy passages, so draft tokens are often accepted.
         "draft_tokens": sized(1, 0, 0),
         # Fixed, so that the result is bitwise the same on any number of cores.
         "workers": 2 if cold_started else 0,
@@ -94,12 +95,13 @@ def get_config(arg: str = "") -> ConfigDict:
         "permute_rewards": args.control == "permuted",
     }
     config.objective = {
-        # Without a KL, noise moves decisions that all questions share (stop or search again) further than the reward does.
+        # Without a KL, gradient noise changes the policy more than the reward does, above all in the decision that occurs in
+        # every question: stop or search again.
         "kl_coef": 0.1 if cold_started else 0.001,
         "clip_low": 0.2,
         "clip_high": 0.28 if cold_started else 0.2,
-        # Groups whose answers are all correct or all wrong differ only by format and reader rewards, by at most 0.7. They are
-        # a third of the update's time and of its noise.
+        # Groups whose answers are all correct or all wrong differ only by format and reader rewards, by at most 0.7.
+        # They would take a third of the update's time and add a third of its noise.
         "drop_spread": 0.7 if cold_started and not real else None,
         "row_lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
         "microbatch_tokens": sized(2048, 8192, 32768),

@@ -26,7 +26,7 @@ def get_config(arg: str = "") -> ConfigDict:
     args, config = parse_run_arguments(arg, **grpo.ARGUMENTS), grpo.get_config(arg)
     from rrl.train.experiment import with_defaults
 
-    # A cold-started policy of the built-in world, by the context that rsearch_grpo.py sets.
+    # rsearch_grpo.py sets this short context only for a cold-started policy of the built-in world.
     cold_started = config.rollout.context <= 1024
     config.name = config.name.replace("rsearch_grpo", "rsearch_ppo", 1)
     config.objective.kl_estimator = "k1"

@@ -7,8 +7,8 @@
     python launch/train.py --config=configs/search_r1.py:reward=em                  # exact match only, as in the paper
     python launch/train.py --config=configs/search_r1.py:size=3b,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
-size=tiny is the built-in world (`miniwiki`). It uses the settings that were found for R-Search there, a third more updates, and
-a start of 150 demonstrations after the shipped policy.
+size=tiny is the built-in world (`miniwiki`). It uses the settings that were tuned for R-Search, a third more updates, and a
+start of 150 demonstrations after the shipped policy.
 
 size=3b and size=7b hold the published settings: 4 turns, top-k 3, 500 tokens per turn and per observation, a context of 4,096
 tokens, batch 512, mini-batches of 256 trajectories, lr 1e-6 with a warm-up of 28.5 %, KL 0.001 (k3 in the loss for GRPO, k1 in
@@ -53,8 +53,8 @@ def get_config(arg: str = "") -> ConfigDict:
     if tiny:
         set_miniwiki_training(config, args, recipe)
         if not ppo:
-            # Rewards of correct and wrong answers differ by at least 0.6, rewards of equally correct ones by at most 0.2.
-            # Groups below 0.3 therefore differ only by format.
+            # The rewards of a correct and a wrong answer differ by at least 0.6. Those of two correct or two wrong answers differ
+            # by at most 0.2, only through their format. Groups with a spread of at most 0.3 are left out.
             config.objective.drop_spread = 0.3
     else:
         set_published(config, args, recipe)

@@ -8,9 +8,8 @@
     python launch/train.py --config=configs/tiresrag_grpo.py:schedule=linear              # appendix G.2
     python launch/train.py --config=configs/tiresrag_grpo.py:size=3b,data=FOLDER,policy=FOLDER,judge=FOLDER,encoder=FOLDER
 
-size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passages. It uses the settings that were found for
-R-Search there. Expected result: 60 updates, about ten minutes on two slow cores, gain 6 points; 100 updates gain 11
-(docs/recipes.md).
+size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passages. It uses the settings that were tuned for
+R-Search. Expected result: 60 updates, about ten minutes on two slow cores, gain 6 points; 100 updates gain 11 (docs/recipes.md).
 
 size=3b and size=7b hold the paper's settings (appendix C.1): 108 questions x 5 rollouts at temperature 1, 2 passes over a
 batch, clip 0.2, no KL, lr 2e-6 with cosine decay, top-k 5, one epoch over its 8,148 questions. The paper ran 3B on 3 H200 and
@@ -44,8 +43,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "thinking": {"thinking_weight": 0.0},
 }
 """Row of Table 7 -> the fields that leave this part out. "sufficient" and "thinking" remove the reward
-from the sum (Eq. 5). The difficulty weight and the penalty still use the judge; they have rows of their
-own."""
+from the sum (Eq. 5). The difficulty weight and the penalty still use the judge: Table 7 has separate rows for
+them."""
 ABLATIONS["naive"] = {name: value for fields in ABLATIONS.values() for name, value in fields.items()}
 """The first row of Table 7: all parts are left out, and the reward is the answer's F1."""
 

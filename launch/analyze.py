@@ -1,8 +1,9 @@
 """Runs one of the papers' analyses: `python launch/analyze.py --what=top_k --policy=runs/NAME/policy [--out=FOLDER]`.
 
-Executes the missing runs and writes table.md, table.csv and plot.png, which name the papers' figures and tables. Some analyses
-vary one value of an evaluation for given policies (max_steps, top_k, retrievers, tokens). The others train policies in different
-ways over seeds, and share these runs with launch/reproduce.py. The same command continues an interrupted analysis.
+Executes the missing runs and writes table.md, table.csv and plot.png. They name the papers' figures and tables that the analysis
+corresponds to. Some analyses vary one value of an evaluation for given policies (max_steps, top_k, retrievers, tokens). The
+others train policies in different ways over seeds, and share these runs with launch/reproduce.py. The same command continues an
+interrupted analysis.
 """
 
 import pathlib
@@ -29,7 +30,9 @@ _VALUES = flags.DEFINE_string(
 _ARGUMENTS = flags.DEFINE_list(
     "arguments", [], "Further arguments of configs/eval.py, such as dataset=FILE,questions=200."
 )
-_SET = flags.DEFINE_multi_string("set", [], "A config field of all evaluations, such as rollout.rows=32")
+_SET = flags.DEFINE_multi_string(
+    "set", [], "FIELD=VALUE: sets a config field of all evaluations, such as rollout.rows=32."
+)
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Training seeds.")
 _RUNS = flags.DEFINE_string(
     "runs", None, "Folder of the training runs (default: that of launch/reproduce.py)."
@@ -62,7 +65,7 @@ def main(_: Sequence[str]) -> None:
     if wrong := [field for field in _SET.value if "=" not in field]:
         raise UserError(f"--set={wrong[0]} must be FIELD=VALUE, such as rollout.rows=32")
     what = _WHAT.value or ""
-    done = analyze(
+    outcome = analyze(
         what,
         pathlib.Path(_OUT.value or f"runs/analysis-{what}" + "-smoke" * _SMOKE.value),
         policies=_POLICY.value,
@@ -74,11 +77,11 @@ def main(_: Sequence[str]) -> None:
         keep=pathlib.Path(_KEEP.value) if _KEEP.value else None,
         jobs=_JOBS.value,
         smoke=_SMOKE.value,
-        listed=_LIST.value,
+        list_only=_LIST.value,
         run=_RUN.value,
         command=shlex.join(["python", "launch/analyze.py", *sys.argv[1:]]),
     )
-    launcher.exit_after_runs(done.failed, done.stopped, done.retryable)
+    launcher.exit_after_runs(outcome.failed, outcome.stopped, outcome.retryable)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ _SHARD = flags.DEFINE_string(
 )
 flags.mark_flags_as_required(["corpus", "out"])
 
-_ONLY = (
+_FLAGS_BY_KIND = (
     (("bm25",), (_BM25, _K1, _B, _STEM, _TOKENS, _IDF)),
     (("scann", "exact"), (_ENCODER,)),
     (("scann",), (_MEMORY,)),
@@ -76,7 +76,7 @@ class StageProgress:
 
     def __init__(self) -> None:
         self._stage = ""
-        self._first = self._began = 0.0
+        self._done_at_start = self._began = 0.0
         self._done, self._total = 0, 0
         self._lock = threading.Lock()
         threading.Thread(target=self._repeat, name="progress", daemon=True).start()
@@ -84,30 +84,32 @@ class StageProgress:
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Receive progress; see `rrl.retrieval.build.Progress`."""
         with self._lock:
-            self._show(stage, done, total)
+            self._update(stage, done, total)
 
     def _repeat(self) -> None:
         while True:
             time.sleep(5)
             with self._lock:
                 if self._total and self._done < self._total:
-                    self._show(self._stage, self._done, self._total)
+                    self._update(self._stage, self._done, self._total)
 
-    def _show(self, stage: str, done: int, total: int) -> None:
+    def _update(self, stage: str, done: int, total: int) -> None:
+        """Store the progress and print a line if one is due."""
         from rrl.runs.progress import Progress
 
         self._done, self._total = done, total
         if stage != self._stage:
-            self._stage, self._first, self._began = stage, done, time.monotonic()
+            self._stage, self._done_at_start, self._began = stage, done, time.monotonic()
             self._line = Progress(total, start=done, label=stage, seconds=2)
-        rate = (done - self._first) / max(1e-9, time.monotonic() - self._began)
+        rate = (done - self._done_at_start) / max(1e-9, time.monotonic() - self._began)
         if total:
             self._line.update(done, {"passages/s": rate})
         elif done % 100_000 == 0:
             print(f"{stage}: {done} passages/s={rate:.0f}", file=sys.stderr)
 
 
-def _shard(text: str) -> tuple[int, int]:
+def _parse_shard(text: str) -> tuple[int, int]:
+    """Return (i, n) of "i/n"."""
     part, _, count = text.partition("/")
     if not (part.isdigit() and count.isdigit()):
         raise UserError(f"--shard={text} must be i/n, such as 0/4")
@@ -122,8 +124,8 @@ def main(_: Sequence[str]) -> None:
     from rrl.retrieval.build import build_index, check_kind
 
     assert _CORPUS.value is not None and _OUT.value is not None  # required flags
-    for kinds, only in _ONLY:
-        for flag in only:
+    for kinds, kind_flags in _FLAGS_BY_KIND:
+        for flag in kind_flags:
             if flag.present and _RETRIEVER.value not in kinds:
                 raise UserError(
                     f"--{flag.name} does not apply to --retriever={_RETRIEVER.value}, only to {' and '.join(kinds)}; "
@@ -163,7 +165,7 @@ def main(_: Sequence[str]) -> None:
         memory_gb=_MEMORY.value,
         on_error="skip" if _SKIP.value else "refuse",
         columns=_COLUMNS.value,
-        shard=_shard(_SHARD.value),
+        shard=_parse_shard(_SHARD.value),
         progress=StageProgress(),
     )
     print(json.dumps(manifest, indent=2))

@@ -22,7 +22,7 @@ _CONFIG = flags.DEFINE_string(
 _COLD_START = flags.DEFINE_string(
     "cold_start",
     "configs/miniwiki_cold_start.py:init=assets/miniwiki-policy",
-    "Config of the arm that continues supervised training from the same start.",
+    "Config of launch/sft.py for the arm 'SFT continued', with the starting policy as init.",
 )
 _OUT = flags.DEFINE_string("out", "runs/compare", "Folder of the runs, the plot and the table.")
 _ARMS = flags.DEFINE_list(

@@ -13,7 +13,9 @@ from rrl.runs import launcher
 _JUDGE = flags.DEFINE_string("judge", None, "A model's folder, the http address of a service, or oracle.")
 _MODEL = flags.DEFINE_string("judge_model", "", "Name of the model, for a service.")
 _QUESTIONS = flags.DEFINE_integer(
-    "questions", 500, "Number of questions, each of which yields one example of each kind; a multiple of 5."
+    "questions",
+    500,
+    "Number of questions, a multiple of the 5 kinds of questions. Each yields one example per kind of judge prompt.",
 )
 _SPLIT = flags.DEFINE_enum(
     "split", "test", ["dev", "test"], "Split of the worlds that the examples come from."
@@ -43,11 +45,11 @@ def main(_: Sequence[str]) -> None:
     from rrl.text.spans import tag_named
 
     if _TRAJECTORIES.value:
-        cases = judge_examples_of(load_trajectories(_TRAJECTORIES.value), tag_named(_TAG.value))
+        examples = judge_examples_of(load_trajectories(_TRAJECTORIES.value), tag_named(_TAG.value))
     else:
-        cases = held_out_judge_examples(_QUESTIONS.value, JudgeExamplesConfig(), _SPLIT.value, _SEED.value)
+        examples = held_out_judge_examples(_QUESTIONS.value, JudgeExamplesConfig(), _SPLIT.value, _SEED.value)
     judge, mesh = _JUDGE.value or "", MeshConfig().make()
-    print(judge_report(judge, _MODEL.value, cases, ComputeConfig(), mesh, context=_CONTEXT.value))
+    print(judge_report(judge, _MODEL.value, examples, ComputeConfig(), mesh, context=_CONTEXT.value))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,13 @@ _CONFIG = config_flags.DEFINE_config_file(
 _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "Chips, such as v5e:4x4, v5p:4x4x4, v6e:4x4, h100:8 or cpu:8."
 )
-_TOKENS = flags.DEFINE_integer("tokens", 0, "Tokens of the mean trajectory; 0: half the context.")
+_TOKENS = flags.DEFINE_integer(
+    "tokens", 0, "Mean number of tokens per trajectory, which sets the time of a step; 0: half the context."
+)
 _POLICY_TOKENS = flags.DEFINE_integer(
-    "policy_tokens", 0, "Tokens of the mean trajectory that the policy samples; 0: a quarter."
+    "policy_tokens",
+    0,
+    "Mean number of tokens per trajectory that the policy samples; 0: a quarter of --tokens.",
 )
 flags.mark_flags_as_required(["config", "topology"])
 

@@ -48,10 +48,11 @@ def main(_: Sequence[str]) -> None:
 
     out = _OUT.value or ("runs/reproduce-smoke" if _SMOKE.value else "runs/reproduce")
     page = _PAGE.value or f"{out}/reproduction.md"
-    flags_of_page = [f"--{flag.name}" for flag in (_SMOKE,) if flag.value]
-    flags_of_page += [f"--seeds={','.join(_SEEDS.value)}"] * _SEEDS.present + [f"--out={out}"] * _OUT.present
-    flags_of_page += [f"--keep={_KEEP.value}"] * _KEEP.present
-    done = reproduce(
+    # The page names the command that writes it again: only the flags that change its content.
+    page_flags = [f"--{flag.name}" for flag in (_SMOKE,) if flag.value]
+    page_flags += [f"--seeds={','.join(_SEEDS.value)}"] * _SEEDS.present + [f"--out={out}"] * _OUT.present
+    page_flags += [f"--keep={_KEEP.value}"] * _KEEP.present
+    outcome = reproduce(
         pathlib.Path(out),
         pathlib.Path(page),
         keep=pathlib.Path(_KEEP.value) if _KEEP.value else None,
@@ -59,11 +60,11 @@ def main(_: Sequence[str]) -> None:
         seeds=seeds_of(_SEEDS.value),
         jobs=_JOBS.value,
         smoke=_SMOKE.value,
-        listed=_LIST.value,
+        list_only=_LIST.value,
         run=_RUN.value,
-        command=shlex.join(["python", "launch/reproduce.py", *flags_of_page]),
+        command=shlex.join(["python", "launch/reproduce.py", *page_flags]),
     )
-    launcher.exit_after_runs(done.failed, done.stopped, done.retryable)
+    launcher.exit_after_runs(outcome.failed, outcome.stopped, outcome.retryable)
 
 
 if __name__ == "__main__":

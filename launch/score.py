@@ -40,7 +40,7 @@ flags.mark_flags_as_required(["predictions"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Score, print, and write to --out if given; nothing is written for wrong input."""
+    """Score the predictions, print the metrics, and write them to --out if given. Wrong input writes nothing."""
     import dataclasses
     import pathlib
 
@@ -65,26 +65,26 @@ def main(_: Sequence[str]) -> None:
     assert _PREDICTIONS.value is not None  # a required flag
     if _TRUTH.value and not _DATA.value:
         raise UserError("--truth holds the answers of --data; give --data too")
-    rule, name = rule_named(_RULE.value), _PREDICTIONS.value
+    rule, predictions_file = rule_named(_RULE.value), _PREDICTIONS.value
     card = load_card(_CARD.value) if _CARD.value else None
     if card and card.normalization != _RULE.value:
         raise UserError(
             f"--normalization={_RULE.value}, but the card {_CARD.value} states {card.normalization}; give that, or another card"
         )
-    predictions = load_predictions(name, _FIELD.value, _JUDGE.value)
-    data = _DATA.value or name
+    predictions = load_predictions(predictions_file, _FIELD.value, _JUDGE.value)
+    data = _DATA.value or predictions_file
     if _DATA.value:
-        everything = load_questions(_DATA.value, truth=_TRUTH.value, unanswerable="empty")
+        all_questions = load_questions(_DATA.value, truth=_TRUTH.value, unanswerable="empty")
     else:
-        everything = questions_in_file(predictions, name)
-    counts = scorable(everything, rule)
-    questions = [question for question, count in zip(everything, counts, strict=True) if count]
+        all_questions = questions_in_file(predictions, predictions_file)
+    counted = scorable(all_questions, rule)
+    questions = [question for question, is_counted in zip(all_questions, counted, strict=True) if is_counted]
     if not questions:
         raise UserError(
-            f"{data}: all {len(everything)} questions are unanswerable; --normalization=squad2 scores unanswerable questions"
+            f"{data}: all {len(all_questions)} questions are unanswerable; --normalization=squad2 scores unanswerable questions"
         )
-    if not all(counts):
-        print(f"excluded: {counts.count(False)} questions that {data} marks as unanswerable")
+    if not all(counted):
+        print(f"excluded: {counted.count(False)} questions that {data} marks as unanswerable")
     if card and questions_fingerprint(questions) != card.questions_sha256:
         raise UserError(
             f"{data}: its {len(questions)} questions are not the {card.questions} of the card {_CARD.value}, or their order "
@@ -92,22 +92,33 @@ def main(_: Sequence[str]) -> None:
         )
 
     missing: Literal["refuse", "wrong"] = "wrong" if _MISSING.value == "wrong" else "refuse"
-    by: Literal["id", "question"] = "question" if _MATCH.value == "question" else "id"
+    match_by: Literal["id", "question"] = "question" if _MATCH.value == "question" else "id"
 
     def scored(file: str) -> Scores:
-        mine = predictions if file == name else load_predictions(file, _FIELD.value, _JUDGE.value)
+        own_predictions = (
+            predictions if file == predictions_file else load_predictions(file, _FIELD.value, _JUDGE.value)
+        )
         # Questions from the predictions file already match the predictions, in their order.
-        from_predictions = file == name and not _DATA.value
+        from_predictions = file == predictions_file and not _DATA.value
         if from_predictions:
-            pairs: list[Prediction | None] = [p for p, count in zip(mine, counts, strict=True) if count]
+            pairs: list[Prediction | None] = [
+                prediction
+                for prediction, is_counted in zip(own_predictions, counted, strict=True)
+                if is_counted
+            ]
         else:
             pairs = match_predictions(
-                drop_unscorable(mine, everything, counts), questions, file, data, missing, by
+                drop_unscorable(own_predictions, all_questions, counted),
+                questions,
+                file,
+                data,
+                missing,
+                match_by,
             )
         return score(pairs, questions, rule, judged=bool(_JUDGE.value))
 
-    scores = scored(name)
-    result: dict[str, Any] = {"predictions": name, "data": data, "normalization": _RULE.value}
+    scores = scored(predictions_file)
+    result: dict[str, Any] = {"predictions": predictions_file, "data": data, "normalization": _RULE.value}
     result |= report(scores, seed=_SEED.value, level=_LEVEL.value)
     if _AGAINST.value:
         other = scored(_AGAINST.value)
@@ -116,19 +127,20 @@ def main(_: Sequence[str]) -> None:
             "against": compare_scores(scores, other, seed=_SEED.value, level=_LEVEL.value),
         }
         # The result card of an evaluation lies beside its scores.
-        beside = {file: pathlib.Path(file).parent / "card.json" for file in (name, _AGAINST.value)}
+        card_files = {
+            file: pathlib.Path(file).parent / "card.json" for file in (predictions_file, _AGAINST.value)
+        }
+        # Both files are scored here with the same rule, whatever their cards state.
         cards = {
-            file: dataclasses.replace(
-                load_card(place), normalization=_RULE.value
-            )  # both are scored here with this rule
-            for file, place in beside.items()
-            if place.is_file()
+            file: dataclasses.replace(load_card(card_file), normalization=_RULE.value)
+            for file, card_file in card_files.items()
+            if card_file.is_file()
         }
         result["unlike"] = differences(cards)
         keys = {
-            file: of.gold_key_and_warning[0]
-            for file, of in ((name, scores), (_AGAINST.value, other))
-            if of.hits
+            file: file_scores.gold_key_and_warning[0]
+            for file, file_scores in ((predictions_file, scores), (_AGAINST.value, other))
+            if file_scores.hits
         }
         if len(set(keys.values())) > 1:
             result["unlike"].append(

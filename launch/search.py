@@ -31,7 +31,8 @@ _HTML = flags.DEFINE_string("html", None, "HTML file to write instead of printin
 flags.mark_flags_as_required(["index"])
 
 
-def _cuts(texts: Sequence[str]) -> list[int]:
+def _parse_ks(texts: Sequence[str]) -> list[int]:
+    """Return the values of --k. Raises UserError for anything but positive whole numbers."""
     if not texts or not all(text.strip().isdecimal() and int(text) > 0 for text in texts):
         raise UserError(f"--k={','.join(texts)} must be whole numbers from 1 on, such as 5 or 1,5,20")
     return list(map(int, texts))
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     from rrl.retrieval.index import open_with_encoder
     from rrl.retrieval.remote import open_remote
 
-    queries, cuts = list(argv[1:]), _cuts(_K.value or [])
+    queries, ks = list(argv[1:]), _parse_ks(_K.value or [])
     if _QUESTIONS.value and (queries or _HTML.value):
         raise UserError("--questions reads the queries from a file; leave out queries and --html")
     if _BY.value and not _QUESTIONS.value:
@@ -62,11 +63,11 @@ def main(argv: Sequence[str]) -> None:
 
         # Files of retrieval benchmarks have gold ids and no answers.
         questions = load_questions(_QUESTIONS.value, unanswered=not has_answers(_QUESTIONS.value))
-        print(retrieval_report(retriever, questions, cuts, _BY.value or "").as_text())
+        print(retrieval_report(retriever, questions, ks, _BY.value or "").as_text())
         return
-    if len(cuts) > 1:
+    if len(ks) > 1:
         raise UserError(f"--k={','.join(_K.value or [])}: several numbers need --questions; give one")
-    hits = retriever.search(queries, cuts[0])
+    hits = retriever.search(queries, ks[0])
     if _HTML.value:
         try:
             write_page(_HTML.value, queries, hits, f"{retriever.kind} index {index}")

@@ -34,10 +34,9 @@ def main(_: Sequence[str]) -> None:
     server = make_server(retriever, _HOST.value, _PORT.value, _K.value)
 
     def stop(*_: Any) -> None:
-        # A KeyboardInterrupt would be lost if it came while Python runs a destructor, so no exception is used.
-        threading.Thread(
-            target=server.shutdown
-        ).start()  # in a thread, since shutdown waits for the loop that this handler interrupts
+        # Raising an exception here would not be safe: Python ignores exceptions that occur inside a destructor.
+        # shutdown waits for serve_forever, which this handler interrupts; so it needs its own thread.
+        threading.Thread(target=server.shutdown).start()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)

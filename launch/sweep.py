@@ -19,7 +19,9 @@ _CONFIG = flags.DEFINE_string(
 )
 _VARY = flags.DEFINE_string("vary", None, "Field or config argument to vary.")
 _VALUES = flags.DEFINE_string("values", None, "Its values, such as 1,2,5 or 1-10 or scann,bm25.")
-_SET = flags.DEFINE_multi_string("set", [], "A config field of all evaluations, such as rollout.rows=32")
+_SET = flags.DEFINE_multi_string(
+    "set", [], "FIELD=VALUE: sets a config field of all evaluations, such as rollout.rows=32."
+)
 _OUT = flags.DEFINE_string(
     "out", None, "Folder for the runs, the table and the plot (default: runs/sweep-FIELD)."
 )

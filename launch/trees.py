@@ -34,7 +34,7 @@ def main(_: Sequence[str]) -> None:
     settings = TrainSettings.parse(_CONFIG.value)
     if not isinstance(settings.recipe, R2AG):
         raise UserError(
-            f"--config is one of {type(settings.recipe).__name__}, which has no trees; give configs/r2ag.py"
+            f"--config uses the recipe {type(settings.recipe).__name__}, which has no trees; give configs/r2ag.py"
         )
     workdir = pathlib.Path(_WORKDIR.value or f"runs/{settings.name}")
     file = workdir / "trajectories.jsonl"

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,16 +28,21 @@ from rrl.runs.workdir import CONFIG, read_identity
 from rrl.stopping import RunStopped, ServiceUnavailable
 
 GRPO, SFT = "GRPO", "SFT continued"
-ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off": "control=search_off"}
-"""Named arm -> the config argument that it adds. The supervised arm adds none: it continues training with the
-cold start's own command.
+ARM_ARGUMENTS = {
+    GRPO: "",
+    SFT: "",
+    "rewards permuted": "control=permuted",
+    "search off": "control=search_off",
+}
+"""Named arm -> the config argument that it adds. The supervised arm ("SFT continued") adds none: it continues the
+supervised training of the cold start.
 
 Two other forms of arm are allowed: any `NAME=VALUE` argument of the config, and the path of another config
 file. The other config receives the same arguments and may add one more
 (`configs/search_r1.py:control=permuted`).
 """
 RESERVED_ARGUMENTS = {"config": ("seed", "control"), "cold_start": ("seed", "minutes")}
-"""Config arguments that the comparison sets itself."""
+"""Flag -> arguments of its config that the comparison sets itself."""
 TITLES = {"em": "exact match", "f1": "F1", "full_recall": "full recall", "map": "mAP"}
 """Metric -> its name in plot titles and table headings."""
 AXES = {"minutes": "minutes", "updates": "step"}
@@ -75,10 +80,12 @@ def arm_runs(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> l
     for name, given in (("arms", list(arms)), ("seeds", list(seeds))):
         if not given or len(set(given)) < len(given):
             raise UserError(f"{name}={given} must be one or more, each once")
-    unknown = [arm for arm in arms if not (arm in ARMS or "=" in arm or _split(arm)[0].endswith(".py"))]
+    unknown = [
+        arm for arm in arms if not (arm in ARM_ARGUMENTS or "=" in arm or _split(arm)[0].endswith(".py"))
+    ]
     if unknown := unknown + [arm for arm in arms if "seed" in (_split(arm)[1] or _split(":" + arm)[1])]:
         raise UserError(
-            f"arms={unknown} are unknown; choose {', '.join(ARMS)}, any argument of the config except the seed "
+            f"arms={unknown} are unknown; choose {', '.join(ARM_ARGUMENTS)}, any argument of the config except the seed "
             "(ablation=filter), or another config file (configs/rsearch_ppo.py, or configs/search_r1.py:control=permuted)"
         )
     folders = [_arm_run(root, arm, 0).workdir for arm in arms]
@@ -103,15 +110,15 @@ def compare(
     """Run what is missing and return the comparison as a table.
 
     `root` receives one folder per run, compare.png, compare.txt and compare.jsonl. Table and plot hold all
-    finished runs of these configs in `root`. Several processes can therefore share the work, each with its
-    own seeds: the last one to end writes the complete table.
+    finished runs of these configs in `root`, not only those of this call. So several processes can share the
+    work, each with other seeds; the last one to end writes the complete table.
 
     Args:
       config: a config file with arguments, without seed and control.
       cold_start: the config that trained the starting policy, with `init=POLICY`. The supervised arm
         continues it for as many minutes as GRPO took with the same seed.
       root: folder for the runs and the results.
-      arms: names of arms; see `ARMS`.
+      arms: names of arms; see `ARM_ARGUMENTS`.
       seeds: training seeds.
       metric: the held-out metric of the table, a share in [0, 1] (for R2AG: "full_recall").
       over: x-axis of the plot: "minutes" of training, or "updates" if the runs used different machines.
@@ -119,7 +126,7 @@ def compare(
     Raises:
       UserError: wrong arguments, or a workdir that another config produced.
       SaveError: a result could not be written.
-      CalledProcessError, Stopped, Unavailable: as `run_commands`; the run has printed its own error.
+      CalledProcessError, RunStopped, ServiceUnavailable: as `run_commands`; the run has printed its own error.
     """
     for flag, value in (("config", config), ("cold_start", cold_start)):
         if given := [name for name in RESERVED_ARGUMENTS[flag] if name in _split(value)[1]]:
@@ -131,25 +138,26 @@ def compare(
             f"over={over!r} must be {' or '.join(AXES)}; the arm {SFT!r} is comparable by minutes only, not by updates"
         )
     root = pathlib.Path(root)
-    plan = arm_runs(root, arms, seeds)
-    for run in plan:
+    planned = arm_runs(root, arms, seeds)
+    for run in planned:
         refuse_other_provenance(run, provenance_of(run, config, cold_start))
-    for run in plan:
+    for run in planned:
         if not run.finished:
-            minutes = _grpo_of(run, plan)[2] if run.arm == SFT else 0.0
+            minutes = _grpo_measurements(run, planned).minutes if run.arm == SFT else 0.0
             run_commands(
                 run, commands(run, config, cold_start, minutes), provenance_of(run, config, cold_start)
             )
-    plan = finished_runs(root, config, cold_start, arms)
-    refuse_mixed_models(plan)
+    runs = finished_runs(root, config, cold_start, arms)
+    refuse_mixed_models(runs)
     curves = {
-        arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in dict.fromkeys(c.arm for c in plan)
+        arm: [_curve(run, runs) for run in runs if run.arm == arm]
+        for arm in dict.fromkeys(run.arm for run in runs)
     }
     panels = {f"eval/{name}": f"held-out {TITLES.get(name, name)}" for name in (metric, "f1")}
     with saving(root / "compare.png"):
         plot_spread(curves, root / "compare.png", panels, x=AXES[over], title=f"{config}: arms over seeds")
-    lines = [{"arm": run.arm, "seed": run.seed} | line for run in plan for line in _curve(run, plan)]
-    text = "\n".join([*table_rows(plan, metric), *(f"* {line}" for line in arm_differences(plan))])
+    lines = [{"arm": run.arm, "seed": run.seed} | line for run in runs for line in _curve(run, runs)]
+    text = "\n".join([*table_rows(runs, metric), *(f"* {line}" for line in arm_differences(runs))])
     evaluations = "".join(f"{json.dumps(line)}\n" for line in lines)
     for name, content in (("compare.jsonl", evaluations), ("compare.txt", text + "\n")):
         with saving(root / name):
@@ -164,7 +172,7 @@ def finished_runs(root: pathlib.Path, config: str, cold_start: str, arms: Sequen
     finished.
     """
     seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
-    all_arms = dict.fromkeys([*ARMS, *arms])
+    all_arms = dict.fromkeys([*ARM_ARGUMENTS, *arms])
     runs = [run for arm in all_arms for seed in sorted(seeds) if (run := _arm_run(root, arm, seed)).finished]
     runs = [run for run in runs if _stored_provenance(run) in (None, provenance_of(run, config, cold_start))]
     grpo = {run.seed for run in runs if run.arm == GRPO}
@@ -181,7 +189,7 @@ def _config_of_arm(arm: str, config: str) -> tuple[str, str]:
     file, given = _split(arm)
     if file.endswith(".py"):
         return ":".join([file, *config.split(":", 1)[1:]]), ",".join(given.values())
-    return config, ARMS.get(arm, arm)
+    return config, ARM_ARGUMENTS.get(arm, arm)
 
 
 def run_commands(run: ArmRun, todo: Sequence[Sequence[str]], provenance: str) -> None:
@@ -189,8 +197,8 @@ def run_commands(run: ArmRun, todo: Sequence[Sequence[str]], provenance: str) ->
 
     Raises:
       CalledProcessError: a command failed.
-      Stopped: a signal stopped a command.
-      Unavailable: a command ended because a judge or reader service did not respond.
+      RunStopped: a signal stopped a command.
+      ServiceUnavailable: a command ended because a judge or reader service did not respond.
     """
     for command in todo:
         print("python", *command, file=sys.stderr, flush=True)
@@ -265,14 +273,15 @@ def _stored_provenance(run: ArmRun) -> str | None:
         ) from error
 
 
-def refuse_mixed_models(plan: Sequence[ArmRun]) -> None:
+def refuse_mixed_models(runs: Sequence[ArmRun]) -> None:
     """Raise UserError if two runs used different models under the same paths, by their recorded hashes.
 
-    A run that uses no such model is compatible with all others (without search there is no encoder). Arms of
-    other config files may start from other policies; `arm_differences` reports these.
+    It compares the policy, the reader and the encoder. A run without one of them is compatible with all others; the arm
+    "search off" has no encoder, for example. Arms of other config files may start from other policies;
+    `arm_differences` reports these.
     """
     first: dict[tuple[str, str], tuple[ArmRun, str]] = {}
-    for run in plan:
+    for run in runs:
         if run.arm == SFT or not (run.workdir / CONFIG).exists():
             continue
         identity = read_identity(run.workdir, "policy", "reader", "retriever")
@@ -290,13 +299,13 @@ def refuse_mixed_models(plan: Sequence[ArmRun]) -> None:
                 )
 
 
-def arm_differences(plan: Sequence[ArmRun]) -> list[str]:
+def arm_differences(runs: Sequence[ArmRun]) -> list[str]:
     """Return one line for each setting in which arms differ, with the value of each arm.
 
-    Compared are the questions, the corpus, the search and the starting policies.
+    It compares the questions, the corpus, the search settings and the starting policies.
     """
     arms_by_value: dict[str, dict[str, list[str]]] = {}
-    for run in plan:
+    for run in runs:
         if not (run.workdir / CONFIG).exists():
             continue
         identity = read_identity(run.workdir, *(() if run.arm == SFT else ("policy",)))
@@ -327,7 +336,7 @@ def commands(run: ArmRun, config: str, cold_start: str, minutes: float) -> list[
         arm_config, argument = _config_of_arm(run.arm, config)
         return [_train(arm_config, run.workdir, f"seed={run.seed}", argument)]
     folder = run.workdir / "sft"
-    # minutes=0 would mean no limit.
+    # minutes=0 would mean no limit. The cold start's default seed is 0, which seed + 1 never repeats.
     sft_config = with_arguments(cold_start, f"seed={run.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")
     return [
         ["launch/sft.py", f"--config={sft_config}", f"--workdir={folder}"],
@@ -351,25 +360,25 @@ def _train(config: str, workdir: pathlib.Path, *more: str) -> list[str]:
     return ["launch/train.py", f"--config={with_arguments(config, *more)}", f"--workdir={workdir}"]
 
 
-def table_rows(plan: Sequence[ArmRun], metric: str = "em") -> list[str]:
-    """Return the table: a held-out metric before and after, by arm, as mean over seeds and gain of each seed in
-    points."""
+def table_rows(runs: Sequence[ArmRun], metric: str = "em") -> list[str]:
+    """Return the table, one row per arm: a held-out metric before and after training (mean over seeds), and the gain
+    of each seed in percentage points."""
     title = ABBREVIATIONS.get(metric, TITLES.get(metric, metric))
     lines: list[tuple[str, ...]] = [
         ("", "seeds", f"{title} before", f"{title} after", "gain", "by seed", "minutes")
     ]
-    for arm in dict.fromkeys(run.arm for run in plan):
-        these = [run for run in plan if run.arm == arm]
-        ends = [
-            _first_and_last(run, metric) if arm != SFT else _sft_first_and_last(run, plan, metric)
-            for run in these
+    for arm in dict.fromkeys(run.arm for run in runs):
+        runs_of_arm = [run for run in runs if run.arm == arm]
+        measured = [
+            _measurements(run, metric) if arm != SFT else _sft_measurements(run, runs, metric)
+            for run in runs_of_arm
         ]
-        before, after, minutes = (np.array(column) for column in zip(*ends, strict=True))
+        before, after, minutes = (np.array(column) for column in zip(*measured, strict=True))
         gains = 100 * (after - before)
         lines.append(
             (
                 arm,
-                " ".join(str(run.seed) for run in these),
+                " ".join(str(run.seed) for run in runs_of_arm),
                 f"{100 * before.mean():.1f}",
                 f"{100 * after.mean():.1f}",
                 f"{gains.mean():+.1f}",
@@ -380,8 +389,19 @@ def table_rows(plan: Sequence[ArmRun], metric: str = "em") -> list[str]:
     return table(lines)
 
 
-def _first_and_last(run: ArmRun, metric: str = "em") -> tuple[float, float, float]:
-    """Return (metric of the first evaluation, of the last one, minutes of training)."""
+class _Measurements(NamedTuple):
+    """A held-out metric before and after training."""
+
+    before: float
+    """At the run's first evaluation."""
+    after: float
+    """At the run's last evaluation."""
+    minutes: float
+    """Minutes of training."""
+
+
+def _measurements(run: ArmRun, metric: str = "em") -> _Measurements:
+    """Return what the run's metrics.jsonl holds. Raises UserError if the metric is missing."""
     evaluations = [line for line in read_metrics(run.metrics) if "eval/em" in line]
     if not evaluations:
         raise UserError(
@@ -391,24 +411,28 @@ def _first_and_last(run: ArmRun, metric: str = "em") -> tuple[float, float, floa
     if name not in evaluations[0]:
         available = sorted(key.removeprefix("eval/") for key in evaluations[0] if key.count("/") == 1)
         raise UserError(f"metric={metric!r} is not in {run.metrics}; choose {', '.join(available)}")
-    return evaluations[0][name], evaluations[-1][name], evaluations[-1]["minutes"]
+    return _Measurements(evaluations[0][name], evaluations[-1][name], evaluations[-1]["minutes"])
 
 
-def _sft_first_and_last(run: ArmRun, plan: Sequence[ArmRun], metric: str) -> tuple[float, float, float]:
-    """The same for the supervised arm; its start and minutes are those of GRPO with the same seed."""
-    before, _, minutes = _grpo_of(run, plan, metric)
-    return before, _first_and_last(run, metric)[1], minutes
+def _sft_measurements(run: ArmRun, runs: Sequence[ArmRun], metric: str) -> _Measurements:
+    """Return the same for the supervised arm. `before` and `minutes` are those of GRPO with the same seed."""
+    return _grpo_measurements(run, runs, metric)._replace(after=_measurements(run, metric).after)
 
 
-def _grpo_of(run: ArmRun, plan: Sequence[ArmRun], metric: str = "em") -> tuple[float, float, float]:
-    return next(_first_and_last(c, metric) for c in plan if c.arm == GRPO and c.seed == run.seed)
+def _grpo_run(run: ArmRun, runs: Sequence[ArmRun]) -> ArmRun:
+    """Return the GRPO run with the same seed."""
+    return next(other for other in runs if other.arm == GRPO and other.seed == run.seed)
 
 
-def _curve(run: ArmRun, plan: Sequence[ArmRun]) -> list[dict[str, Any]]:
-    """Return the evaluations of a run; the supervised arm has only a first and a last one."""
+def _grpo_measurements(run: ArmRun, runs: Sequence[ArmRun], metric: str = "em") -> _Measurements:
+    return _measurements(_grpo_run(run, runs), metric)
+
+
+def _curve(run: ArmRun, runs: Sequence[ArmRun]) -> list[dict[str, Any]]:
+    """Return the evaluation lines of a run. The supervised arm has two: GRPO's first one and its own last one."""
     lines = [line for line in read_metrics(run.metrics) if "eval/em" in line]
     if run.arm == SFT:
-        start = next(c for c in plan if c.arm == GRPO and c.seed == run.seed)
-        first = next(line for line in read_metrics(start.metrics) if "eval/em" in line)
-        return [first, lines[-1] | {"step": 1, "minutes": _first_and_last(start)[2]}]
+        grpo = _grpo_run(run, runs)
+        first = next(line for line in read_metrics(grpo.metrics) if "eval/em" in line)
+        return [first, lines[-1] | {"step": 1, "minutes": _measurements(grpo).minutes}]
     return lines

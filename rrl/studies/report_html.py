@@ -35,14 +35,14 @@ def report_page(
     """Return the page as HTML.
 
     Args:
-      runs: finished evaluations. The others are compared with the first.
+      runs: finished evaluations; all others are compared with the first.
       rows: one record per run (`rrl.eval.comparison.comparison_rows`).
       title: title and heading of the page.
       curves: a PNG of training curves; empty: no such section.
       shown: number of questions whose trajectories are shown, starting with those on which the runs
         differ most.
     """
-    first, *others = tables(runs, rows)
+    first_table, *other_tables = tables(runs, rows)
     shared = "".join(
         f"<dt>{_text(part)}</dt><dd>{_text(value)}</dd>" for part, value in shared_settings(runs)
     )
@@ -69,8 +69,8 @@ script-src 'unsafe-inline'; img-src data:">
 <body class="rrl report">
 <h1>{_text(title)}</h1>
 <section><dl class="shared">{shared}</dl>
-<p class="quiet">Percent, with intervals over questions.</p>{_table(first)}{notes_html}
-{"".join(map(_table, others))}</section>
+<p class="quiet">Percent, with intervals over questions.</p>{_table(first_table)}{notes_html}
+{"".join(map(_table, other_tables))}</section>
 {figure}
 <section><h2>How each result was produced</h2>{"".join(map(_card, runs))}</section>
 {_browser(runs, shown)}
@@ -97,13 +97,14 @@ def most_different_questions(runs: Sequence[EvaluationRun], count: int) -> list[
 
 
 def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
+    """Return the section with the list of questions and, for each question, its trajectories side by side."""
     questions = most_different_questions(runs, count)
     if not questions:
         why = "no question was asked in all runs, or one of them stores no trajectories"
         return f"<section><p class='quiet'>Nothing to show side by side: {why}.</p></section>"
     ids = {question.id for question in questions}
-    done = [run.trajectories(list(ids)) for run in runs]
-    sides = [[trajectories[question.id] for trajectories in done] for question in questions]
+    by_run = [run.trajectories(list(ids)) for run in runs]
+    sides = [[trajectories[question.id] for trajectories in by_run] for question in questions]
     links = "".join(_link(at, q, side) for at, (q, side) in enumerate(zip(questions, sides, strict=True)))
     slots = "".join(
         _slot(at, q, side, runs) for at, (q, side) in enumerate(zip(questions, sides, strict=True))
@@ -115,6 +116,7 @@ def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
 
 
 def _agreement(side: Sequence[Trajectory]) -> str:
+    """Return how many runs are right. `side` holds one question's trajectories, one per run."""
     right = sum(correctness(trajectory) == "right" for trajectory in side)
     return "all right" if right == len(side) else "some right" if right else "none right"
 
@@ -143,6 +145,7 @@ def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
 
 
 def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[EvaluationRun]) -> str:
+    """Return the trajectories of question number `at` in columns, one per run; page.js shows one question at a time."""
     searchable = [question.text, question.id, *question.answers, *(trajectory.answer for trajectory in side)]
     columns = "".join(
         f"<div><h3>{_text(run.name)}</h3>{article(trajectory, tags=run.tags)}</div>"

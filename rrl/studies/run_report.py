@@ -31,19 +31,19 @@ def write_run_report(
         compared with.
       out: folder for the report.
       title: heading of the page.
-      level: level of the confidence intervals.
+      level: level of the confidence intervals, such as 0.95.
       seed: seed of the bootstrap.
       shown: number of questions whose trajectories are shown side by side.
 
     Raises:
-      UserError: a folder is neither of the two, an evaluation is unfinished, or there is none.
-        Nothing is written then.
+      UserError: a folder is neither an evaluation nor a training run, an evaluation is unfinished, or no
+        folder is an evaluation. Nothing is written then.
     """
-    trained = [Path(folder) for folder in folders if _is_training(Path(folder))]
-    runs = load_runs([folder for folder in folders if Path(folder) not in trained])
+    training_folders = [Path(folder) for folder in folders if _is_training(Path(folder))]
+    runs = load_runs([folder for folder in folders if Path(folder) not in training_folders])
     rows = comparison_rows(runs, level, seed)
     text = as_markdown(runs, rows)
-    html = report_page(runs, rows, title=title, curves=_curves(runs, trained), shown=shown)
+    html = report_page(runs, rows, title=title, curves=_curves(runs, training_folders), shown=shown)
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -59,9 +59,9 @@ def _is_training(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file() and not (folder / "metrics.json").is_file()
 
 
-def _curves(runs: Sequence[EvaluationRun], trained: Sequence[Path]) -> bytes:
+def _curves(runs: Sequence[EvaluationRun], training_folders: Sequence[Path]) -> bytes:
     """Return a PNG with the curves of the training runs, each drawn once; empty if there are none."""
-    files = {str(folder / "metrics.jsonl"): str(folder) for folder in trained}
+    files = {str(folder / "metrics.jsonl"): str(folder) for folder in training_folders}
     for run in runs:
         if run.training_metrics is not None:
             files.setdefault(str(run.training_metrics), str(run.training_metrics.parent))

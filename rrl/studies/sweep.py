@@ -27,8 +27,8 @@ RATES = {"recall": "recall of gold passages", "full_recall": "all gold passages 
 """Retrieval metrics that are plotted in percent, with their titles."""
 
 Evaluate = Callable[[str, str, Path], None]
-"""(name, value, workdir): evaluates into the workdir with that field at that value; skips what is
-finished."""
+"""(field name, value, workdir): evaluates with that value of the field and writes into the workdir. Does not repeat
+a finished evaluation."""
 
 
 def values_of(text: str) -> list[str]:
@@ -63,7 +63,7 @@ def sweep(
       values: its values.
       evaluate: runs one evaluation.
       out: folder for the results, with one subfolder per value.
-      level: level of the confidence intervals.
+      level: level of the confidence intervals, such as 0.95.
       seed: seed of the bootstrap.
 
     Raises:
@@ -113,17 +113,17 @@ def plot_sweep(
     first = runs[0].card
     figure, axes = new_figure(-(-(1 + len(costs)) // 3), min(3, 1 + len(costs)), f"{first.dataset}: {name}")
     numeric = _numbers(values)
-    places = np.arange(len(values)) if numeric is None else numeric
+    x_positions = np.arange(len(values)) if numeric is None else numeric
     line = "" if numeric is None else "-"
     for axis, title in zip(axes, ["percent", *costs.values()]):
         style_axis(axis, title, name)
-        axis.set_xticks(places, values, rotation=0 if numeric is not None else 20)
+        axis.set_xticks(x_positions, values, rotation=0 if numeric is not None else 20)
     for colour, metric in zip(COLOURS, metrics):
         mean, low, high = (
             100 * np.array([row[key] for row in rows]) for key in (metric, f"{metric}_low", f"{metric}_high")
         )
         axes[0].errorbar(
-            places,
+            x_positions,
             mean,
             (mean - low, high - mean),
             fmt=f"o{line}",
@@ -134,8 +134,8 @@ def plot_sweep(
         )
     legend_below(axes[0])
     for axis, key in zip(axes[1:], costs):
-        shown = np.array([row[key] for row in rows]) * (100 if key in RATES else 1)
-        axis.plot(places, shown, f"o{line}", color=COLOURS[0], markersize=4)
+        heights = np.array([row[key] for row in rows]) * (100 if key in RATES else 1)
+        axis.plot(x_positions, heights, f"o{line}", color=COLOURS[0], markersize=4)
         axis.set_ylim(bottom=0)
     for axis in axes[1 + len(costs) :]:
         axis.set_axis_off()

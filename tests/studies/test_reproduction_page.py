@@ -89,7 +89,7 @@ def test_the_store_makes_the_page_without_the_runs_and_they_are_not_repeated(tmp
     assert not reproduce(out, file, keep=keep, only=["naive-rag"], command="x").failed  # nothing is executed
     assert file.read_text() == first and not out.exists()
     capsys.readouterr()
-    reproduce(out, file, keep=keep, only=["naive-rag", "iterative"], listed=True)
+    reproduce(out, file, keep=keep, only=["naive-rag", "iterative"], list_only=True)
     assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[:-1]] == ["iter_retgen", "ircot"]
 
     measured_in(out, "direct", ANSWERS)  # repeated: the newer one counts
@@ -109,7 +109,7 @@ def test_the_store_holds_only_the_training_columns_that_claims_read(tmp_path, mo
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     MeasurementStore(tmp_path / "kept", plan).add_finished(tmp_path)
-    found = MeasurementStore(tmp_path / "kept", plan).results((0,)).training("a")
+    found = MeasurementStore(tmp_path / "kept", plan).results((0,)).read_training("a")
     assert [dict(line) for line in found] == [{"step": s, "reward/answer": 0.1 * s} for s in (1, 2)]
 
 

@@ -29,7 +29,8 @@ from rrl.studies.sweep import folder_of
 
 ONE_TO_TEN = tuple(map(str, range(1, 11)))
 STEP_LIMITS = ("max_steps", "max_searches", "expansions", "steps", "rounds", "sentences", "searches")
-"""Names of the field that limits the number of steps, over all recipe environments and prompted methods."""
+"""Possible names of the field that limits the number of steps. For each recipe environment or prompted method, the
+first of these names that it has is used."""
 RETRIEVAL_ONLY = ("r2ag",)
 """Recipes that only retrieve; a reader writes their answers."""
 
@@ -42,7 +43,8 @@ class Analysis:
     source: str
     """The papers' figures and tables."""
     varies: str = ""
-    """What is varied in the evaluation: "steps", "top_k", "retriever", or "" for nothing."""
+    """What is varied in the evaluation: "steps" (the method's own step limit, see `STEP_LIMITS`), "top_k",
+    "retriever", or "" for nothing."""
     values: tuple[str, ...] = ()
     policies: tuple[str, ...] = (f"rsearch@{SHIPPED_POLICY}",)
     """Default policies, as METHOD@FOLDER."""
@@ -52,20 +54,24 @@ class Analysis:
     """Column of metrics.jsonl that is plotted over the updates -> title."""
 
 
-def _variant(arm: str, argument: str) -> Arm:
+def _with_argument(arm: str, argument: str) -> Arm:
+    """Return an arm of the reproduction with a further config argument."""
     return dataclasses.replace(ARMS[arm], config=with_arguments(ARMS[arm].config, argument))
 
 
 ABLATED_PARTS = ("difficulty", "penalty", "reflect", "sufficient", "thinking")
-"""The parts that TIRESRAG-R1's ablations leave out. The arm without the filter is one of the
-reproduction's."""
+"""The parts that TIRESRAG-R1's ablations leave out. The ablation of the filter is already
+among `ARMS`."""
 TRAINING_ARMS: Mapping[str, Arm] = {
     **ARMS,
-    **{f"tiresrag_no_{part}": _variant("tiresrag", f"ablation={part}") for part in ABLATED_PARTS},
-    **{f"tiresrag_{name}": _variant("tiresrag", f"schedule={name}") for name in ("fixed", "linear", "fast")},
-    "tiresrag_reinforce": _variant("tiresrag", "estimator=reinforce_pp"),
+    **{f"tiresrag_no_{part}": _with_argument("tiresrag", f"ablation={part}") for part in ABLATED_PARTS},
+    **{
+        f"tiresrag_{name}": _with_argument("tiresrag", f"schedule={name}")
+        for name in ("fixed", "linear", "fast")
+    },
+    "tiresrag_reinforce": _with_argument("tiresrag", "estimator=reinforce_pp"),
 }
-"""The reproduction's arms, and further arms with the same sizes that only analyses use."""
+"""The arms of the reproduction, and further arms that only analyses use. Their sizes are the same."""
 REWARD_CURVES = {
     "reward/total": "reward",
     "reward/answer": "answer reward",
@@ -160,7 +166,7 @@ class AnalysisPoint:
     """One point of the plot and one row of the table."""
 
     system: str
-    """The policy or arm."""
+    """Label of the policy or arm."""
     value: str
     """The varied value; "" if nothing is varied."""
     runs: tuple[str, ...]
@@ -207,37 +213,39 @@ def evaluation_points(
       UserError: a policy has no recipe card or is listed twice, an argument is set by the analysis
         itself, or steps are varied for a method without a step limit.
     """
-    given = [_system(policy) for policy in policies or analysis.policies]
-    if len(set(given)) < len(given):
+    systems = [_method_and_folder(policy) for policy in policies or analysis.policies]
+    if len(set(systems)) < len(systems):
         raise UserError(f"policy={','.join(policies)}: one is listed twice; give each once")
     if values and not analysis.varies:
         raise UserError(f"values={','.join(values)}: nothing is varied in {analysis.title!r}; leave them out")
     values = list(values or analysis.values or [""])
-    taken = {"method", "policy", *({analysis.varies} & {"top_k", "retriever"})}
-    if wrong := [argument for argument in arguments if argument.partition("=")[0].strip() in taken]:
+    set_here = {"method", "policy", *({analysis.varies} & {"top_k", "retriever"})}
+    if wrong := [argument for argument in arguments if argument.partition("=")[0].strip() in set_here]:
         raise UserError(f"arguments={','.join(wrong)}: the analysis sets this itself; leave it out")
-    reader = [argument for argument in arguments if argument.startswith("reader=")]
-    rest = [argument for argument in arguments if argument not in reader]
+    reader_argument = [argument for argument in arguments if argument.startswith("reader=")]
+    rest = [argument for argument in arguments if argument not in reader_argument]
     builtin = not any(argument.startswith("dataset=") for argument in arguments)
-    methods = [method for method, _ in given]
+    methods = [method for method, _ in systems]
     points, planned = [], {}
-    for method, folder in given:
+    for method, folder in systems:
         label = method if methods.count(method) == 1 else f"{method}@{folder}"
         for value in values:
-            more, varied = _overrides(analysis.varies, method, value)
-            config = with_arguments("configs/eval.py", f"method={method}", f"policy={folder}", *more, *rest)
+            varied_arguments, varied_fields = _overrides(analysis.varies, method, value)
+            config = with_arguments(
+                "configs/eval.py", f"method={method}", f"policy={folder}", *varied_arguments, *rest
+            )
             if method in RETRIEVAL_ONLY:
-                config = with_arguments(config, *(reader or [f"reader={SHIPPED_READER}"] * builtin))
-            name = _folder_of(label, value)
+                config = with_arguments(config, *(reader_argument or [f"reader={SHIPPED_READER}"] * builtin))
+            name = _run_name(label, value)
             if name in planned:
                 raise UserError(f"policy={label}, value={value}: two runs would share the folder {name}")
-            run = PlannedRun(name, "eval", config, 1.0, {**(fields or {}), **varied})
+            run = PlannedRun(name, "eval", config, 1.0, {**(fields or {}), **varied_fields})
             planned[name] = smoke_run(run) if smoke else run
             points.append(AnalysisPoint(label, value, (name,)))
     return points, planned
 
 
-def _system(policy: str) -> tuple[str, str]:
+def _method_and_folder(policy: str) -> tuple[str, str]:
     """Return (method, folder) of METHOD@FOLDER or FOLDER."""
     method, at, folder = policy.rpartition("@")
     if at:
@@ -280,5 +288,6 @@ def _step_limit_of(method: str) -> str:
     return f"{section}.{field_name}"
 
 
-def _folder_of(*parts: str) -> str:
+def _run_name(*parts: str) -> str:
+    """Return the name of a run, which is also its folder: the parts that are not empty, joined by hyphens."""
     return "-".join(folder_of(part) for part in parts if part)

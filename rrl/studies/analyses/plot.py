@@ -42,19 +42,20 @@ def draw(
       png: the file to write.
     """
     metrics = [name for name in METRICS if all(name in row.metrics for row in rows)]
-    facts = [name for name in (*RATES, *COSTS) if any(name in row.facts for row in rows)]
-    drawn = [
-        name for name in analysis.curves if any(name in line for s in logs.values() for r in s for line in r)
+    costs_and_coverage = [
+        name for name in (*RATES, *COSTS) if any(name in row.costs_and_coverage for row in rows)
     ]
+    logged = {name for runs in logs.values() for lines in runs for line in lines for name in line}
+    curves = [name for name in analysis.curves if name in logged]
     columns = 3
-    count = len(metrics) + len(facts) + len(drawn)
+    count = len(metrics) + len(costs_and_coverage) + len(curves)
     title = f"{analysis.title} ({analysis.source}): {rows[0].runs[0].card.dataset}"
     figure, axes = new_figure(-(-count // columns), columns, title)
     panels = iter(axes)
     for name in metrics:
         axis = next(panels)
         _points(axis, analysis, rows, f"{METRICS[name]} (percent)", [_percent(row, name) for row in rows])
-    for name in facts:
+    for name in costs_and_coverage:
         axis, scale = next(panels), 100 if name in RATES else 1
         title_of_panel = RATES[name] + " (percent)" if name in RATES else COSTS[name]
         _points(
@@ -62,28 +63,28 @@ def draw(
             analysis,
             rows,
             title_of_panel,
-            [(scale * row.facts.get(name, np.nan), 0.0, 0.0) for row in rows],
+            [(scale * row.costs_and_coverage.get(name, np.nan), 0.0, 0.0) for row in rows],
         )
         # The axis starts at 0 and leaves a margin of 10 % above the highest point.
         axis.set_ylim(0, 1.1 * axis.dataLim.y1 or 1)
     smoothed = 0
-    for name in drawn:
+    for name in curves:
         axis = next(panels)
         style_axis(axis, analysis.curves[name])
-        for arm, seeds in logs.items():
-            smoothed = max(smoothed, band(axis, seeds, name, "step", arm, _colours(rows)[arm]))
+        for arm, runs in logs.items():
+            smoothed = max(smoothed, band(axis, runs, name, "step", arm, _colours(rows)[arm]))
         legend_below(axis)
     for axis in panels:
         axis.set_axis_off()
-    if drawn:
+    if curves:
         add_caption(figure, band_caption(max(map(len, logs.values()), default=1), smoothed))
     save_figure(figure, png)
 
 
 def _percent(row: AnalysisRow, name: str) -> ValueWithInterval:
     """Return a row's metric in percent."""
-    of = row.metrics[name]
-    return 100 * of.mean, 100 * (of.mean - of.low), 100 * (of.high - of.mean)
+    value = row.metrics[name]
+    return 100 * value.mean, 100 * (value.mean - value.low), 100 * (value.high - value.mean)
 
 
 def _points(
@@ -97,23 +98,25 @@ def _points(
     systems = list(dict.fromkeys(row.point.system for row in rows))
     values = list(dict.fromkeys(row.point.value for row in rows)) if analysis.varies else systems
     style_axis(axis, title, analysis.varies.replace("_", " ") or " ")
-    places = {value: float(at) for at, value in enumerate(values)}
+    x_of_value = {value: float(at) for at, value in enumerate(values)}
     numeric = all(value.isdigit() for value in values)
     if numeric:
-        places = {value: float(value) for value in values}
+        x_of_value = {value: float(value) for value in values}
     slanted = sum(map(len, values)) > 24
     axis.set_xticks(
-        list(places.values()), values, rotation=25 if slanted else 0, ha="right" if slanted else "center"
+        list(x_of_value.values()), values, rotation=25 if slanted else 0, ha="right" if slanted else "center"
     )
-    margin = 0.5 if len(places) > 1 else 1.0
-    axis.set_xlim(min(places.values()) - margin, max(places.values()) + margin)
+    margin = 0.5 if len(x_of_value) > 1 else 1.0
+    axis.set_xlim(min(x_of_value.values()) - margin, max(x_of_value.values()) + margin)
     for at, (system, colour) in enumerate(_colours(rows).items()):
-        mine = [(row, point) for row, point in zip(rows, points, strict=True) if row.point.system == system]
+        system_points = [
+            (row, point) for row, point in zip(rows, points, strict=True) if row.point.system == system
+        ]
         # Points of several systems at one x are shifted sideways, so that their intervals do not overlap.
         shift = (0.06 if numeric else 0.16) * (at - (len(systems) - 1) / 2) if analysis.varies else 0.0
-        x = [places[row.point.value if analysis.varies else system] + shift for row, _ in mine]
-        mean, low, high = np.array([point for _, point in mine]).T
-        line = "-" if numeric and len(mine) > 1 else ""
+        x = [x_of_value[row.point.value if analysis.varies else system] + shift for row, _ in system_points]
+        mean, low, high = np.array([point for _, point in system_points]).T
+        line = "-" if numeric and len(system_points) > 1 else ""
         axis.errorbar(
             x, mean, (low, high), fmt=f"o{line}", color=colour, label=system, markersize=4, capsize=2
         )

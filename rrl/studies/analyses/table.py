@@ -22,7 +22,7 @@ from rrl.eval.comparison import (
 )
 from rrl.eval.intervals import Interval, bootstrap, student
 from rrl.studies.analyses.catalogue import Analysis, AnalysisPoint
-from rrl.studies.reproduction.page import SMOKE, markdown
+from rrl.studies.reproduction.page import SMOKE_NOTE, markdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +34,10 @@ class AnalysisRow:
     """One evaluation per seed."""
     metrics: Mapping[str, Interval]
     """em, f1, ... in [0, 1], with intervals."""
-    against: Interval | None
-    """Difference of the main metric from the first row, paired by question and seed. None in the first
-    row, if the first row is not finished, and if the questions differ."""
-    facts: Mapping[str, float]
+    difference: Interval | None
+    """Main metric of this row minus that of the first row, paired by question and seed. None in the first row;
+    also None if the first row is not finished or if the questions differ."""
+    costs_and_coverage: Mapping[str, float]
     """Costs and retrieval coverage, as means over seeds."""
 
 
@@ -56,8 +56,8 @@ def load_rows(
       stored: run -> its evaluation from a measurement store; other runs are read from `out`.
 
     Raises:
-      UserError: no points, runs of one point have different questions, or a run cannot be read (as
-        `load_run`).
+      UserError: `points` is empty, the runs of one point have different questions, or `load_run` cannot
+        read a run.
     """
     if not points:
         raise UserError(f"{out}: no run of this analysis is finished in this folder; leave out --norun")
@@ -73,15 +73,18 @@ def load_rows(
                 f"the runs {', '.join(point.runs)} answered different questions; delete those that are out of date"
             )
         names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
-        metrics = {name: _share(interval([run.metrics[name] for run in runs])) for name in names}
-        against = None if base is None or runs is base else _against(base, runs)
-        rows.append(AnalysisRow(point, runs, metrics, against, _facts(runs)))
+        metrics = {name: _clipped(interval([run.metrics[name] for run in runs])) for name in names}
+        difference = None if base is None or runs is base else _difference(base, runs)
+        rows.append(AnalysisRow(point, runs, metrics, difference, _costs_and_coverage(runs)))
     return rows
 
 
 def interval(columns: Sequence[Float[np.ndarray, "Q"]]) -> Interval:
-    """Return the mean over seeds and questions. Its interval is the wider of the bootstrap over questions
-    and Student's t over seeds."""
+    """Return the mean over seeds and questions, with its interval.
+
+    `columns` has one array per seed. The interval covers both the bootstrap over questions and Student's t over
+    seeds.
+    """
     questions = bootstrap(np.mean(columns, axis=0))
     if len(columns) < 2:
         return questions
@@ -91,12 +94,12 @@ def interval(columns: Sequence[Float[np.ndarray, "Q"]]) -> Interval:
     )
 
 
-def _share(of: Interval) -> Interval:
+def _clipped(interval: Interval) -> Interval:
     """Clip an interval to [0, 1], which Student's t may exceed."""
-    return dataclasses.replace(of, low=max(0.0, of.low), high=min(1.0, of.high))
+    return dataclasses.replace(interval, low=max(0.0, interval.low), high=min(1.0, interval.high))
 
 
-def _against(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -> Interval | None:
+def _difference(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -> Interval | None:
     main = first[0].main_metric
     if any(
         run.card.questions_sha256 != first[0].card.questions_sha256 or main not in run.metrics for run in runs
@@ -106,13 +109,13 @@ def _against(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -> I
     return interval([run.metrics[main] - base.metrics[main] for base, run in pairs])
 
 
-def _facts(runs: Sequence[EvaluationRun]) -> dict[str, float]:
+def _costs_and_coverage(runs: Sequence[EvaluationRun]) -> dict[str, float]:
     measured = [{**run.report.get("retrieval", {}), **run.report.get("cost", {})} for run in runs]
     names = [name for name in (*COSTS, *RETRIEVAL) if all(name in each for each in measured)]
     return {name: float(np.mean([each[name] for each in measured])) for name in names}
 
 
-def as_text(
+def analysis_markdown(
     analysis: Analysis,
     rows: Sequence[AnalysisRow],
     command: str,
@@ -124,7 +127,7 @@ def as_text(
     runs = [run for row in rows for run in row.runs]
     first = rows[0]
     lines = [f"# {analysis.title}: {analysis.source}", "", f"Made by `{command}`.", ""]
-    lines += [SMOKE, ""] * smoke
+    lines += [SMOKE_NOTE, ""] * smoke
     lines += [f"- dataset: {first.runs[0].card.dataset}"]
     lines += [f"- {part}: {value}" for part, value in shared_settings(runs)]
     lines += [f"- limits of {system}: {limits}" for system, limits in _limits(rows).items()]
@@ -136,9 +139,11 @@ def as_text(
     )
     lines += ["", f"Percent, with 95 % intervals {over}.", ""]
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    costs = [name for name in COSTS if any(name in row.facts for row in rows)]
+    costs = [name for name in COSTS if any(name in row.costs_and_coverage for row in rows)]
     coverage = [
-        name for name in ("recall", "full_recall", "passages") if any(name in row.facts for row in rows)
+        name
+        for name in ("recall", "full_recall", "passages")
+        if any(name in row.costs_and_coverage for row in rows)
     ]
     main = first.runs[0].main_metric
     varied = [analysis.varies.replace("_", " ")] if analysis.varies else []
@@ -153,8 +158,8 @@ def as_text(
     for row in rows:
         cells = [row.point.system, *([row.point.value] if varied else [])]
         cells += [_metric(row, name) for name in metrics]
-        cells.append(_signed(row.against) if row.against is not None else "–")
-        cells += [_fact(row.facts, name) for name in costs + coverage]
+        cells.append(_signed(row.difference) if row.difference is not None else "–")
+        cells += [_cost_or_coverage(row.costs_and_coverage, name) for name in costs + coverage]
         table.append(cells)
     lines += markdown(table)
     if notes := comparability_notes(runs):
@@ -164,11 +169,11 @@ def as_text(
     return "\n".join(lines) + "\n"
 
 
-def csv_of(rows: Sequence[AnalysisRow]) -> str:
+def analysis_csv(rows: Sequence[AnalysisRow]) -> str:
     """Return one CSV line per run, with all fields of its report record."""
     runs = [run for row in rows for run in row.runs]
     keys = [{"system": row.point.system, "value": row.point.value} for row in rows for _ in row.runs]
-    return as_csv([{**which, **record} for which, record in zip(keys, comparison_rows(runs), strict=True)])
+    return as_csv([{**key, **record} for key, record in zip(keys, comparison_rows(runs), strict=True)])
 
 
 def _limits(rows: Sequence[AnalysisRow]) -> dict[str, str]:
@@ -190,18 +195,18 @@ def _limits(rows: Sequence[AnalysisRow]) -> dict[str, str]:
 def _metric(row: AnalysisRow, name: str) -> str:
     if name not in row.metrics:
         return "–"
-    of = row.metrics[name]
+    value = row.metrics[name]
     seeds = f"; {', '.join(f'{100 * run.metrics[name].mean():.1f}' for run in row.runs)}" * (
         len(row.runs) > 1
     )
-    return f"{100 * of.mean:.1f} [{100 * of.low:.1f}, {100 * of.high:.1f}]{seeds}"
+    return f"{100 * value.mean:.1f} [{100 * value.low:.1f}, {100 * value.high:.1f}]{seeds}"
 
 
-def _signed(of: Interval) -> str:
-    return f"{100 * of.mean:+.1f} [{100 * of.low:+.1f}, {100 * of.high:+.1f}]"
+def _signed(interval: Interval) -> str:
+    return f"{100 * interval.mean:+.1f} [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}]"
 
 
-def _fact(facts: Mapping[str, float], name: str) -> str:
-    if name not in facts:
+def _cost_or_coverage(values: Mapping[str, float], name: str) -> str:
+    if name not in values:
         return "–"
-    return f"{100 * facts[name]:.1f}" if name.endswith("recall") else f"{facts[name]:.2f}"
+    return f"{100 * values[name]:.1f}" if name.endswith("recall") else f"{values[name]:.2f}"

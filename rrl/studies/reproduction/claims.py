@@ -31,7 +31,10 @@ NO_INSTRUCTIONS_FOLLOWED = (
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One row of the page."""
+    """One claim of a paper; one row of the page.
+
+    A statement that begins with "…" continues the statement of the claim before it.
+    """
 
     key: str
     statement: str
@@ -40,7 +43,7 @@ class Claim:
     paper_result: str
     """What the paper measured, in its own metric."""
     metric: str
-    """What is measured here, in words."""
+    """Name of the quantity that is measured here, with the recipe and the comparison if needed, for the page."""
     runs: tuple[str, ...]
     """Names of runs; `SEED` in a name stands for each seed."""
     measure: Measure
@@ -105,20 +108,22 @@ def spread_below(points: float) -> Measure:
     def measure(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
         evaluations = {name: results.evaluations(name) for name in runs}
         refuse_incomparable({name: each[0] for name, each in evaluations.items()})
-        spread, room = [], []
+        spread, margins = [], []
         for seed in zip(*evaluations.values(), strict=True):
             right = sorted((run.columns["em"] for run in seed), key=np.mean)
-            apart = right[-1] - right[0]
-            spread.append(float(apart.mean()))
-            room.append(points / 100 - apart)
-        return ClaimEvidence([points / 100], spread, room)
+            difference = right[-1] - right[0]
+            spread.append(float(difference.mean()))
+            margins.append(points / 100 - difference)
+        return ClaimEvidence([points / 100], spread, margins)
 
     return measure
 
 
 def higher_with_each_retriever(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-    """The policy has a higher exact match than the baseline with each retriever; the evidence is that of
-    the least certain lead.
+    """The policy has a higher exact match than the baseline with each retriever.
+
+    The evidence is that of the retriever with the least certain lead: a difference of 0 or below if there is
+    one, otherwise the difference whose interval begins lowest.
 
     `runs` are those of the policy, one per retriever, followed by those of the baseline in the same
     order.
@@ -126,46 +131,47 @@ def higher_with_each_retriever(results: ReproductionResults, runs: Sequence[str]
     half = len(runs) // 2
     pairs = [higher("em")(results, pair) for pair in zip(runs[:half], runs[half:], strict=True)]
 
-    def lead(pair: ClaimEvidence) -> tuple[float, float]:
+    def certainty(pair: ClaimEvidence) -> tuple[float, float]:
         verdict = judge_claim(pair)
         return min(verdict.difference, 0.0), verdict.low
 
-    return min(pairs, key=lead)
+    return min(pairs, key=certainty)
 
 
 def higher_recall_at_equal_passages(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-    """The first run has a higher full recall than the second, which is cut to the number of passages that
-    the first found.
+    """The first run has a higher full recall than the second with as many passages (R2AG, Table 1: "under
+    comparable k").
 
-    The cut is made for each question. The second run searched once, with the question (R2AG, Table 1:
-    "under comparable k"). The first run is also cut, to the largest number of passages that the second
-    found.
+    The first run is a tree of searches; the second searches once, with the question. For each question, only
+    as many passages of the second run count as the first one retrieved. Of the first run, at most as many
+    passages count as the second run retrieved for any question.
     """
     (single,) = results.evaluations(runs[1])
     refuse_incomparable({runs[0]: results.evaluations(runs[0])[0], runs[1]: single})
     ranked = [list(dict.fromkeys(titles)) for titles in single.titles]
-    most = max(map(len, ranked))
+    max_passages = max(map(len, ranked))
     left, right = [], []
-    for steps in results.evaluations(runs[0]):
-        hits = steps.hits
+    for tree in results.evaluations(runs[0]):
+        hits = tree.hits
         cut = [titles[:count] for titles, count in zip(ranked, hits.retrieved.tolist(), strict=True)]
-        left.append(hits.full_recall(most))
+        left.append(hits.full_recall(max_passages))
         right.append(gold_hits(cut, single.gold).full_recall())
     return _evidence(left, right, 1)
 
 
 def smaller_reward_drop(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-    """The first run loses less of its best answer reward until the end of training than the second.
+    """From its maximum to the end of training, the answer reward of the first run drops less than that of the
+    second.
 
-    Both rewards are means over a quarter of the updates: the best quarter and the last one.
+    The drop is the mean reward of the best quarter of the updates minus that of the last quarter.
     """
 
-    def lost(lines: Sequence[Mapping[str, float]]) -> np.ndarray:
+    def drop(lines: Sequence[Mapping[str, float]]) -> np.ndarray:
         rewards = [line["reward/answer"] for line in lines if "reward/answer" in line]
         quarters = [part.mean() for part in np.array_split(rewards, min(4, len(rewards)))]
         return np.array([max(quarters) - quarters[-1]])
 
-    left, right = ([lost(lines) for lines in results.trainings(name)] for name in runs)
+    left, right = ([drop(lines) for lines in results.trainings(name)] for name in runs)
     return _evidence(left, right, -1)
 
 
@@ -186,7 +192,11 @@ def _compared(
 
 
 def _evidence(left: Sequence[np.ndarray], right: Sequence[np.ndarray], sign: int) -> ClaimEvidence:
-    """Pair the seeds of both sides; a side without seeds is paired with each seed of the other."""
+    """Return the evidence; `left` and `right` have one array per seed.
+
+    Seeds are paired in order. A side that was not trained has a single array, which is paired with each seed of
+    the other side.
+    """
     pairs = [(left[at % len(left)], right[at % len(right)]) for at in range(max(len(left), len(right)))]
     return ClaimEvidence(
         [float(values.mean()) for values in left],

@@ -20,9 +20,9 @@ from rrl.studies.reproduction.verdict import (
     judge_claim,
 )
 
-HEAD = """# The reproduction in the small
+HEAD = """# Small-scale reproduction
 
-Made by `{command}`. {what}
+Made by `{command}`. {seeds_or_smoke}
 
 Four papers measured models of 3 to 8 billion parameters on real questions. This page measures the same recipes, rewards and
 objectives with policies of one million parameters on the built-in world. A claim that holds here is a sign that its mechanism
@@ -42,7 +42,7 @@ works in this code. A claim that does not hold here says nothing about the paper
   lengths of the other recipes, R3-RAG's critic and the sizes of the cold starts of R3-RAG, TIRESRAG-R1 and R2AG were chosen on
   held-out questions like these. Their leads over their cold starts may therefore be slightly too large.
 """
-SMOKE = "**This is a smoke run: its sizes are too small to measure anything. No row is a result.**"
+SMOKE_NOTE = "**This is a smoke run: its sizes are too small to measure anything. No row is a result.**"
 
 
 def reproduction_page(
@@ -89,7 +89,11 @@ def reproduction_page(
         verdict = judge_claim(evidence, claim.untestable)
         counts[verdict.word] += 1
         table.append(row_of(claim, evidence, verdict))
-    lines = [HEAD.format(command=command, what=SMOKE if smoke else f"Seeds {', '.join(map(str, seeds))}.")]
+    lines = [
+        HEAD.format(
+            command=command, seeds_or_smoke=SMOKE_NOTE if smoke else f"Seeds {', '.join(map(str, seeds))}."
+        )
+    ]
     lines += ["; ".join(f"{word}: {number}" for word, number in counts.items() if number) + ".", ""]
     head = ("", "claim", "paper", "measured here", "values by seed", "difference", "questions", "verdict")
     lines += markdown([head, *table])
@@ -172,13 +176,16 @@ def _distinct(values: Iterable[str]) -> list[str]:
     return sorted({value for value in values if value})
 
 
-def list_of(runs: Sequence[PlannedRun], planned: Mapping[str, PlannedRun], out: Path, jobs: int) -> str:
-    """Return the runs to execute as text: order, state, minutes and command."""
+def describe_runs(runs: Sequence[PlannedRun], planned: Mapping[str, PlannedRun], out: Path, jobs: int) -> str:
+    """Return a text with state, minutes and command of these runs and of those that they need, in order."""
     rows = run_states(with_dependencies([run.name for run in runs], planned), out)
-    todo = sum(row["minutes"] for row in rows if row["state"] != "finished")
+    minutes_left = sum(row["minutes"] for row in rows if row["state"] != "finished")
     lines = [
         f"{row['minutes']:5.1f}  {row['state']:<10}  {row['name']:<24}  {row['command']}" for row in rows
     ]
     return "\n".join(
-        [*lines, f"{todo:.0f} core minutes to do: about {todo / jobs:.0f} minutes with {jobs} at a time"]
+        [
+            *lines,
+            f"{minutes_left:.0f} core minutes to do: about {minutes_left / jobs:.0f} minutes with {jobs} at a time",
+        ]
     )

@@ -44,17 +44,21 @@ class PlannedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way to train a policy; it becomes one run per seed."""
+    """One way to train a policy; it becomes one training run per seed."""
 
     recipe: str
+    """Recipe of the policy, which its evaluations use."""
     config: str
+    """Config file of launch/train.py with arguments, without seed and policy."""
     minutes: float
+    """As `PlannedRun.minutes`."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """As `PlannedRun.fields`."""
     start: str = ""
     """Name of the cold-start run; "": the shipped policy."""
 
 
-# Settings of the published page; the configs have changed since.
+# Settings with which the published page was measured. The configs' own settings have changed since, so they are stated here.
 R3RAG_FIELDS = {
     "optim.lr": 3e-4,
     "optim.warmup_ratio": 0.3,
@@ -95,14 +99,15 @@ PROMPTED: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {
     "naive_rag": ("method=naive_rag", 0.3, {}),
     "naive_rag_bm25": ("method=naive_rag,retriever=bm25", 0.3, {}),
     "naive_rag_exact": ("method=naive_rag,retriever=exact", 0.3, {}),
-    # The baseline of the tree of searches, cut to as many passages as the tree found.
+    # The single search that R2AG's trees are compared with. Only as many of its 16 passages count as a tree found.
     "naive_rag_top16": ("method=naive_rag,top_k=16", 0.5, {"prompted.most_passages": 4}),
     "iter_retgen": ("method=iter_retgen", 0.4, {}),
     "ircot": ("method=ircot", 0.6, {"method.steps": 4}),
 }
-"""Prompted method -> arguments of configs/eval.py, minutes, overridden fields. The model is the shipped
+"""Name of a run -> arguments of configs/eval.py, estimated minutes, overridden fields of an evaluation of a
+prompted method. The model is the shipped
 reader, the only shipped model that was trained to answer a question from passages."""
-EVALUATION = {"rsearch": 0.5, "r3rag": 0.6, "tiresrag": 0.5, "r2ag": 1.0}
+EVALUATION_MINUTES = {"rsearch": 0.5, "r3rag": 0.6, "tiresrag": 0.5, "r2ag": 1.0}
 """Recipe -> estimated minutes of an evaluation."""
 RETRIEVERS = ("exact", "bm25")
 """Retrievers that R3-RAG's policies are evaluated with, beside the one they are trained with."""
@@ -110,7 +115,7 @@ SHORT_HELD_OUT = {"data.held_out_per_kind": 20, "train.eval_every": 0}
 """Fields of every training run. It evaluates on few held-out questions only, since each policy gets a full
 evaluation afterwards."""
 
-SMOKE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+SMOKE_SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "train": (
         "steps=2",
         {
@@ -176,7 +181,7 @@ def _policy_evaluation(
     # R2AG retrieves one passage per query, as in training.
     tree = [f"reader={SHIPPED_READER}", "top_k=1"] * (recipe == "r2ag")
     config = with_arguments("configs/eval.py", f"method={recipe}", f"policy={policy}", *tree, *more)
-    return PlannedRun(name, "eval", config, EVALUATION[recipe], needs=needs)
+    return PlannedRun(name, "eval", config, EVALUATION_MINUTES[recipe], needs=needs)
 
 
 def _prompted_evaluation(name: str, arguments: str, minutes: float, fields: Mapping[str, Any]) -> PlannedRun:
@@ -185,7 +190,7 @@ def _prompted_evaluation(name: str, arguments: str, minutes: float, fields: Mapp
 
 def smoke_run(run: PlannedRun) -> PlannedRun:
     """Return the same run with the sizes of a smoke run."""
-    arguments, fields = SMOKE[run.launcher]
+    arguments, fields = SMOKE_SIZES[run.launcher]
     config = with_arguments(run.config, *arguments.split(","))
     return dataclasses.replace(run, config=config, fields={**run.fields, **fields})
 

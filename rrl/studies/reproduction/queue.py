@@ -64,7 +64,7 @@ def load_manifest(run: PlannedRun, out: Path, allow_mismatch: bool = False) -> R
 
     Raises:
       UserError: the file is damaged; or another command or other settings produced the run, unless
-        `allow_mismatch`.
+        `allow_mismatch`: then its manifest is returned all the same.
     """
     file = _manifest_file(run, out)
     if not file.exists():
@@ -85,11 +85,11 @@ def manifest_mismatch(manifest: RunManifest, run: PlannedRun) -> str:
     accepted if it resolves to the same settings, for example if a default has changed and the plan now
     states the old value.
     """
-    was, now, settings = list(manifest.command), run.command("{out}"), resolved_settings(run)
-    if was != now and (
-        _without_config(was) != _without_config(now) or _completed_settings(manifest, run) != settings
+    old, new, settings = list(manifest.command), run.command("{out}"), resolved_settings(run)
+    if old != new and (
+        _without_config(old) != _without_config(new) or _completed_settings(manifest, run) != settings
     ):
-        return f"was made by {' '.join(was)}, not by {' '.join(now)}"
+        return f"was made by {' '.join(old)}, not by {' '.join(new)}"
     return _first_change(rename_stored(manifest.settings), settings)
 
 
@@ -100,8 +100,8 @@ def _without_config(command: Sequence[str]) -> list[str]:
 def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
     """Return the settings of a manifest, extended by the fields that were added since.
 
-    Added fields have their defaults. Sections that the manifest lacks are as its command resolves
-    today. None if that command is no longer valid.
+    Fields that were added to a stored section have their defaults. For sections that the manifest lacks, the
+    values are those that its command resolves to today. None if that command is no longer valid.
     """
     flags = [part.removeprefix("--config") for part in manifest.command if part.startswith("--config")]
     if not flags or not flags[0].startswith("="):
@@ -110,15 +110,15 @@ def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
         new_name(name): value
         for name, _, value in (flag.removeprefix(".").partition("=") for flag in flags[1:])
     }
-    filled = {"train": experiment.with_defaults, "sft": stages.with_defaults, "eval": eval_defaults}
+    with_defaults = {"train": experiment.with_defaults, "sft": stages.with_defaults, "eval": eval_defaults}
     try:
-        today = resolved_settings(dataclasses.replace(run, config=flags[0][1:], fields=fields))
-        was = filled[run.launcher](
-            ConfigDict(_overlaid(_empty_sections(today), rename_stored(manifest.settings)))
+        current = resolved_settings(dataclasses.replace(run, config=flags[0][1:], fields=fields))
+        stored = with_defaults[run.launcher](
+            ConfigDict(_merged(_empty_sections(current), rename_stored(manifest.settings)))
         )
     except (UserError, AttributeError, KeyError):  # the stored settings no longer form a config
         return None
-    return _overlaid(today, json.loads(json.dumps(was.to_dict(), default=str)))
+    return _merged(current, json.loads(json.dumps(stored.to_dict(), default=str)))
 
 
 def _empty_sections(settings: Any) -> dict[str, Any]:
@@ -126,12 +126,12 @@ def _empty_sections(settings: Any) -> dict[str, Any]:
     return {key: _empty_sections(value) for key, value in settings.items() if isinstance(value, Mapping)}
 
 
-def _overlaid(below: Any, above: Any) -> Any:
-    """Return nested mappings merged; `above` wins."""
-    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
-        return above
-    both = {key: _overlaid(below[key], above[key]) for key in below.keys() & above.keys()}
-    return {**below, **above, **both}
+def _merged(base: Any, override: Any) -> Any:
+    """Return nested mappings merged; values of `override` replace those of `base`."""
+    if not (isinstance(base, Mapping) and isinstance(override, Mapping)):
+        return override
+    both = {key: _merged(base[key], override[key]) for key in base.keys() & override.keys()}
+    return {**base, **override, **both}
 
 
 def _first_change(was: Any, now: Any, name: str = "") -> str:
@@ -181,21 +181,21 @@ def run_queue(
     ):
         try:
             while (todo or active) and not stop:
-                for place in sorted(set(range(jobs)) - set(active)):
+                for slot in sorted(set(range(jobs)) - set(active)):
                     ready = next((run for run in todo if done.issuperset(run.needs)), None)
                     if ready is not None:
                         todo.remove(ready)
-                        active[place] = _RunProcess(ready, out, manifests[ready.name], cores[place], lock)
+                        active[slot] = _RunProcess(ready, out, manifests[ready.name], cores[slot], lock)
                         progress(f"{ready.name} ...")
                 if not active:  # all remaining runs need a failed one
                     failed |= {run.name: f"needs {', '.join(run.needs)}" for run in todo}
                     break
                 time.sleep(POLL_SECONDS)
-                for place, running in list(active.items()):
+                for slot, running in list(active.items()):
                     code = running.process.poll()
                     if code is None:
                         continue
-                    del active[place]
+                    del active[slot]
                     manifest = running.end(code)
                     if code:
                         codes.add(code)
@@ -229,10 +229,10 @@ class QueueResult:
 
 
 class _RunProcess:
-    """The process of one run, from its start to its end."""
+    """The process of one run, from its start to its end. `previous` is the manifest of an interrupted attempt."""
 
     def __init__(
-        self, run: PlannedRun, out: Path, before: RunManifest | None, cores: Sequence[int], lock: int
+        self, run: PlannedRun, out: Path, previous: RunManifest | None, cores: Sequence[int], lock: int
     ) -> None:
         self.run, self._file, self._began = run, _manifest_file(run, out), time.monotonic()
         self.log = out / f"{run.name}.log"
@@ -240,7 +240,7 @@ class _RunProcess:
             run.command("{out}"),
             resolved_settings(run),
             commit_here(),
-            before.seconds if before is not None else 0.0,
+            previous.seconds if previous is not None else 0.0,
         )
         self._manifest.save(self._file)
         with self.log.open("a", encoding="utf-8") as stream:
@@ -271,7 +271,7 @@ def core_shares(jobs: int) -> list[list[int]]:
     available = sorted(os.sched_getaffinity(0)) if CAN_PIN_CORES else []
     if not 1 <= jobs <= available_cores():
         raise UserError(f"jobs={jobs} must be 1 to {available_cores()}, the number of available cores")
-    return [available[place::jobs] for place in range(jobs)]
+    return [available[slot::jobs] for slot in range(jobs)]
 
 
 def _manifest_file(run: PlannedRun, out: Path) -> Path:

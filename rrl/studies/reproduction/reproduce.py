@@ -8,7 +8,7 @@ from rrl.errors import UserError
 from rrl.files import atomic_stream
 from rrl.parallel.runtime import available_cores
 from rrl.studies.reproduction.claims import claims_named
-from rrl.studies.reproduction.page import list_of, reproduction_page
+from rrl.studies.reproduction.page import describe_runs, reproduction_page
 from rrl.studies.reproduction.plan import planned_runs
 from rrl.studies.reproduction.queue import QueueResult, run_queue
 from rrl.studies.reproduction.store import MeasurementStore
@@ -23,7 +23,7 @@ def reproduce(
     seeds: Sequence[int] = (0, 1, 2),
     jobs: int | None = None,
     smoke: bool = False,
-    listed: bool = False,
+    list_only: bool = False,
     run: bool = True,
     command: str = "python launch/reproduce.py",
 ) -> QueueResult:
@@ -39,7 +39,7 @@ def reproduce(
       seeds: training seeds.
       jobs: number of runs at a time; default: 2, or 1 on a single core.
       smoke: use sizes that only check whether all commands complete.
-      listed: print the runs that would be executed, and do nothing else.
+      list_only: print the runs that would be executed, and do nothing else.
       run: if false, execute nothing and write the page of what is stored.
       command: the command that the page names as its origin.
 
@@ -54,14 +54,14 @@ def reproduce(
     for name, why in store.outdated.items():
         print(f"{store.folder}: {name} {why}: ignored", file=sys.stderr)
     todo = store.missing_runs(names, out)
-    if listed:
-        print(list_of(todo, planned, out, jobs))
+    if list_only:
+        print(describe_runs(todo, planned, out, jobs))
         return QueueResult({})
-    done = run_queue(todo, out, jobs) if run else QueueResult({})
+    outcome = run_queue(todo, out, jobs) if run else QueueResult({})
     store.add_finished(out)
     if not store.entries:
-        if done.failed or done.stopped:
-            return done
+        if outcome.failed or outcome.stopped:
+            return outcome
         raise UserError(
             f"no run is finished in {out}, and no measurement is stored in {store.folder}: there is no page to write"
         )
@@ -70,7 +70,7 @@ def reproduce(
     with atomic_stream(file) as stream:
         stream.write(text.encode())
     print(f"{text}\n{file}")
-    return done
+    return outcome
 
 
 def seeds_of(given: Sequence[str]) -> list[int]:

@@ -22,7 +22,8 @@ class EvaluationResult:
 
     ids: Sequence[str]
     columns: Mapping[str, Float[np.ndarray, "Q"]]
-    """em and f1 in [0, 1]; number of searches; number of tokens that the policy wrote."""
+    """Values per question by name: "em" and "f1" in [0, 1], "searches" (their number) and "tokens" (the number
+    that the policy wrote)."""
     titles: Sequence[Sequence[str]]
     """For each question, the titles of the passages that all its searches returned, best first."""
     gold: Sequence[Sequence[str]]
@@ -78,23 +79,23 @@ class ReproductionResults:
     """The finished runs of a reproduction."""
 
     seeds: Sequence[int]
-    evaluation: Callable[[str], EvaluationResult]
-    """Name of a run -> its evaluation."""
-    training: Callable[[str], Sequence[Mapping[str, float]]]
-    """Name of a run -> the lines of its metrics.jsonl."""
+    read_evaluation: Callable[[str], EvaluationResult]
+    """Full name of a run, with its seed -> its evaluation."""
+    read_training: Callable[[str], Sequence[Mapping[str, float]]]
+    """Full name of a run, with its seed -> the lines of its metrics.jsonl."""
 
     def evaluations(self, name: str) -> list[EvaluationResult]:
         """Return one evaluation per seed, or a single one if the name has no `SEED`.
 
         Raises UserError if their questions or corpora differ.
         """
-        evaluations = {each: self.evaluation(each) for each in expand_seeds(name, self.seeds)}
+        evaluations = {run: self.read_evaluation(run) for run in expand_seeds(name, self.seeds)}
         refuse_incomparable(evaluations)
         return list(evaluations.values())
 
     def trainings(self, name: str) -> list[Sequence[Mapping[str, float]]]:
         """Return the metrics of one training run per seed, or of a single one."""
-        return [self.training(each) for each in expand_seeds(name, self.seeds)]
+        return [self.read_training(run) for run in expand_seeds(name, self.seeds)]
 
 
 def expand_seeds(name: str, seeds: Sequence[int]) -> list[str]:

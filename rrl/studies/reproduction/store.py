@@ -37,7 +37,7 @@ STORED_COLUMNS = (
 """Columns of metrics.jsonl that are stored."""
 SUFFIX = ".json.gz"
 _KEYS = {"manifest": "record"}
-"""Field of `StoredMeasurement` -> its key in the file, if they differ."""
+"""Field of `StoredMeasurement` -> its key in the file, if they differ. Published files have the old name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +106,18 @@ class MeasurementStore:
     def missing_runs(self, names: Sequence[str], out: Path) -> list[PlannedRun]:
         """Return the runs to execute for these names.
 
-        They are: runs without a stored measurement, the runs that those need, and stored runs that
-        started from a model which is trained again by this.
+        They are the runs without a stored measurement, and the runs that those need. If a needed run trains
+        its model again, stored runs that started from the old model are executed again too.
         """
         missing = [name for name in names if name not in self.entries]
         while True:
             todo = with_dependencies(missing, self._planned)
-            anew = {run.name for run in todo if not self._is_current(run, out)}
+            retrained = {run.name for run in todo if not self._is_current(run, out)}
             stale = [
                 name
                 for name in names
                 if name not in missing
-                and any(run.name in anew for run in with_dependencies([name], self._planned))
+                and any(run.name in retrained for run in with_dependencies([name], self._planned))
             ]
             if not stale:
                 return todo
@@ -182,7 +182,7 @@ class MeasurementStore:
         return need in self.outdated or (need in self.entries and self.entries[need].manifest != was)
 
     def _is_current(self, run: PlannedRun, out: Path) -> bool:
-        """Return whether the stored measurement is that of the finished run in `out`."""
+        """Return whether the run in `out` is the one that is stored, so that its model is not trained again."""
         manifest = load_manifest(run, out, allow_mismatch=True)
         return run.name in self.entries and manifest == self.entries[run.name].manifest
 

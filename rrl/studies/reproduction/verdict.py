@@ -29,7 +29,7 @@ class ClaimEvidence:
     """For each seed, the difference of each question; one element if the measure has no value per
     question."""
     trained: bool = True
-    """Whether training seeds are involved. If so, a single seed is no estimate of their spread."""
+    """Whether the compared policies were trained with several seeds. If so, a verdict needs at least two seeds."""
 
     @property
     def questions(self) -> int:
@@ -42,6 +42,7 @@ class ClaimVerdict:
     """The verdict on a claim, with the difference and its interval."""
 
     word: str
+    """`HOLDS`, `FAILS` or `UNTESTED`."""
     difference: float
     low: float
     high: float
@@ -53,7 +54,8 @@ def judge_claim(evidence: ClaimEvidence, untestable: str = "", level: float = 0.
     """Return the verdict on a claim.
 
     The claim holds if the whole interval is above 0. It does not hold if the mean difference is 0 or
-    below, however wide the interval. Otherwise the size is too small to decide.
+    below, however wide the interval. Otherwise it cannot be tested at this size, for the reason that the
+    verdict gives.
 
     Args:
       evidence: the measurements.
