@@ -12,7 +12,7 @@ import pytest
 from rrl.data.folder import load_folder
 from rrl.data.passages import Passage
 from rrl.errors import UserError
-from rrl.retrieval.bm25 import PUBLISHED, Bm25Config, Bm25Index, analyse
+from rrl.retrieval.bm25 import PUBLISHED_K1_B, Bm25Config, Bm25Index, analyse
 from rrl.retrieval.build import build_index
 from rrl.retrieval.index import make_retriever, open_index
 from rrl.retrieval.ranking import NO_PASSAGE
@@ -185,8 +185,8 @@ def test_published_recall_on_2wiki(
 
 
 def test_published_settings_have_the_published_values() -> None:
-    assert Bm25Config() == Bm25Config(*PUBLISHED["pyserini"])
-    assert all(Bm25Config(*settings) for settings in PUBLISHED.values())
+    assert Bm25Config() == Bm25Config(*PUBLISHED_K1_B["pyserini"])
+    assert all(Bm25Config(*settings) for settings in PUBLISHED_K1_B.values())
 
 
 def test_stemming_can_be_switched_off() -> None:
@@ -237,7 +237,7 @@ def test_okapi_scores_equal_those_of_rank_bm25(tmp_path: Path) -> None:
         "the end",
     ]
     passages = [Passage(str(at), "the king", text) for at, text in enumerate(texts)]
-    config = Bm25Config(*PUBLISHED["bm25s"], title_weight=0, tokens="whitespace", idf="okapi")
+    config = Bm25Config(*PUBLISHED_K1_B["bm25s"], title_weight=0, tokens="whitespace", idf="okapi")
     build_index(passages, tmp_path / "index", "bm25", bm25=config)
     for retriever in (make_retriever(passages, "bm25", bm25=config), open_index(tmp_path / "index")):
         for query, expected in RANK_BM25.items():
