@@ -28,7 +28,7 @@ from rrl.retrieval.dense import ScannIndex
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
 from rrl.retrieval.folder import read_manifest
 from rrl.retrieval.index import open_index
-from rrl.retrieval.ranking import overlap
+from rrl.retrieval.ranking import ranking_recall
 
 ENCODER = "assets/miniwiki-encoder"
 QUERIES, K = 256, 5
@@ -142,11 +142,11 @@ def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[B
     peer = PeerProcess(python, "faiss_search.py", str(folder))
     peer.ask(f"flat {K}")
     exact = np.load(folder / "found.npy")
-    recall = overlap(index.search(texts, K, embeddings)[0], exact)
+    recall = ranking_recall(index.search(texts, K, embeddings)[0], exact)
 
     def ivf_recall(nprobe: int) -> float:
         peer.ask(f"ivf {nprobe} {K}")
-        return overlap(np.load(folder / "found.npy"), exact)
+        return ranking_recall(np.load(folder / "found.npy"), exact)
 
     nprobe = bisect.bisect_left(range(1, peer.info["leaves"]), recall, key=ivf_recall) + 1
     equal = ivf_recall(nprobe)

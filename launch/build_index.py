@@ -120,7 +120,7 @@ def main(_: Sequence[str]) -> None:
     """Build the index and print its manifest."""
     import dataclasses
 
-    from rrl.retrieval.bm25 import PUBLISHED, Bm25Config
+    from rrl.retrieval.bm25 import PUBLISHED_K1_B, Bm25Config
     from rrl.retrieval.build import build_index, check_kind
 
     assert _CORPUS.value is not None and _OUT.value is not None  # required flags
@@ -136,7 +136,7 @@ def main(_: Sequence[str]) -> None:
             f"--title_weight={_TITLE.value} must be 0 or 1 with --retriever={_RETRIEVER.value}: an embedding contains the "
             "title once or not at all"
         )
-    k1, b = PUBLISHED[_BM25.value]
+    k1, b = PUBLISHED_K1_B[_BM25.value]
     bm25 = Bm25Config(
         k1 if _K1.value is None else _K1.value,
         b if _B.value is None else _B.value,

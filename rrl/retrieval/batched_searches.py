@@ -1,4 +1,4 @@
-"""Batch the searches of many threads: all requests that arrive during one search form the next one."""
+"""Batch the searches of many threads: the next search answers all requests that arrive during the current one."""
 
 import queue
 import threading

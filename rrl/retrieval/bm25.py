@@ -17,8 +17,15 @@ import regex
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError, at_least, one_of
-from rrl.retrieval.disk_space import room_for
-from rrl.retrieval.postings import Allocate, PostingsBlock, PostingsFolder, Vocabulary, count, score_matrix
+from rrl.retrieval.disk_space import disk_full_if_no_space
+from rrl.retrieval.postings import (
+    Allocate,
+    PostingsBlock,
+    PostingsFolder,
+    Vocabulary,
+    count_words,
+    score_matrix,
+)
 from rrl.retrieval.ranking import Ranking, empty_ranking, top_k
 
 # fmt: off
@@ -29,8 +36,8 @@ STOP_WORDS = frozenset((
 # fmt: on
 """Lucene's English stop words."""
 
-ANALYSIS = 2
-"""Version of `analyse`, saved with an index. 1 was `\\w+` without Unicode normalization."""
+ANALYSIS_VERSION = 2
+"""Version of `analyse`, saved with an index. Version 1 matched `\\w+` without Unicode normalization."""
 
 WORD = regex.compile(r"\b(?=_*[^\W_])\S+?\b", regex.WORD)
 """Text between two word boundaries of UAX #29 that has a letter or a digit."""
@@ -40,9 +47,12 @@ _ASCII_WORD = re.compile(
 """Matches what `WORD` matches in lower-case ASCII, in half the time (rules WB6, WB7, WB11, WB12)."""
 _CHARACTERS = str.maketrans("’‘`", "'''", "\u00ad\ufeff")
 """Maps all apostrophes to one; removes soft hyphens and byte order marks."""
-_RUN = re.compile(r"\w+")
-TOKENS = ("lucene", "whitespace", "words")
+_ALPHANUMERIC = re.compile(r"\w+")
+"""Matches a run of letters and digits: a word of the tokenizer `words`."""
+TOKENIZERS = ("lucene", "whitespace", "words")
+"""Allowed values of `Bm25Config.tokens`."""
 IDFS = ("lucene", "okapi")
+"""Allowed values of `Bm25Config.idf`."""
 _LOCAL = threading.local()
 
 
@@ -60,18 +70,18 @@ class Bm25Config:
     """Whether to reduce words to their stems (Porter2)."""
     tokens: str = "lucene"
     """How text is split. lucene: by `analyse`. whitespace: at spaces. words: into runs of letters and digits. The last two only
-    lower the case; they keep stop words and do not stem. Results with rank_bm25 are often made that way."""
+    lower the case; they keep stop words and do not stem. Published results with rank_bm25 often use one of these two."""
     idf: str = "lucene"
     """Weight of rare words: `lucene`, or `okapi` as in rank_bm25's BM25Okapi (see `inverse_frequencies`)."""
 
     def __post_init__(self) -> None:
-        one_of(TOKENS, self, "tokens")
+        one_of(TOKENIZERS, self, "tokens")
         one_of(IDFS, self, "idf")
         at_least(0, self, "k1", "title_weight")
         if not 0 <= self.b <= 1:
             raise UserError(f"b={self.b} must lie in 0..1")
 
-    def words(self, passage: Passage) -> list[str]:
+    def analyse_passage(self, passage: Passage) -> list[str]:
         """Return the tokens of a passage: its title `title_weight` times, then its text."""
         return self.analyse(passage.title) * self.title_weight + self.analyse(passage.text)
 
@@ -80,11 +90,11 @@ class Bm25Config:
         if self.tokens == "whitespace":
             return text.lower().split()
         if self.tokens == "words":
-            return _RUN.findall(text.lower())
+            return _ALPHANUMERIC.findall(text.lower())
         return analyse(text, self.stem)
 
 
-PUBLISHED = {
+PUBLISHED_K1_B = {
     "pyserini": (0.9, 0.4),
     "msmarco": (0.82, 0.68),
     "lucene": (1.2, 0.75),
@@ -101,6 +111,7 @@ class Bm25Index:
     needs_embeddings = False
 
     def __init__(self, model: Any, config: Bm25Config):
+        """Wrap `model`, a `bm25s.BM25` that holds the scores."""
         self.config = config
         self._vocabulary: dict[str, int] = model.vocab_dict
         self._model = model
@@ -110,47 +121,47 @@ class Bm25Index:
         """Index passages in memory. Raises UserError if the corpus has no word to index."""
         config = config or Bm25Config()
         vocabulary = Vocabulary()
-        block = count([config.words(passage) for passage in passages], vocabulary)
+        block = count_words([config.analyse_passage(passage) for passage in passages], vocabulary)
         return cls(
-            _model(lambda: [block], vocabulary, config, lambda _, n, dtype: np.empty(n, dtype)), config
+            _bm25s_model(lambda: [block], vocabulary, config, lambda _, n, dtype: np.empty(n, dtype)), config
         )
 
     @classmethod
     def build_folder(cls, blocks: PostingsFolder, folder: Path, config: Bm25Config) -> None:
-        """Write the files that `load` opens, from counted words. All large arrays are memory-mapped."""
-        work = blocks.folder / "matrix"
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
+        """Write the files that `load` opens, from the word counts in `blocks`. All large arrays are memory-mapped."""
+        matrix_folder = blocks.folder / "matrix"
+        shutil.rmtree(matrix_folder, ignore_errors=True)
+        matrix_folder.mkdir()
 
         def allocate(name: str, length: int, dtype: type) -> np.ndarray:
             # An empty memory map is an error, so map at least one element and slice it off.
             size = max(1, length)
-            with (work / name).open("xb") as stream:
+            with (matrix_folder / name).open("xb") as stream:
                 # Reserve disk space now: writing to a memory map on a full disk kills the process.
                 os.posix_fallocate(stream.fileno(), 0, size * np.dtype(dtype).itemsize)
-            return np.memmap(work / name, dtype, "r+", shape=(size,))[:length]
+            return np.memmap(matrix_folder / name, dtype, "r+", shape=(size,))[:length]
 
-        index = cls(_model(blocks, blocks.vocabulary, config, allocate), config)
-        matrix = sum(file.stat().st_size for file in work.iterdir())
+        index = cls(_bm25s_model(blocks, blocks.vocabulary, config, allocate), config)
+        matrix_bytes = sum(file.stat().st_size for file in matrix_folder.iterdir())
         folder.mkdir(exist_ok=True)
-        with room_for(matrix, folder):
+        with disk_full_if_no_space(matrix_bytes, folder):
             index.save(folder)
-        shutil.rmtree(work)
+        shutil.rmtree(matrix_folder)
 
     def save(self, folder: Path) -> None:
         """Write the index under `folder`."""
         self._model.save(str(folder), show_progress=False)
-        settings = dataclasses.asdict(self.config) | {"analysis": ANALYSIS}
+        settings = dataclasses.asdict(self.config) | {"analysis": ANALYSIS_VERSION}
         (folder / "settings.json").write_text(json.dumps(settings))
 
     @classmethod
     def load(cls, folder: Path) -> "Bm25Index":
         """Open a saved index, memory-mapped. Raises UserError if another version of `analyse` built it."""
         settings = json.loads((folder / "settings.json").read_text())
-        if (version := settings.pop("analysis", 1)) != ANALYSIS:
+        if (version := settings.pop("analysis", 1)) != ANALYSIS_VERSION:
             raise UserError(
-                f"index {folder}: version {version} of the text analysis built it, and queries are analysed by version "
-                f"{ANALYSIS}, so some words would never match. Build the index again."
+                f"index {folder}: built with version {version} of the text analysis, but queries use version "
+                f"{ANALYSIS_VERSION}, so some words would never match. Build the index again."
             )
         model = _bm25s().BM25.load(str(folder), mmap=True, show_progress=False)
         return cls(model, Bm25Config(**settings))
@@ -170,12 +181,13 @@ class Bm25Index:
         return ids, scores
 
 
-def _model(
+def _bm25s_model(
     blocks: Callable[[], Iterable[PostingsBlock]],
     vocabulary: Vocabulary,
     config: Bm25Config,
     allocate: Allocate,
 ) -> Any:
+    """Return a `bm25s.BM25` with the scores of the counted passages."""
     if not vocabulary:
         raise UserError("corpus: no passage has a word that BM25 can index. Check the corpus file.")
     model = _bm25s().BM25(k1=config.k1, b=config.b)

@@ -1,7 +1,7 @@
 """Build an index folder as a stream: memory stays constant, and a killed build can be continued. Read `build_index` first.
 
 Until the index is complete, its folder is named OUT.unfinished. After a kill, the corpus is read again from the start. The slow
-stages (embedding, counting words, ScaNN's parts) continue after their last complete block.
+stages (embedding, counting words, ScaNN) continue after their last complete block or part.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from rrl.data.passages import Passage, iter_passages
 from rrl.data.records import OnError
 from rrl.errors import UserError
 from rrl.files import DISK_FULL, LOCK, atomic_stream, exclusive_lock
-from rrl.retrieval.bm25 import ANALYSIS, Bm25Config, Bm25Index
+from rrl.retrieval.bm25 import ANALYSIS_VERSION, Bm25Config, Bm25Index
 from rrl.retrieval.dense import ExactIndex, ScannIndex
 from rrl.retrieval.disk_space import disk_full_error
 from rrl.retrieval.folder import KINDS, PassageFile, write_manifest, write_passages
 from rrl.retrieval.postings import PostingsFolder
-from rrl.retrieval.ranking import overlap
+from rrl.retrieval.ranking import ranking_recall
 from rrl.retrieval.sizing import ScannConfig, choose_scann
 from rrl.retrieval.vectors import VectorFile
 
@@ -50,7 +50,7 @@ RECALL_QUERIES = 400
 """Number of queries on which ScaNN's recall is measured."""
 
 TARGET_RECALL = 0.99
-"""The search is widened until recall@5 on those queries reaches this."""
+"""The search is widened until recall@5 on `RECALL_QUERIES` queries reaches this."""
 
 MAX_REORDER = 5000
 """Largest number of candidates to rescore."""
@@ -97,60 +97,62 @@ def build_index(
     check_kind(kind, text_encoder)
     out = Path(out)
     if out.exists():
-        raise UserError(f"index folder {out}: exists. Remove it, or give the path of a new folder.")
-    work = out.with_name(out.name + ".unfinished")
+        raise UserError(f"index folder {out}: already exists. Remove it, or give the path of a new folder.")
+    unfinished = out.with_name(out.name + ".unfinished")
     bm25 = bm25 or Bm25Config()
     if not 0 <= shard[0] < shard[1]:
         raise UserError(f"shard={shard[0]}/{shard[1]} must be one of 0/n to (n-1)/n, such as 0/4")
-    wanted: dict[str, Any] = {"kind": kind, "block": block, "shard": list(shard)}
+    settings: dict[str, Any] = {"kind": kind, "block": block, "shard": list(shard)}
     if kind == "bm25":
-        wanted |= {"bm25": dataclasses.asdict(bm25), "analysis": ANALYSIS}
+        settings |= {"bm25": dataclasses.asdict(bm25), "analysis": ANALYSIS_VERSION}
     else:
         assert text_encoder is not None
-        wanted["encoder"] = {"name": text_encoder.name, "fingerprint": text_encoder.fingerprint}
+        settings["encoder"] = {"name": text_encoder.name, "fingerprint": text_encoder.fingerprint}
         if not text_encoder.titles:
-            wanted["title_weight"] = 0
-    with disk_full_error(work), _still_there(work):
+            settings["title_weight"] = 0
+    with disk_full_error(unfinished), _explain_deleted_folder(unfinished):
         try:
-            work.mkdir(parents=True, exist_ok=True)
+            unfinished.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise
-            raise UserError(
-                f"index folder {out}: cannot be made ({error}). Give the path of another."
-            ) from error
-        with exclusive_lock(work, f"index {work}: another process builds it. Wait for that, or stop it."):
-            _check_settings(work, wanted)
-            read = _read(work, corpus, on_error, columns, shard, progress)
-            count = read["passages"]
-            manifest = {**wanted, **read}
-            passages = PassageFile(work, count)
+            raise UserError(f"index folder {out}: cannot be created ({error}). Give another path.") from error
+        with exclusive_lock(
+            unfinished, f"index {unfinished}: another process is building it. Wait until it ends, or stop it."
+        ):
+            _check_settings(unfinished, settings)
+            corpus_entries = _write_corpus(unfinished, corpus, on_error, columns, shard, progress)
+            count = corpus_entries["passages"]
+            manifest = {**settings, **corpus_entries}
+            passages = PassageFile(unfinished, count)
             if kind == "bm25":
-                _count_words(work, passages, bm25, block, progress)
+                _count_words(unfinished, passages, bm25, block, progress)
             else:
                 assert text_encoder is not None
                 manifest |= {"metric": "inner_product", "dim": text_encoder.dim}
-                embeddings, manifest["cut"] = _embed(work, passages, text_encoder, block, progress)
+                embeddings, manifest["cut"] = _embed(unfinished, passages, text_encoder, block, progress)
                 if kind == "scann":
-                    manifest["scann"] = _scann(work, passages, embeddings, text_encoder, memory_gb, progress)
-            write_manifest(work, manifest, STATE_FILES)
-        work.rename(out)
-    # Delete these last: a build that is killed while it finishes must still know that everything is done.
+                    manifest["scann"] = _scann(
+                        unfinished, passages, embeddings, text_encoder, memory_gb, progress
+                    )
+            write_manifest(unfinished, manifest, STATE_FILES)
+        unfinished.rename(out)
+    # Delete these last: if the build is killed before the rename, the next build reads them and repeats no work.
     for name in STATE_FILES:
         (out / name).unlink(missing_ok=True)
     return manifest
 
 
 @contextlib.contextmanager
-def _still_there(work: Path) -> Iterator[None]:
+def _explain_deleted_folder(unfinished: Path) -> Iterator[None]:
     """Raise a clear UserError if the folder is deleted or renamed while it is written."""
     try:
         yield
     except OSError as error:
-        if error.errno != errno.ENOENT or work.is_dir():
+        if error.errno != errno.ENOENT or unfinished.is_dir():
             raise
         raise UserError(
-            f"index {work}: it is gone, deleted or renamed while the index was built. Put it back, or run the same command "
+            f"index {unfinished}: the folder was deleted or renamed during the build. Put it back, or run the same command "
             "again to start over."
         ) from error
 
@@ -165,22 +167,22 @@ def check_kind(kind: str, text_encoder: "TextEncoder | None") -> None:
         )
 
 
-def _check_settings(work: Path, wanted: dict[str, Any]) -> None:
+def _check_settings(unfinished: Path, settings: dict[str, Any]) -> None:
     """Raise UserError if the unfinished folder was begun with other settings; otherwise save the settings."""
-    file = work / "wanted.json"
-    if begun := _state(file):
-        different = [name for name in begun.keys() | wanted.keys() if begun.get(name) != wanted.get(name)]
+    file = unfinished / "wanted.json"
+    if saved := _read_state(file):
+        different = [name for name in saved.keys() | settings.keys() if saved.get(name) != settings.get(name)]
         if different:
-            named = "; ".join(f"{n}: {begun.get(n)} there, {wanted.get(n)} now" for n in sorted(different))
+            named = "; ".join(f"{n}: {saved.get(n)} there, {settings.get(n)} now" for n in sorted(different))
             raise UserError(
-                f"index {work}: an unfinished build with other settings ({named}). Give the same settings to continue "
+                f"index {unfinished}: an unfinished build with other settings ({named}). Give the same settings to continue "
                 "it, or remove that folder."
             )
     with atomic_stream(file) as stream:
-        stream.write(json.dumps(wanted).encode())
+        stream.write(json.dumps(settings).encode())
 
 
-def _state(file: Path) -> dict[str, Any]:
+def _read_state(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file of an unfinished build, {} if it is missing. Raises UserError if it is damaged."""
     if not file.is_file():
         return {}
@@ -195,8 +197,8 @@ def _state(file: Path) -> dict[str, Any]:
     return state
 
 
-def _read(
-    work: Path,
+def _write_corpus(
+    unfinished: Path,
     corpus: str | Path | Iterable[Passage],
     on_error: OnError,
     columns: Sequence[str],
@@ -208,35 +210,35 @@ def _read(
     Returns the corpus's entries of the manifest: number and fingerprint of the passages, the number of records skipped as broken,
     and the number left out as empty.
     """
-    file = work / "corpus.json"
-    state = _state(file)
-    before = state.get("read", {"corpus": ""})
+    file = unfinished / "corpus.json"
+    state = _read_state(file)
+    stored = state.get("read", {"corpus": ""})
     source, skipped, left_out = None, list[str](), list[str]()
     if isinstance(corpus, str | Path):
         path = Path(corpus)
         if path.is_file():
             source = [path.name, path.stat().st_size, path.stat().st_mtime_ns, *columns]
-        same = "skipped" in before and source and state["source"] == source
-        if same and (on_error == "skip" or not before["skipped"]):
-            return before
+        unchanged = "skipped" in stored and source and state["source"] == source
+        if unchanged and (on_error == "skip" or not stored["skipped"]):
+            return stored
         corpus = iter_passages(path, on_error, skipped, left_out, columns)
     count, fingerprint = write_passages(
-        work, _report_reading(itertools.islice(corpus, shard[0], None, shard[1]), progress)
+        unfinished, _report_reading(itertools.islice(corpus, shard[0], None, shard[1]), progress)
     )
     if not count:
-        part = f" for shard {shard[0]}/{shard[1]}" if shard[1] > 1 else ""
+        of_shard = f" for shard {shard[0]}/{shard[1]}" if shard[1] > 1 else ""
         raise UserError(
-            f"corpus: it has no passages{part}; an index needs at least one. Check the corpus file."
+            f"corpus: it has no passages{of_shard}; an index needs at least one. Check the corpus file."
         )
-    if before["corpus"] != fingerprint:
+    if stored["corpus"] != fingerprint:
         for name in ("embeddings.npy", "cut.txt"):
-            (work / name).unlink(missing_ok=True)
+            (unfinished / name).unlink(missing_ok=True)
         for name in ("words", "bm25", "scann"):
-            shutil.rmtree(work / name, ignore_errors=True)
-    read = {"passages": count, "corpus": fingerprint, "skipped": len(skipped), "left_out": len(left_out)}
+            shutil.rmtree(unfinished / name, ignore_errors=True)
+    entries = {"passages": count, "corpus": fingerprint, "skipped": len(skipped), "left_out": len(left_out)}
     with atomic_stream(file) as stream:
-        stream.write(json.dumps({"source": source, "read": read}).encode())
-    return read
+        stream.write(json.dumps({"source": source, "read": entries}).encode())
+    return entries
 
 
 def _report_reading(passages: Iterable[Passage], progress: Progress) -> Iterator[Passage]:
@@ -247,28 +249,42 @@ def _report_reading(passages: Iterable[Passage], progress: Progress) -> Iterator
 
 
 def _count_words(
-    work: Path, passages: PassageFile, config: Bm25Config, block: int, progress: Progress
+    unfinished: Path, passages: PassageFile, config: Bm25Config, block: int, progress: Progress
 ) -> None:
-    words = PostingsFolder(work / "words")
-    progress("count words", words.passages, len(passages))
-    while words.passages < len(passages):
-        words.add([config.words(p) for p in passages[words.passages : words.passages + block]])
-        progress("count words", words.passages, len(passages))
-    Bm25Index.build_folder(words, work / "bm25", config)
-    shutil.rmtree(work / "words")
+    counted = PostingsFolder(unfinished / "words")
+    progress("count words", counted.passages_counted, len(passages))
+    while counted.passages_counted < len(passages):
+        counted.add(
+            [
+                config.analyse_passage(p)
+                for p in passages[counted.passages_counted : counted.passages_counted + block]
+            ]
+        )
+        progress("count words", counted.passages_counted, len(passages))
+    Bm25Index.build_folder(counted, unfinished / "bm25", config)
+    shutil.rmtree(unfinished / "words")
 
 
 def _embed(
-    work: Path, passages: PassageFile, text_encoder: "TextEncoder", block: int, progress: Progress
+    unfinished: Path, passages: PassageFile, text_encoder: "TextEncoder", block: int, progress: Progress
 ) -> tuple[np.ndarray, int]:
-    """Return the embeddings, memory-mapped, and the number of passages that were cut (`cut.txt` has it block by block)."""
-    file, cuts = VectorFile(work / "embeddings.npy", len(passages), text_encoder.dim, block), work / "cut.txt"
-    cut_counts = cuts.read_text(errors="replace").split()[: -(-file.rows // block)] if cuts.is_file() else []
+    """Return the embeddings, memory-mapped, and the number of passages that were truncated.
+
+    A passage is truncated if it has more tokens than the encoder takes. `cut.txt` has a line per block: its number of truncated
+    passages.
+    """
+    file, cut_file = (
+        VectorFile(unfinished / "embeddings.npy", len(passages), text_encoder.dim, block),
+        unfinished / "cut.txt",
+    )
+    cut_counts = (
+        cut_file.read_text(errors="replace").split()[: -(-file.rows // block)] if cut_file.is_file() else []
+    )
     if len(cut_counts) * block < file.rows or not all(line.isdecimal() for line in cut_counts):
         raise UserError(
-            f"index {work}: damaged, cut.txt lacks the number for a block. Remove that folder and build again."
+            f"index {unfinished}: damaged, cut.txt lacks the number for a block. Remove that folder and build again."
         )
-    cuts.write_text("".join(f"{line}\n" for line in cut_counts))
+    cut_file.write_text("".join(f"{line}\n" for line in cut_counts))
 
     def report(done: int) -> None:
         progress("embed", file.rows + done, len(passages))
@@ -277,19 +293,19 @@ def _embed(
     starts = range(file.rows, len(passages), block)
     with ThreadPoolExecutor(1) as pool:
         # The next block is read and tokenised while the device works on this one.
-        ahead = [pool.submit(_tokens, passages, text_encoder, start, block) for start in starts[:1]]
+        ahead = [pool.submit(_tokenize_block, passages, text_encoder, start, block) for start in starts[:1]]
         for start in starts:
             ids, cut = ahead.pop().result()
             if start + block < len(passages):
-                ahead.append(pool.submit(_tokens, passages, text_encoder, start + block, block))
-            vectors = _embed_block(work / PARTIAL_BLOCK, start, ids, text_encoder, report)
-            with cuts.open("a") as stream:
+                ahead.append(pool.submit(_tokenize_block, passages, text_encoder, start + block, block))
+            vectors = _embed_block(unfinished / PARTIAL_BLOCK, start, ids, text_encoder, report)
+            with cut_file.open("a") as stream:
                 stream.write(f"{cut}\n")
             file.append(vectors)
-            (work / PARTIAL_BLOCK).unlink(missing_ok=True)
+            (unfinished / PARTIAL_BLOCK).unlink(missing_ok=True)
             report(0)
-    cut = sum(map(int, cuts.read_text().split()))
-    return np.load(work / "embeddings.npy", mmap_mode="r"), cut
+    cut = sum(map(int, cut_file.read_text().split()))
+    return np.load(unfinished / "embeddings.npy", mmap_mode="r"), cut
 
 
 def _embed_block(
@@ -309,18 +325,18 @@ def _embed_block(
     if (partial_block := _load_partial(partial, start, vectors.shape)) is not None:
         saved_rows, saved_vectors = partial_block
         done[saved_rows], vectors[saved_rows] = True, saved_vectors
-    missing, saved = np.flatnonzero(~done), time.monotonic()
+    missing, last_save = np.flatnonzero(~done), time.monotonic()
 
     def on_batch(rows: np.ndarray, embeddings: np.ndarray) -> None:
-        nonlocal saved
+        nonlocal last_save
         done[missing[rows]], vectors[missing[rows]] = True, embeddings
         if done.all():
             return
         report(int(done.sum()))
-        if time.monotonic() - saved >= SAVE_SECONDS:
+        if time.monotonic() - last_save >= SAVE_SECONDS:
             with atomic_stream(partial) as stream:
                 np.savez(stream, start=start, rows=np.flatnonzero(done), vectors=vectors[done])
-            saved = time.monotonic()
+            last_save = time.monotonic()
 
     text_encoder.embed_tokens([ids[row] for row in missing], on_batch=on_batch)
     return vectors
@@ -339,12 +355,14 @@ def _load_partial(file: Path, start: int, shape: tuple[int, int]) -> tuple[np.nd
     return (rows, vectors) if fits else None
 
 
-def _tokens(passages: PassageFile, text_encoder: "TextEncoder", start: int, block: int) -> tuple[list, int]:
+def _tokenize_block(
+    passages: PassageFile, text_encoder: "TextEncoder", start: int, block: int
+) -> tuple[list, int]:
     return text_encoder.tokenize_passages(passages[start : start + block])
 
 
 def _scann(
-    work: Path,
+    unfinished: Path,
     passages: PassageFile,
     embeddings: np.ndarray,
     text_encoder: "TextEncoder",
@@ -354,12 +372,13 @@ def _scann(
     """Build and tune the ScaNN index; return its settings and their measured recall and speed, for the manifest."""
     count, dim = embeddings.shape
     began, config = time.monotonic(), choose_scann(count, dim, memory_gb)
-    file, settings = work / "scann" / "config.json", json.dumps(dataclasses.asdict(config)).encode()
-    if not file.is_file() or file.read_bytes() != settings:  # the earlier build had another amount of memory
+    file, config_json = unfinished / "scann" / "config.json", json.dumps(dataclasses.asdict(config)).encode()
+    if not file.is_file() or file.read_bytes() != config_json:
+        # An earlier build with another memory limit chose other settings.
         shutil.rmtree(file.parent, ignore_errors=True)
         file.parent.mkdir()
         with atomic_stream(file) as stream:
-            stream.write(settings)
+            stream.write(config_json)
     progress("ScaNN", 0, count)
     for done in ScannIndex.build_folder(file.parent, embeddings, config):
         progress("ScaNN", done, count)
@@ -389,11 +408,11 @@ def tune_recall(index: ScannIndex, vectors: np.ndarray, k: int = 5) -> tuple[Sca
 
     def recall(config: ScannConfig) -> float:
         index.config = config
-        return overlap(index.search(texts, k, vectors)[0], exact)
+        return ranking_recall(index.search(texts, k, vectors)[0], exact)
 
     config = index.config
     reached = recall(config)
-    while reached < TARGET_RECALL and (wider := _wider(config)):
+    while reached < TARGET_RECALL and (wider := _wider_configs(config)):
         reached, config = max(((recall(other), other) for other in wider), key=lambda pair: pair[0])
     index.config = config
     began = time.monotonic()
@@ -403,7 +422,7 @@ def tune_recall(index: ScannIndex, vectors: np.ndarray, k: int = 5) -> tuple[Sca
     return index, {"recall": round(reached, 4), "k": k, "queries": len(vectors), "queries_per_second": rate}
 
 
-def _wider(config: ScannConfig) -> list[ScannConfig]:
+def _wider_configs(config: ScannConfig) -> list[ScannConfig]:
     """Return the configs that search more leaves, or rescore more candidates."""
     options = []
     if config.leaves_to_search < config.leaves:

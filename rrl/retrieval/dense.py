@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from rrl.retrieval.disk_space import MIN_FREE_BYTES, reserve, room_for
+from rrl.retrieval.disk_space import MIN_FREE_BYTES, check_free_space, disk_full_if_no_space
 from rrl.retrieval.ranking import MARGIN, Ranking, rescore, top_k
 from rrl.retrieval.sizing import ScannConfig, choose_scann, codes_bytes, training_sample
 
@@ -34,21 +34,26 @@ class ExactIndex:
 
     def search(self, queries: Sequence[str], k: int, embeddings: Float[np.ndarray, "Q E"]) -> Ranking:
         """Rank all passages by inner product with each query's embedding."""
-        wanted = k + MARGIN
+        candidate_count = k + MARGIN
         best: list[list[np.ndarray]] = [[] for _ in range(len(embeddings))]
         scores: list[list[np.ndarray]] = [[] for _ in range(len(embeddings))]
         for start in range(0, len(self.embeddings), CHUNK):
             block = embeddings @ self.embeddings[start : start + CHUNK].T
             for row, values in enumerate(block):
-                positions = top_k(values, wanted)
+                positions = top_k(values, candidate_count)
                 best[row].append(positions + start)
                 scores[row].append(values[positions])
-        candidates = [np.concatenate(b)[top_k(np.concatenate(s), wanted)] for b, s in zip(best, scores)]
+        candidates = [
+            np.concatenate(b)[top_k(np.concatenate(s), candidate_count)] for b, s in zip(best, scores)
+        ]
         return rescore(self.embeddings, embeddings, candidates, k)
 
 
 class ScannIndex:
-    """ScaNN index. Small corpora: brute force. Large ones: tree, quantised scores and exact rescoring, in parts."""
+    """ScaNN index. Small corpora: brute force. Large ones: tree, quantised scores and exact rescoring.
+
+    A large corpus may be split into parts, each with its own tree (`ScannConfig.part`).
+    """
 
     kind = "scann"
     needs_embeddings = True
@@ -77,15 +82,15 @@ class ScannIndex:
         for start, stop in config.parts(len(embeddings)) if config.leaves else []:
             part = folder / f"{start:012d}"
             if not part.exists():
-                work = folder / "unfinished"
-                shutil.rmtree(work, ignore_errors=True)
-                work.mkdir()
+                unfinished = folder / "unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
                 searcher = _build(embeddings[start:stop], config)
-                with room_for(codes_bytes(config, stop - start, embeddings.shape[1]), folder):
-                    searcher.serialize(str(work), relative_path=True)
+                with disk_full_if_no_space(codes_bytes(config, stop - start, embeddings.shape[1]), folder):
+                    searcher.serialize(str(unfinished), relative_path=True)
                 # ScaNN does not notice when writing its last files fails.
-                reserve(MIN_FREE_BYTES, folder)
-                work.rename(part)
+                check_free_space(MIN_FREE_BYTES, folder)
+                unfinished.rename(part)
             yield stop
 
     @classmethod
@@ -94,7 +99,7 @@ class ScannIndex:
         if not config.leaves:
             return cls.build(embeddings, config)
         parts = [folder / f"{start:012d}" for start, _ in config.parts(len(embeddings))]
-        _read_singly(embeddings)
+        _advise_random_reads(embeddings)
         return cls(embeddings, [_scann().load_searcher(str(part)) for part in parts], config)
 
     def search(self, queries: Sequence[str], k: int, embeddings: Float[np.ndarray, "Q E"]) -> Ranking:
@@ -114,19 +119,19 @@ class ScannIndex:
         self, searcher: Any, count: int, k: int, vectors: np.ndarray
     ) -> list[Int[np.ndarray, "C"]]:
         config = self.config
-        wanted = min(k + MARGIN, count)
-        options: dict[str, Any] = {"final_num_neighbors": wanted}
+        candidate_count = min(k + MARGIN, count)
+        options: dict[str, Any] = {"final_num_neighbors": candidate_count}
         if config.leaves:
-            options = {"final_num_neighbors": min(max(config.reorder, 2 * wanted), count)}
-            # A large k needs enough leaves to hold twice the wanted passages.
-            enough = math.ceil(2 * config.leaves * wanted / count)
+            options = {"final_num_neighbors": min(max(config.reorder, 2 * candidate_count), count)}
+            # A large k needs enough leaves to hold `2 * candidate_count` passages.
+            enough = math.ceil(2 * config.leaves * candidate_count / count)
             options |= {"leaves_to_search": min(config.leaves, max(config.leaves_to_search, enough))}
         search = searcher.search_batched
         if len(vectors) >= PARALLEL_QUERIES:
             search = searcher.search_batched_parallel
             options["batch_size"] = math.ceil(len(vectors) / (os.cpu_count() or 1))
         ids, distances = map(np.asarray, search(vectors, **options))
-        # A place that ScaNN could not fill has id 0 and a distance that is not finite.
+        # If ScaNN finds fewer neighbours, the other entries have id 0 and a distance that is not finite.
         return [row[filled] for row, filled in zip(ids.astype(np.int64), np.isfinite(distances))]
 
 
@@ -146,7 +151,7 @@ def _build(embeddings: Float[np.ndarray, "N E"], config: ScannConfig) -> Any:
     ).build()
 
 
-def _read_singly(embeddings: Float[np.ndarray, "N E"]) -> None:
+def _advise_random_reads(embeddings: Float[np.ndarray, "N E"]) -> None:
     """Tell Linux that a memory-mapped file is read one vector at a time, in random places.
 
     Otherwise it reads 128 KiB around each vector, and the first query from a cold disk takes half a second.
@@ -161,13 +166,14 @@ def _scann() -> Any:
     ScaNN imports TensorFlow if it is installed, and fails if that version is not the one ScaNN was built for.
     """
     absent = object()
-    imported: Any = sys.modules.get("tensorflow", absent)
+    # With None in sys.modules, `import tensorflow` raises ImportError. Restore the earlier entry afterwards.
+    earlier: Any = sys.modules.get("tensorflow", absent)
     sys.modules["tensorflow"] = None  # type: ignore[assignment]
     try:
         from scann import scann_ops_pybind
     finally:
-        if imported is absent:
+        if earlier is absent:
             del sys.modules["tensorflow"]
         else:
-            sys.modules["tensorflow"] = imported
+            sys.modules["tensorflow"] = earlier
     return scann_ops_pybind

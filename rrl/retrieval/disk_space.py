@@ -14,20 +14,20 @@ MIN_FREE_BYTES = 64 << 10
 
 
 @contextlib.contextmanager
-def room_for(size: int, folder: Path) -> Iterator[None]:
+def disk_full_if_no_space(size: int, folder: Path) -> Iterator[None]:
     """Raise the system's disk-full error for writers whose errors do not name the cause (NumPy, ScaNN).
 
-    If the body fails and `folder` has no room for `size` more bytes, OSError is raised instead of the writer's error.
+    If the body fails and `folder` has no space for `size` more bytes, OSError is raised instead of the writer's error.
     """
     try:
         yield
     except (OSError, RuntimeError):
-        reserve(size, folder)
+        check_free_space(size, folder)
         raise
 
 
-def reserve(size: int, folder: Path) -> None:
-    """Raise OSError if `folder` has no room for `size` more bytes. The space is released again at once."""
+def check_free_space(size: int, folder: Path) -> None:
+    """Raise OSError if `folder` has no space for `size` more bytes. It allocates the space and releases it again at once."""
     with tempfile.TemporaryFile(dir=folder) as scratch:
         os.posix_fallocate(scratch.fileno(), 0, max(1, size))
 

@@ -1,6 +1,6 @@
-"""Embed queries and passages with an encoder, its tokenizer and prefixes, jitted over length buckets.
+"""Embed queries and passages with an encoder, its tokenizer and prefixes.
 
-Read `TextEncoder` first.
+Batches are padded to a few shapes, so that few programs are compiled. Read `TextEncoder` first.
 """
 
 import collections
@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_
 """The files on which an embedding depends."""
 
 SMALLEST_BUCKET = 16
+"""Smallest number of rows to which a batch is padded, and smallest width in tokens."""
 
 CPU_BATCH, DEVICE_BATCH = 64, 256
 """Passages in a batch, on a CPU and on other devices."""
@@ -54,6 +56,7 @@ LOG_SECONDS = 5.0
 """Seconds between two log lines on the progress of embedding."""
 
 TruncatingTokenizer = Callable[[Iterable[str], int], tuple[list[list[int]], int]]
+"""(texts, width) -> (token ids, at most `width` per text; number of texts that were truncated)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,38 +96,40 @@ class TextEncoder:
         return graph, state
 
     @functools.cached_property
-    def _encode_ids(self) -> TruncatingTokenizer:
-        return token_cutter(self.tokenizer)
+    def _truncating_tokenizer(self) -> TruncatingTokenizer:
+        return make_truncating_tokenizer(self.tokenizer)
 
     def tokenize_queries(self, queries: Sequence[str]) -> Int[np.ndarray, "Q T"]:
         """Return token ids int32 of prefix + query, padded to `query_tokens`. NumPy only, thread-safe."""
         width = self.settings.query_tokens
-        ids, _ = self._encode_ids((self.settings.query_prefix + query for query in queries), width)
+        ids, _ = self._truncating_tokenizer((self.settings.query_prefix + query for query in queries), width)
         return pad(ids, width, self.tokenizer.pad_token_id)
 
     def embed_queries(self, queries: Sequence[str]) -> Float[np.ndarray, "Q E"]:
         """Return embeddings float32 of the queries, by JAX. Batches are padded to a power of two, so few programs compile."""
         tokens = self.tokenize_queries(queries)
-        return np.asarray(self._embed(tokens, _bucket(len(tokens))), np.float32)[: len(tokens)]
+        return np.asarray(self._embed_batch(tokens, _bucket(len(tokens))), np.float32)[: len(tokens)]
 
     def embed_passages(
         self, passages: Sequence[Passage], batch: int | None = None
     ) -> Float[np.ndarray, "N E"]:
-        """Return embeddings float32 of the passages, in their order; log how many were cut (see `tokenize_passages`)."""
-        ids, cut = self.tokenize_passages(passages)
-        if cut:
+        """Return embeddings float32 of the passages, in their order; log how many were truncated (see `tokenize_passages`)."""
+        ids, truncated = self.tokenize_passages(passages)
+        if truncated:
             limit = self.settings.passage_tokens
-            logging.getLogger(__name__).info("%d of %d passages cut at %d tokens", cut, len(ids), limit)
+            logging.getLogger(__name__).info(
+                "%d of %d passages truncated to %d tokens", truncated, len(ids), limit
+            )
         return self.embed_tokens(ids, batch, _progress_logger(len(ids)))
 
     def tokenize_passages(self, passages: Sequence[Passage]) -> tuple[list[list[int]], int]:
-        """Return token ids of "prefix title text" ("prefix text" without `titles`), and how many passages were cut.
+        """Return token ids of "prefix title text" ("prefix text" without `titles`), and how many passages were truncated.
 
-        Passages are cut at `passage_tokens`. NumPy only, thread-safe.
+        Passages are truncated to `passage_tokens`. NumPy only, thread-safe.
         """
         prefix = self.settings.passage_prefix
         texts = (f"{prefix}{p.title} {p.text}" if self.titles else prefix + p.text for p in passages)
-        return self._encode_ids(texts, self.settings.passage_tokens)
+        return self._truncating_tokenizer(texts, self.settings.passage_tokens)
 
     def embed_tokens(
         self, ids: Sequence[Sequence[int]], batch: int | None = None, on_batch: OnBatch = lambda *_: None
@@ -138,23 +143,27 @@ class TextEncoder:
         embeddings = np.empty((len(ids), self.dim), np.float32)
         waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
 
-        def take() -> None:
+        def collect() -> None:
             rows, vectors = waiting.popleft()
             embeddings[rows] = np.asarray(vectors, np.float32)[: len(rows)]
             on_batch(rows, embeddings[rows])
 
         for width, rows in length_batches([len(row) for row in ids], self.settings.passage_tokens, batch):
             tokens = pad([ids[row] for row in rows], width, self.tokenizer.pad_token_id)
-            waiting.append((rows, self._embed(tokens, min(batch, _bucket(len(rows))))))
+            waiting.append((rows, self._embed_batch(tokens, min(batch, _bucket(len(rows))))))
             if len(waiting) > BATCHES_AHEAD:
-                take()
+                collect()
         while waiting:
-            take()
+            collect()
         return embeddings
 
-    def _embed(self, tokens: Int[np.ndarray, "B T"], rows: int) -> jax.Array:
-        """Embed a batch, padded to `rows` rows so that each width compiles once. Does not wait for the device."""
-        padding = -(-rows // max(1, len(self.devices))) * max(1, len(self.devices)) - len(tokens)
+    def _embed_batch(self, tokens: Int[np.ndarray, "B T"], min_rows: int) -> jax.Array:
+        """Embed a batch, padded to `min_rows` rows so that each width compiles once. Does not wait for the device.
+
+        With several devices, the number of rows is rounded up to a multiple of theirs.
+        """
+        devices = max(1, len(self.devices))
+        padding = math.ceil(min_rows / devices) * devices - len(tokens)
         tokens = np.pad(tokens, ((0, padding), (0, 0)), constant_values=self.tokenizer.pad_token_id)
         graph, state = self._split
         mask = tokens != self.tokenizer.pad_token_id
@@ -187,28 +196,30 @@ def _embed(graph: Any, state: Any, tokens: Any, mask: Any) -> Any:
     return nnx.merge(graph, state).embed(tokens, mask)
 
 
-def token_cutter(tokenizer: Any) -> TruncatingTokenizer:
-    """Return a thread-safe function (texts, width) -> (token ids, number of texts cut).
+def make_truncating_tokenizer(tokenizer: Any) -> TruncatingTokenizer:
+    """Return a thread-safe function (texts, width) -> (token ids, number of truncated texts).
 
-    A cut text keeps its closing special tokens. The tokenizer's built-in padding and truncation are not thread-safe, because they
-    change shared state on each call.
+    A truncated text keeps its closing special tokens. The tokenizer's built-in padding and truncation are not thread-safe,
+    because they change shared state on each call.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
-    frame = backend.encode("").ids
-    # An empty text gives the special tokens, such as [CLS] [SEP]. Those at the end must survive the cut.
-    closing = frame[(len(frame) + 1) // 2 :]
+    # An empty text gives only the special tokens, such as [CLS] [SEP]. The second half of them closes a text.
+    special = backend.encode("").ids
+    closing = special[(len(special) + 1) // 2 :]
 
-    def cut(texts: Iterable[str], width: int) -> tuple[list[list[int]], int]:
+    def tokenize(texts: Iterable[str], width: int) -> tuple[list[list[int]], int]:
         whole = list(map(replace_lone_surrogates, texts))
         parallel = len(whole) > SEQUENTIAL_TEXTS
         encodings = backend.encode_batch_fast(whole) if parallel else map(backend.encode, whole)
         rows = [encoding.ids for encoding in encodings]
-        long = sum(len(row) > width for row in rows)
-        return [row if len(row) <= width else row[: width - len(closing)] + closing for row in rows], long
+        truncated = sum(len(row) > width for row in rows)
+        return [
+            row if len(row) <= width else row[: width - len(closing)] + closing for row in rows
+        ], truncated
 
-    return cut
+    return tokenize
 
 
 def pad(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Int[np.ndarray, "B T"]:
@@ -224,7 +235,7 @@ def length_batches(
 ) -> Iterator[tuple[int, Int[np.ndarray, "n"]]]:
     """Yield (width, positions) of each batch, the longest sequences first. Only the last batch may have fewer than `batch`.
 
-    Widths are limited to four between one power of two and the next, and to `limit`.
+    A width is the longest length of its batch, rounded up (see `_width`), but at most `limit`.
     """
     order = np.argsort(lengths, kind="stable")[::-1]
     for start in range(0, len(order), batch):
@@ -233,7 +244,7 @@ def length_batches(
 
 
 def _width(length: int) -> int:
-    """Round up to one of four widths between two powers of two, and to a multiple of 8."""
+    """Round up to a multiple of an eighth of the next power of two, and of 8: at most four widths per doubling."""
     step = max(8, (1 << max(0, length - 1).bit_length()) // 8)
     return max(SMALLEST_BUCKET, -(-length // step) * step)
 
@@ -280,7 +291,10 @@ def save_text_encoder(folder: str | Path, text_encoder: TextEncoder) -> TextEnco
 
 
 def folder_fingerprint(folder: Path, settings: FolderSettings | None = None) -> str:
-    """Return a SHA-256 over the files on which an embedding depends, and over settings from other files."""
+    """Return a SHA-256 over the files on which an embedding depends.
+
+    It also covers `settings` if any of them comes from elsewhere than text_encoder.json (`FolderSettings.derived`).
+    """
     digest = hashlib.sha256()
     for name in FINGERPRINTED:
         file = folder / name
@@ -290,7 +304,8 @@ def folder_fingerprint(folder: Path, settings: FolderSettings | None = None) -> 
             with file.open("rb") as stream:
                 while block := stream.read(1 << 20):
                     digest.update(block)
-    if not (folder / FINGERPRINTED[1]).is_file():
+    if not (folder / "model.safetensors").is_file():
+        # The weights are in several files or another format.
         digest.update(folder_hash(folder).encode())
     if settings and settings.derived:
         digest.update(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())

@@ -20,12 +20,13 @@ import numpy as np
 from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
 from rrl.files import atomic_stream
-from rrl.retrieval.disk_space import room_for
+from rrl.retrieval.disk_space import disk_full_if_no_space
 
 KINDS = ("scann", "bm25", "exact")
 FORMAT = 3
+"""Version of the folder's layout; other versions are not read."""
 HASHED_BYTES = 64 << 20
-"""Opening an index hashes files up to this size wholly; of larger ones it checks the size and `SAMPLES` places."""
+"""Files up to this size are hashed completely. Larger files are hashed in `SAMPLES` places."""
 SAMPLES, SAMPLE_BYTES = 64, 256 << 10
 """Number and size of the places that are hashed in a large file, evenly spaced from its first to its last byte."""
 
@@ -36,7 +37,7 @@ class PassageFile(Sequence[Passage]):
     def __init__(self, folder: Path, count: int):
         self._offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         if self._offsets.shape != (count + 1,):
-            raise damaged(folder, f"offsets.npy has shape {self._offsets.shape}")
+            raise damaged_error(folder, f"offsets.npy has shape {self._offsets.shape}")
         self._file = os.open(folder / "passages.jsonl", os.O_RDONLY)
         # Not in __del__: `os` may be gone by then when the interpreter exits.
         weakref.finalize(self, os.close, self._file)
@@ -65,14 +66,15 @@ def write_passages(folder: Path, passages: Iterable[Passage]) -> tuple[int, str]
     """Stream passages into the files that `PassageFile` reads; return their number and their fingerprint."""
     offsets = array.array("q", [0])
     with atomic_stream(folder / "passages.jsonl") as stream:
-        corpus = fingerprint(_written(stream, offsets, passages))
+        corpus = fingerprint(_write_each(stream, offsets, passages))
     offset_array = np.asarray(offsets, np.int64)
-    with room_for(offset_array.nbytes, folder), atomic_stream(folder / "offsets.npy") as stream:
+    with disk_full_if_no_space(offset_array.nbytes, folder), atomic_stream(folder / "offsets.npy") as stream:
         np.save(stream, offset_array)
     return len(offsets) - 1, corpus
 
 
-def _written(stream: BinaryIO, offsets: array.array, passages: Iterable[Passage]) -> Iterator[Passage]:
+def _write_each(stream: BinaryIO, offsets: array.array, passages: Iterable[Passage]) -> Iterator[Passage]:
+    """Write each passage as a line, append the line's end to `offsets`, and yield the passage."""
     for passage in passages:
         # ASCII escapes can represent every string, even lone surrogates.
         line = json.dumps(dataclasses.asdict(passage)).encode() + b"\n"
@@ -80,15 +82,15 @@ def _written(stream: BinaryIO, offsets: array.array, passages: Iterable[Passage]
         yield passage
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any], without: Sequence[str] = ()) -> None:
-    """Write the manifest as the last file: with library versions, and a stamp of every file except those in `without`."""
+def write_manifest(folder: Path, manifest: dict[str, Any], exclude: Sequence[str] = ()) -> None:
+    """Write the manifest as the last file: with library versions, and size and hash of every file except those in `exclude`."""
     versions = {name: importlib.metadata.version(name) for name in ("numpy", "bm25s", "scann")}
     files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    left_out = {"manifest.json", *without}
-    stamps = {name: stamp(folder / name) for name in files if name not in left_out}
-    whole = {"format": FORMAT, **manifest, "versions": versions, "files": stamps}
+    excluded = {"manifest.json", *exclude}
+    checksums = {name: size_and_hash(folder / name) for name in files if name not in excluded}
+    complete = {"format": FORMAT, **manifest, "versions": versions, "files": checksums}
     with atomic_stream(folder / "manifest.json") as stream:
-        stream.write(json.dumps(whole, indent=2).encode() + b"\n")
+        stream.write(json.dumps(complete, indent=2).encode() + b"\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -100,25 +102,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        kind, form, files = manifest["kind"], manifest["format"], manifest["files"]
+        kind, version, files = manifest["kind"], manifest["format"], manifest["files"]
     except (ValueError, KeyError, TypeError) as error:
-        raise damaged(folder, f"manifest.json cannot be read ({error!r})") from error
-    if form != FORMAT or kind not in KINDS:
+        raise damaged_error(folder, f"manifest.json cannot be read ({error!r})") from error
+    if version != FORMAT or kind not in KINDS:
         raise UserError(
-            f"index {folder}: format {form!r} and kind {kind!r}; this version reads format {FORMAT}. "
+            f"index {folder}: format {version!r} and kind {kind!r}; this version reads format {FORMAT}. "
             "Build it again."
         )
     for name, recorded in files.items():
         if not (folder / name).is_file():
-            raise damaged(folder, f"{name} is missing")
+            raise damaged_error(folder, f"{name} is missing")
         # Older indexes record only the size of large files.
-        if not recorded.items() <= stamp(folder / name).items():
-            raise damaged(folder, f"{name} is not the file that was written")
+        if not recorded.items() <= size_and_hash(folder / name).items():
+            raise damaged_error(folder, f"{name} is not the file that was written")
     return manifest
 
 
 def index_identity(folder: str | Path) -> dict[str, Any]:
-    """Return what determines the results of an index, wherever it is stored: kind, corpus, encoder and settings.
+    """Return the entries of the manifest that determine the search results: kind, corpus, encoder and BM25 settings.
+
+    Two folders with equal entries return the same passages.
 
     `title_weight` is 0 if passages were embedded without their titles, and missing otherwise.
     """
@@ -127,12 +131,12 @@ def index_identity(folder: str | Path) -> dict[str, Any]:
     return identity | ({"title_weight": manifest["title_weight"]} if "title_weight" in manifest else {})
 
 
-def damaged(folder: Path, what: str) -> UserError:
+def damaged_error(folder: Path, what: str) -> UserError:
     """Return the error for an index folder whose files are missing or have changed."""
     return UserError(f"index {folder}: damaged, {what}. Build it again.")
 
 
-def stamp(file: Path) -> dict[str, Any]:
+def size_and_hash(file: Path) -> dict[str, Any]:
     """Return the size of a file and a hash of its content; a large file is hashed in `SAMPLES` places."""
     size, digest = file.stat().st_size, hashlib.sha256()
     starts: Iterable[int] = range(0, size, SAMPLE_BYTES)

@@ -1,5 +1,6 @@
-"""Measure how well retrieved passages cover the gold ones: recall, full recall, mAP, @K, η_re, hits and MRR (R2AG, Table 1).
+"""Measure how well retrieved passages cover the gold ones: recall, full recall, mAP, hits and MRR.
 
+As in R2AG (Table 1) it also gives @K, the mean number of retrieved passages, and η_re, the recall per passage.
 Read `hits_by_key` first; `GoldHits` computes the metrics.
 """
 
@@ -15,6 +16,7 @@ from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule, title_key
 
 IDS, TITLES = "gold ids", "gold titles"
+"""Keys of `gold_key`: a passage is gold if its id, or its title, is one of the question's gold ids or titles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class GoldHits:
 
     def full_recall(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
         """Return 1 if every gold passage is among the first k, else 0."""
-        return self._known(self.hits[:, :k].sum(1) == self.gold)
+        return self._nan_without_gold(self.hits[:, :k].sum(1) == self.gold)
 
     def average_precision(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
         """Return the sum of the precision at the rank of each retrieved gold passage, over the number of gold passages.
@@ -50,13 +52,13 @@ class GoldHits:
 
     def hit(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
         """Return hits@k: 1 if any gold passage is among the first k, else 0."""
-        return self._known(np.asarray(self.hits[:, :k].any(1)))
+        return self._nan_without_gold(np.asarray(self.hits[:, :k].any(1)))
 
     def reciprocal_rank(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
         """Return 1 over the rank of the first gold passage, or 0 if none is among the first k. Its mean is MRR@k."""
         hits = self.hits[:, :k]
         first = hits.argmax(1) + 1 if hits.shape[1] else np.ones(len(hits))
-        return self._known(hits.any(1) / first)
+        return self._nan_without_gold(hits.any(1) / first)
 
     def metrics(self, k: int | None = None) -> dict[str, Float[np.ndarray, "Q"]]:
         """Return all metrics by name."""
@@ -68,33 +70,35 @@ class GoldHits:
             "mrr": self.reciprocal_rank(k),
         }
 
-    def report(self, cuts: Sequence[int] = ()) -> dict[str, float]:
+    def report(self, cutoffs: Sequence[int] = ()) -> dict[str, float]:
         """Return means over the questions that have gold passages; {} if no question has any.
 
-        The keys: recall, full_recall, map, hits and mrr, each also with "@k" for every k in `cuts`; "passages" (@K); "eta_re".
+        The keys: recall, full_recall, map, hits and mrr, each also with "@k" for every k in `cutoffs`; "passages" (@K, the
+        mean number of retrieved passages); "eta_re" (see `gold_efficiency`).
 
-        Raises UserError if a cut is below 1.
+        Raises UserError if a cutoff is below 1.
         """
-        if any(k < 1 for k in cuts):
-            raise UserError(f"cuts={list(cuts)}: each must be 1 or more")
-        known = self.gold > 0
-        if not known.any():
+        if any(k < 1 for k in cutoffs):
+            raise UserError(f"cutoffs={list(cutoffs)}: each must be 1 or more")
+        has_gold = self.gold > 0
+        if not has_gold.any():
             return {}
         report = {
             name + (f"@{k}" if k else ""): float(np.nanmean(values))
-            for k in (None, *cuts)
+            for k in (None, *cutoffs)
             for name, values in self.metrics(k).items()
         }
-        report["passages"] = float(self.retrieved[known].mean())
+        report["passages"] = float(self.retrieved[has_gold].mean())
         report["eta_re"] = gold_efficiency(
-            report["recall"], report["passages"], float(self.gold[known].mean())
+            report["recall"], report["passages"], float(self.gold[has_gold].mean())
         )
         return report
 
     def _share(self, amount: np.ndarray) -> Float[np.ndarray, "Q"]:
+        """Return the amount per gold passage, NaN for questions without gold passages."""
         return np.where(self.gold > 0, amount / np.maximum(self.gold, 1), np.nan)
 
-    def _known(self, values: np.ndarray) -> Float[np.ndarray, "Q"]:
+    def _nan_without_gold(self, values: np.ndarray) -> Float[np.ndarray, "Q"]:
         return np.where(self.gold > 0, values.astype(np.float64), np.nan)
 
 
@@ -102,8 +106,8 @@ def gold_key(questions: Sequence[Question], passages: Iterable[tuple[str, str]])
     """Choose how to recognise gold passages: by `IDS` or by `TITLES`.
 
     Ids are better, because passages may share a title. They are chosen if at least as many questions have gold ids as have gold
-    titles, and some passage of the corpus has a gold id. If the question of that id has gold titles too, the passage must have
-    one of them, because the ids of another corpus are often the same numbers.
+    titles, and some passage of the corpus has a gold id. If a question has both gold ids and gold titles, that passage must also
+    have one of its gold titles, because ids of another corpus are often the same numbers.
 
     Args:
       questions: with `gold` and `gold_ids` where the data has them.
@@ -111,22 +115,25 @@ def gold_key(questions: Sequence[Question], passages: Iterable[tuple[str, str]])
 
     Returns (`IDS` or `TITLES`, a warning or ""); ("", "") if no question has gold passages.
     """
-    titled = sum(bool(question.gold) for question in questions)
-    known = sum(bool(question.gold_ids) for question in questions)
-    if not known or known < titled:
-        warning = f"only {known} questions have gold ids, {titled} have gold titles" if known else ""
-        return (TITLES if titled else ""), warning
-    titles: dict[str, set[str]] = {}
+    with_titles = sum(bool(question.gold) for question in questions)
+    with_ids = sum(bool(question.gold_ids) for question in questions)
+    if not with_ids or with_ids < with_titles:
+        warning = (
+            f"only {with_ids} questions have gold ids, {with_titles} have gold titles" if with_ids else ""
+        )
+        return (TITLES if with_titles else ""), warning
+    titles_by_id: dict[str, set[str]] = {}
     for question in questions:
         for identity in question.gold_ids:
-            titles.setdefault(identity, set()).update(map(title_key, question.gold))
+            titles_by_id.setdefault(identity, set()).update(map(title_key, question.gold))
     for identity, title in passages:
-        wanted = titles.get(identity)
-        if wanted is not None and (not wanted or not title or title_key(title) in wanted):
+        gold_titles = titles_by_id.get(identity)
+        if gold_titles is not None and (not gold_titles or not title or title_key(title) in gold_titles):
             return IDS, ""
-    where = ", under a gold title of its question" if titled else ""
-    warning = f"no passage has one of the gold ids, such as {next(iter(titles))!r}{where}: do the ids belong to this corpus?"
-    return (TITLES if titled else IDS), warning
+    with_title = ", and a gold title of the same question" if with_titles else ""
+    example = next(iter(titles_by_id))
+    warning = f"no passage has one of the gold ids, such as {example!r}{with_title}: do the ids belong to this corpus?"
+    return (TITLES if with_titles else IDS), warning
 
 
 def gold_of(question: Question, key: str) -> tuple[str, ...]:
@@ -147,61 +154,64 @@ def hits_by_key(
 
 
 def gold_hits(
-    found: Sequence[Sequence[str]],
+    retrieved: Sequence[Sequence[str]],
     gold: Sequence[Sequence[str]],
-    same: Callable[[str], str] = title_key,
+    normalize: Callable[[str], str] = title_key,
     repeats: bool = False,
 ) -> GoldHits:
     """Return the hits of retrieved passages.
 
     Args:
-      found: names of the retrieved passages of each question, best first: titles or ids.
+      retrieved: names of the retrieved passages of each question, best first: titles or ids.
       gold: names of the gold passages of each question, of the same sort.
-      same: names are equal if this maps them to the same text. By default titles match regardless of case and white space.
-      repeats: whether a repeated name takes a rank, as another passage with the same title in a single search does.
+      normalize: two names are equal if this maps them to the same text. By default, titles match
+        regardless of case and white space.
+      repeats: whether a repeated name takes a rank. True for a single search, where a repeated title
+        is another passage.
 
-    Raises ValueError if `found` and `gold` differ in length.
+    Raises ValueError if `retrieved` and `gold` differ in length.
     """
-    wanted = [{same(name) for name in names} for names in gold]
+    gold_names = [{normalize(name) for name in names} for names in gold]
     rows = []
-    for names, want in zip(found, wanted, strict=True):
-        keys = list(map(same, names))
-        first = {name: at for at, name in reversed(list(enumerate(keys)))}
+    for names, gold_set in zip(retrieved, gold_names, strict=True):
+        keys = list(map(normalize, names))
+        first_rank = {name: rank for rank, name in reversed(list(enumerate(keys)))}
         rows.append(
             [
-                name in want and first[name] == at
-                for at, name in enumerate(keys)
-                if repeats or first[name] == at
+                name in gold_set and first_rank[name] == rank
+                for rank, name in enumerate(keys)
+                if repeats or first_rank[name] == rank
             ]
         )
-    return _hits(rows, wanted)
+    return _hits(rows, [len(names) for names in gold_names])
 
 
 def hits_by_answer(
-    found: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], rule: Rule = RRL
+    retrieved: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], rule: Rule = RRL
 ) -> GoldHits:
     """Return hits for questions without known gold passages.
 
     The first text that contains a gold answer (cover-EM) counts as the one gold passage. This is the retrieval
-    accuracy of open-domain question answering (NQ and TriviaQA). A repeated text is one passage.
+    accuracy of open-domain question answering (NQ and TriviaQA). A repeated text is one passage. `rule` normalises
+    the texts before they are compared.
 
-    Raises ValueError if `found` and `answers` differ in length.
+    Raises ValueError if `retrieved` and `answers` differ in length.
     """
-    ranked = [list(dict.fromkeys(texts)) for texts in found]
+    ranked = [list(dict.fromkeys(texts)) for texts in retrieved]
     pairs = [(text, gold) for texts, gold in zip(ranked, answers, strict=True) for text in texts]
     covered = iter(score_answers([text for text, _ in pairs], [gold for _, gold in pairs], rule))
     rows = []
     for texts in ranked:
         row = [next(covered).cem > 0 for _ in texts]
         first = row.index(True) if True in row else len(row)
-        rows.append([at == first for at in range(len(row))])
-    return _hits(rows, [{""}] * len(rows))
+        rows.append([rank == first for rank in range(len(row))])
+    return _hits(rows, [1] * len(rows))
 
 
 def hits_from_ranks(ranks: Sequence[int]) -> GoldHits:
     """Return the hits of questions with one gold passage each, at the given rank from 1; 0: it was not retrieved."""
     rows = [[at == rank for at in range(1, rank + 1)] for rank in ranks]
-    return _hits(rows, [{""}] * len(rows))
+    return _hits(rows, [1] * len(rows))
 
 
 def gold_efficiency(recall: float, passages: float, gold: float) -> float:
@@ -213,10 +223,9 @@ def gold_efficiency(recall: float, passages: float, gold: float) -> float:
     return (recall / passages) / (1.0 / gold) if passages else 0.0
 
 
-def _hits(rows: Sequence[Sequence[bool]], wanted: Sequence[set[str]]) -> GoldHits:
+def _hits(rows: Sequence[Sequence[bool]], gold: Sequence[int]) -> GoldHits:
+    """Return `GoldHits` from one row of hits per question and its number of gold passages."""
     hits = np.zeros((len(rows), max(map(len, rows), default=0)), bool)
-    for at, row in enumerate(rows):
-        hits[at, : len(row)] = row
-    return GoldHits(
-        hits, np.array([len(row) for row in rows], int), np.array([len(want) for want in wanted], int)
-    )
+    for question, row in enumerate(rows):
+        hits[question, : len(row)] = row
+    return GoldHits(hits, np.array([len(row) for row in rows], int), np.array(gold, int))

@@ -16,7 +16,7 @@ from rrl.files import wait_for_lock
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
 from rrl.retrieval.build import build_index, check_kind
 from rrl.retrieval.dense import ExactIndex, ScannIndex
-from rrl.retrieval.folder import PassageFile, damaged, read_manifest
+from rrl.retrieval.folder import PassageFile, damaged_error, read_manifest
 from rrl.retrieval.retriever import Index, Retriever, RetryPolicy
 from rrl.retrieval.sizing import BRUTE_FORCE_BELOW, ScannConfig
 
@@ -51,7 +51,7 @@ def stored_retriever(
     folder: Path,
     bm25: Bm25Config | None = None,
 ) -> Retriever:
-    """Return a retriever with the same results in every process that calls this with the same `folder`.
+    """Return a retriever whose index is stored in `folder`, so that every process with that folder gets the same results.
 
     ScaNN's builder draws its training sample without a seed, so a rebuilt tree returns other passages for a few queries in a
     hundred. An index over the embeddings of `BRUTE_FORCE_BELOW` passages or more is therefore built once, as `folder`/KEY, and
@@ -69,7 +69,7 @@ def stored_retriever(
         kind,
         fingerprint(passages),
         text_encoder.fingerprint,
-        *([] if text_encoder.titles else ["text"]),
+        *([] if text_encoder.titles else ["text"]),  # "text": passages are embedded without their titles
     ]
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()
     index = folder / key[:16]
@@ -88,9 +88,10 @@ def stored_retriever(
                 else:
                     index.unlink()
         elif any(folder.parent.glob("checkpoints/[0-9]*")):
+            # `folder` is in a workdir with checkpoints: this run is resumed, so an earlier process built an index.
             logging.getLogger(__name__).warning(
-                "%s is missing, or an older version made it. It is built again; a resumed run may find other passages for a few "
-                "queries in a hundred.",
+                "%s is missing: it was removed, or an older version of rrl named it differently. It is built again; a "
+                "resumed run may find other passages for a few queries in a hundred.",
                 index,
             )
         build_index(passages, index, kind, text_encoder)
@@ -106,14 +107,16 @@ def open_index(
     """
     folder = Path(folder)
     try:
-        return _opened(folder, text_encoder, retry_policy)
+        return _open_checked(folder, text_encoder, retry_policy)
     except UserError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise damaged(folder, f"it cannot be opened ({error!r})") from error
+        raise damaged_error(folder, f"it cannot be opened ({error!r})") from error
 
 
-def _opened(folder: Path, text_encoder: "TextEncoder | None", retry_policy: RetryPolicy | None) -> Retriever:
+def _open_checked(
+    folder: Path, text_encoder: "TextEncoder | None", retry_policy: RetryPolicy | None
+) -> Retriever:
     manifest = read_manifest(folder)
     index: Index
     if manifest["kind"] == "bm25":
@@ -126,7 +129,7 @@ def _opened(folder: Path, text_encoder: "TextEncoder | None", retry_policy: Retr
         _check_encoder(folder, manifest, text_encoder)
         embeddings = np.load(folder / "embeddings.npy", mmap_mode="r")
         if embeddings.shape != (manifest["passages"], manifest["dim"]):
-            raise damaged(folder, f"embeddings.npy has shape {embeddings.shape}")
+            raise damaged_error(folder, f"embeddings.npy has shape {embeddings.shape}")
         if manifest["kind"] == "scann":
             settings = {name: value for name, value in manifest["scann"].items() if name != "measured"}
             index = ScannIndex.load(folder / "scann", embeddings, ScannConfig(**settings))

@@ -15,35 +15,42 @@ from jaxtyping import Float, Int
 from rrl.files import atomic_stream
 
 Allocate = Callable[[str, int, type], np.ndarray]
+"""(name, length, dtype) -> an uninitialised array, in memory or on disk."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PostingsBlock:
-    """Counts of each word in each passage of a block of consecutive passages; sorted by word, then passage."""
+    """Counts of each word in each passage of a block of consecutive passages; sorted by word, then passage.
+
+    P is the number of different (word, passage) pairs, C the number of passages.
+    """
 
     words: Int[np.ndarray, "P"]
+    """Positions in the vocabulary."""
     passages: Int[np.ndarray, "P"]
     """Positions in the block."""
     counts: Int[np.ndarray, "P"]
+    """How often the word is in the passage."""
     lengths: Int[np.ndarray, "C"]
     """Number of words of each passage."""
 
 
 class Vocabulary(collections.defaultdict[str, int]):
-    """Number words in the order of their first use."""
+    """Number words in the order of their first use. Looking up a new word adds it."""
 
     def __missing__(self, word: str) -> int:
         self[word] = number = len(self)
         return number
 
 
-def count(passages: Sequence[Sequence[str]], vocabulary: Vocabulary) -> PostingsBlock:
+def count_words(passages: Sequence[Sequence[str]], vocabulary: Vocabulary) -> PostingsBlock:
     """Count the words of each passage; add new words to the vocabulary."""
     lengths = np.fromiter(map(len, passages), np.int64, len(passages))
     numbers = (vocabulary[word] for words in passages for word in words)
     words = np.fromiter(numbers, np.int64, lengths.sum())
-    keys = words * len(passages) + np.repeat(np.arange(len(passages)), lengths)
-    pairs, counts = np.unique(keys, return_counts=True)
+    # One number per (word, passage) pair, so that one sort counts all pairs.
+    pair_ids = words * len(passages) + np.repeat(np.arange(len(passages)), lengths)
+    pairs, counts = np.unique(pair_ids, return_counts=True)
     words, rows = np.divmod(pairs, max(1, len(passages)))
     parts = (part.astype(np.int32) for part in (words, rows, counts, lengths))
     return PostingsBlock(*parts)
@@ -65,7 +72,7 @@ def inverse_frequencies(frequencies: Int[np.ndarray, "W"], passages: int, idf: s
 
 def score_matrix(
     blocks: Callable[[], Iterable[PostingsBlock]],
-    words: int,
+    vocabulary_size: int,
     k1: float,
     b: float,
     allocate: Allocate,
@@ -73,42 +80,44 @@ def score_matrix(
 ) -> tuple[Float[np.ndarray, "P"], Int[np.ndarray, "P"], Int[np.ndarray, "W1"]]:
     """Compute the BM25 score of each word in each passage, as a sparse matrix with a column per word (CSC).
 
-    The formula is Lucene's (Kamphuis et al. 2020, row 2) with the given `idf`.
+    The formula is Lucene's (Kamphuis et al. 2020, row 2) with the given `idf`. W1 is the number of words plus 1.
 
     Args:
       blocks: returns an iterator over all blocks; called twice.
-      words: size of the vocabulary.
+      vocabulary_size: number of words, W.
       k1: see `Bm25Config`.
       b: see `Bm25Config`.
-      allocate: makes an array of (name, length, dtype), in memory or on disk.
+      allocate: makes the three arrays, in memory or on disk.
       idf: see `inverse_frequencies`.
 
-    Returns scores float32, positions of passages int32 (ascending within a word), and the bounds of each word's column int64.
+    Returns scores float32, positions of passages int32 (ascending within a word), and `indptr` int64: the scores of
+    word w are those from indptr[w] to indptr[w + 1].
     """
-    frequencies = np.zeros(words, np.int64)
-    passages = length = 0
+    frequencies = np.zeros(vocabulary_size, np.int64)
+    passages = total_length = 0
     for block in blocks():
-        frequencies += np.bincount(block.words, minlength=words)
+        frequencies += np.bincount(block.words, minlength=vocabulary_size)
         passages += len(block.lengths)
-        length += int(block.lengths.sum())
+        total_length += int(block.lengths.sum())
     weights = inverse_frequencies(frequencies, passages, idf)
-    borders = allocate("indptr", words + 1, np.int64)
-    borders[0] = 0
-    np.cumsum(frequencies, out=borders[1:])
+    indptr = allocate("indptr", vocabulary_size + 1, np.int64)
+    indptr[0] = 0
+    np.cumsum(frequencies, out=indptr[1:])
     scores, positions = (
-        allocate("data", int(borders[-1]), np.float32),
-        allocate("indices", int(borders[-1]), np.int32),
+        allocate("data", int(indptr[-1]), np.float32),
+        allocate("indices", int(indptr[-1]), np.int32),
     )
-    ends, first = borders[:-1].copy(), 0
+    # next_place[w]: where the next score of word w goes. first_passage: position of the block's first passage in the corpus.
+    next_place, first_passage = indptr[:-1].copy(), 0
     for block in blocks():
-        norms = k1 * (1 - b + b * block.lengths / (length / passages))
-        block_words, begins, sizes = np.unique(block.words, return_index=True, return_counts=True)
-        places = np.repeat(ends[block_words] - begins, sizes) + np.arange(len(block.words))
+        norms = k1 * (1 - b + b * block.lengths / (total_length / passages))
+        block_words, starts, sizes = np.unique(block.words, return_index=True, return_counts=True)
+        places = np.repeat(next_place[block_words] - starts, sizes) + np.arange(len(block.words))
         scores[places] = weights[block.words] * (block.counts / (norms[block.passages] + block.counts))
-        positions[places] = block.passages + first
-        ends[block_words] += sizes
-        first += len(block.lengths)
-    return scores, positions, borders
+        positions[places] = block.passages + first_passage
+        next_place[block_words] += sizes
+        first_passage += len(block.lengths)
+    return scores, positions, indptr
 
 
 class PostingsFolder:
@@ -118,26 +127,26 @@ class PostingsFolder:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.vocabulary = Vocabulary()
-        self.passages = 0
+        self.passages_counted = 0
         """Number of passages counted so far."""
         for file in self._files():
             with np.load(file) as block:
                 for word in json.loads(block["new"].tobytes()):
-                    self.vocabulary[word]
-                self.passages += len(block["lengths"])
+                    self.vocabulary[word]  # a look-up adds a new word
+                self.passages_counted += len(block["lengths"])
 
     def add(self, passages: Sequence[Sequence[str]]) -> None:
         """Count the next passages and write their block."""
         known = len(self.vocabulary)
-        block = count(passages, self.vocabulary)
+        block = count_words(passages, self.vocabulary)
         new = json.dumps(list(self.vocabulary)[known:]).encode()
         file = self.folder / f"{len(self._files()):06d}.npz"
         with atomic_stream(file) as stream:
             np.savez(stream, new=np.frombuffer(new, np.uint8), **vars(block))
-        self.passages += len(passages)
+        self.passages_counted += len(passages)
 
     def __call__(self) -> Iterator[PostingsBlock]:
-        """Yield all blocks in order."""
+        """Yield all blocks in order, so that the folder itself serves as `blocks` of `score_matrix`."""
         for file in self._files():
             with np.load(file) as block:
                 yield PostingsBlock(*(block[field.name] for field in dataclasses.fields(PostingsBlock)))

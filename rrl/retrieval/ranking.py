@@ -8,14 +8,14 @@ from jaxtyping import Float, Int
 MARGIN = 8
 """Candidates beyond k that are rescored, so that float32 rounding near rank k cannot lose a passage."""
 
-RESCORED_TOGETHER = 16 << 20
-"""Vector components of candidates that are read at once (at least one query's), which bounds the memory."""
+MAX_RESCORE_ELEMENTS = 16 << 20
+"""Elements of candidates' embeddings that `rescore` reads at once, to bound memory. It reads those of at least one query."""
 
 NO_PASSAGE = -1
-"""Id of an empty place in a ranking: fewer than k passages were retrieved."""
+"""Id that fills a ranking of fewer than k passages."""
 
 Ranking = tuple[Int[np.ndarray, "Q k"], Float[np.ndarray, "Q k"]]
-"""Ids (int64, `NO_PASSAGE` where empty) and scores (float32, -inf where empty), best first."""
+"""Ids (int64, filled with `NO_PASSAGE`) and scores (float32, filled with -inf), best first."""
 
 
 def top_k(scores: Float[np.ndarray, "N"], k: int) -> Int[np.ndarray, "k"]:
@@ -33,7 +33,7 @@ def top_k(scores: Float[np.ndarray, "N"], k: int) -> Int[np.ndarray, "k"]:
 
 
 def empty_ranking(queries: int, k: int) -> Ranking:
-    """Return a ranking in which every place is empty."""
+    """Return a ranking of no passages."""
     return np.full((queries, k), NO_PASSAGE, np.int64), np.full((queries, k), -np.inf, np.float32)
 
 
@@ -51,34 +51,35 @@ def rescore(
     """
     ids, scores = empty_ranking(len(queries), k)
     width = max(map(len, candidates), default=0)
-    step = max(1, RESCORED_TOGETHER // max(1, width * embeddings.shape[1]))
+    step = max(1, MAX_RESCORE_ELEMENTS // max(1, width * embeddings.shape[1]))
     for start in range(0, len(queries), step):
-        some = slice(start, start + step)
-        vectors, positions = queries[some], _padded(candidates[some], len(embeddings))
+        batch = slice(start, start + step)
+        vectors, positions = queries[batch], _padded(candidates[batch], len(embeddings))
         if positions.shape[1] > k + MARGIN:
-            rough = np.matmul(_vectors(embeddings, positions), vectors[:, :, None])[..., 0]
-            best = _best(np.where(positions < len(embeddings), rough, -np.inf), k + MARGIN)
+            approximate = np.matmul(_gather(embeddings, positions), vectors[:, :, None])[..., 0]
+            best = _best(np.where(positions < len(embeddings), approximate, -np.inf), k + MARGIN)
             positions = np.sort(np.take_along_axis(positions, best, axis=1), axis=1)
-        wide = _vectors(embeddings, positions).astype(np.float64) * vectors.astype(np.float64)[:, None]
-        exact = np.where(positions < len(embeddings), wide.sum(-1), -np.inf)
+        products = _gather(embeddings, positions).astype(np.float64) * vectors.astype(np.float64)[:, None]
+        exact = np.where(positions < len(embeddings), products.sum(-1), -np.inf)
         best = _best(exact, k)
         exact, positions = (np.take_along_axis(part, best, axis=1) for part in (exact, positions))
-        ids[some, : best.shape[1]] = np.where(positions < len(embeddings), positions, NO_PASSAGE)
-        scores[some, : best.shape[1]] = exact
+        ids[batch, : best.shape[1]] = np.where(positions < len(embeddings), positions, NO_PASSAGE)
+        scores[batch, : best.shape[1]] = exact
     return ids, scores
 
 
 def _padded(candidates: Sequence[Int[np.ndarray, "C"]], end: int) -> Int[np.ndarray, "Q C"]:
     """Return each query's candidates in ascending order, padded with `end`."""
     positions = np.full((len(candidates), max(map(len, candidates))), end, np.int64)
-    for row, some in zip(positions, candidates):
-        row[: len(some)] = some
+    for row, positions_of_query in zip(positions, candidates):
+        row[: len(positions_of_query)] = positions_of_query
     return np.sort(positions, axis=1)
 
 
-def _vectors(
+def _gather(
     embeddings: Float[np.ndarray, "N E"], positions: Int[np.ndarray, "Q C"]
 ) -> Float[np.ndarray, "Q C E"]:
+    """Return the embeddings at these positions; any vector for padding, which callers mask."""
     return embeddings[np.minimum(positions, len(embeddings) - 1)]
 
 
@@ -87,9 +88,14 @@ def _best(scores: Float[np.ndarray, "Q C"], k: int) -> Int[np.ndarray, "Q k"]:
     return np.argsort(-scores, axis=1, kind="stable")[:, :k]
 
 
-def overlap(found: Int[np.ndarray, "Q k"], expected: Int[np.ndarray, "Q k"]) -> float:
-    """Return the recall of a ranking: the mean share of the expected ids that are in `found`, in [0, 1]."""
-    wanted = [set(row) - {NO_PASSAGE} for row in expected.tolist()]
+def ranking_recall(ranked: Int[np.ndarray, "Q k"], expected: Int[np.ndarray, "Q k"]) -> float:
+    """Return the recall of a ranking: the mean share of the expected ids that are in `ranked`, in [0, 1]."""
+    expected_sets = [set(row) - {NO_PASSAGE} for row in expected.tolist()]
     return float(
-        np.mean([len(row & set(got)) / max(1, len(row)) for row, got in zip(wanted, found.tolist())])
+        np.mean(
+            [
+                len(wanted & set(row)) / max(1, len(wanted))
+                for wanted, row in zip(expected_sets, ranked.tolist())
+            ]
+        )
     )

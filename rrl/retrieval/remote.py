@@ -26,13 +26,15 @@ TIME_OUT = 30.0
 class RemoteIndex:
     """An index behind a search service, or behind several that serve one shard of the corpus each; their rankings are merged.
 
-    Every passage that a service has returned stays in memory, about a kilobyte each. Its position in `passages` is its id.
+    Every passage that a service has returned stays in memory, about a kilobyte each. The ids in a ranking are
+    positions in `passages`.
     """
 
     kind = "http"
     needs_embeddings = False
 
     def __init__(self, urls: Sequence[str], form: str = "search-r1", time_out: float = TIME_OUT):
+        """Address the services at `urls`. `form` is the format of requests and answers, `time_out` is in seconds."""
         self.form = form
         one_of(FORMS, self, "form")
         for url in urls or [""]:
@@ -79,8 +81,9 @@ class RemoteIndex:
 
     def _count_skipped(self, url: str, skipped: int) -> None:
         with self._lock:
-            first, self.skipped = skipped and not self.skipped, self.skipped + skipped
-        if first:
+            is_first = skipped > 0 and self.skipped == 0
+            self.skipped += skipped
+        if is_first:
             log.warning(
                 "%s returned a document with neither title nor text; such documents are left out", url
             )

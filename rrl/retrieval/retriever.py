@@ -112,11 +112,11 @@ class Retriever:
 
     def tokenize(self, queries: Sequence[str]) -> Int[np.ndarray, "Q T"]:
         """Return encoder tokens of the queries with prefix, int32, padded to the fixed width `query_tokens`."""
-        return self._need_encoder().tokenize_queries([query[:MAX_QUERY_CHARACTERS] for query in queries])
+        return self._require_encoder().tokenize_queries([query[:MAX_QUERY_CHARACTERS] for query in queries])
 
     def embed(self, queries: Sequence[str]) -> Float[np.ndarray, "Q E"]:
         """Return embeddings of the queries, by JAX. Do not call it inside jit or a host callback."""
-        return self._need_encoder().embed_queries([query[:MAX_QUERY_CHARACTERS] for query in queries])
+        return self._require_encoder().embed_queries([query[:MAX_QUERY_CHARACTERS] for query in queries])
 
     def search(
         self, queries: Sequence[str], k: int, embeddings: Float[np.ndarray, "Q E"] | None = None
@@ -139,25 +139,25 @@ class Retriever:
         started = time.perf_counter()
         self._check(queries, k, embeddings)
         texts = [query[:MAX_QUERY_CHARACTERS].strip() for query in queries]
-        first = {text: row for row, text in reversed(list(enumerate(texts))) if text}
-        found: dict[str, RankedPassages] = {"": ()}
+        first_row = {text: row for row, text in reversed(list(enumerate(texts))) if text}
+        results: dict[str, RankedPassages] = {"": ()}  # a query without text has no hits
         with self._lock:
-            for text in first:
+            for text in first_row:
                 if (text, k) in self._cache:
                     self._cache.move_to_end((text, k))
-                    found[text] = self._cache[text, k]
-        self._meter.add(queries=len(texts), cache_hits=len(found) - 1)
-        missing = sorted((row, text) for text, row in first.items() if text not in found)
+                    results[text] = self._cache[text, k]
+        self._meter.add(queries=len(texts), cache_hits=len(results) - 1)
+        missing = sorted((row, text) for text, row in first_row.items() if text not in results)
         try:
-            self._search_batches(missing, k, embeddings, found)
-            empty = sum(not found[text] for text in texts)
+            self._search_batches(missing, k, embeddings, results)
+            empty = sum(not results[text] for text in texts)
             self._meter.add(searched=len(missing), empty=empty)
-            return [[Hit(self.passages[i], score) for i, score in found[text]] for text in texts]
+            return [[Hit(self.passages[i], score) for i, score in results[text]] for text in texts]
         except SearchFailed:
             self._meter.add(failures=len(missing))
             raise
         finally:
-            self._meter.call(time.perf_counter() - started)
+            self._meter.record_call(time.perf_counter() - started)
 
     def cached_hits(self, query: str, k: int) -> list[Hit] | None:
         """Return the hits of a query from the cache, without embedding it; None if they are not cached."""
@@ -165,30 +165,33 @@ class Retriever:
         with self._lock:
             if text and (text, k) not in self._cache:
                 return None
-            found = self._cache[text, k] if text else ()
+            results = self._cache[text, k] if text else ()
             if text:
                 self._cache.move_to_end((text, k))
-        self._meter.add(queries=1, cache_hits=int(bool(text)), empty=int(not found))
-        return [Hit(self.passages[i], score) for i, score in found]
+        self._meter.add(queries=1, cache_hits=int(bool(text)), empty=int(not results))
+        return [Hit(self.passages[i], score) for i, score in results]
 
     def _search_batches(
         self,
         missing: Sequence[tuple[int, str]],
         k: int,
         embeddings: np.ndarray | None,
-        found: dict[str, RankedPassages],
+        results: dict[str, RankedPassages],
     ) -> None:
-        """Search (row, text) pairs batch by batch; add the results to `found` and the cache."""
+        """Search (row, text) pairs batch by batch; add what is found to `results` and the cache."""
         size = self.retry_policy.batch
-        batches = [missing[at : at + size] for at in range(0, len(missing), size)]
+        batches = [missing[start : start + size] for start in range(0, len(missing), size)]
         if len(batches) <= 1:
-            for part in batches:
-                self._add_to_cache(part, k, self._search(part, k, self._vectors(part, embeddings)), found)
+            for batch in batches:
+                ranking = self._search(batch, k, self._vectors(batch, embeddings))
+                self._add_to_cache(batch, k, ranking, results)
             return
         with ThreadPoolExecutor(1) as pool:
-            jobs = [pool.submit(self._search, part, k, self._vectors(part, embeddings)) for part in batches]
-            for part, job in zip(batches, jobs):
-                self._add_to_cache(part, k, job.result(), found)
+            jobs = [
+                pool.submit(self._search, batch, k, self._vectors(batch, embeddings)) for batch in batches
+            ]
+            for batch, job in zip(batches, jobs):
+                self._add_to_cache(batch, k, job.result(), results)
 
     def _vectors(self, batch: Sequence[tuple[int, str]], embeddings: np.ndarray | None) -> np.ndarray | None:
         if not self.needs_embeddings:
@@ -216,23 +219,23 @@ class Retriever:
                 return ids, scores
             except UserError:
                 raise
-            except Exception as error:  # an index may raise anything, and the caller's batch must go on
+            except Exception as error:  # an index may raise anything; callers catch SearchFailed only
                 last = error
         raise SearchFailed(
             f"search failed {retry_policy.retries + 1} times in the {self.kind} index: {last!r}"
         ) from last
 
     def _add_to_cache(
-        self, batch: Sequence[tuple[int, str]], k: int, ranking: Ranking, found: dict[str, RankedPassages]
+        self, batch: Sequence[tuple[int, str]], k: int, ranking: Ranking, results: dict[str, RankedPassages]
     ) -> None:
         with self._lock:
             for (_, text), ids, scores in zip(batch, *(part.tolist() for part in ranking), strict=True):
-                found[text] = tuple((i, s) for i, s in zip(ids, scores) if i != NO_PASSAGE)
-                self._cache[text, k] = found[text]
+                results[text] = tuple((i, s) for i, s in zip(ids, scores) if i != NO_PASSAGE)
+                self._cache[text, k] = results[text]
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
 
-    def _need_encoder(self) -> "TextEncoder":
+    def _require_encoder(self) -> "TextEncoder":
         if self.text_encoder is None:
             raise UserError(f"retriever: a {self.kind} index searches text; it has no query encoder.")
         return self.text_encoder
@@ -243,15 +246,15 @@ class Retriever:
         if not self.needs_embeddings or embeddings is None:
             return
         assert self.text_encoder is not None
-        wanted = (len(queries), self.text_encoder.dim)
-        if np.shape(embeddings) != wanted:
+        expected = (len(queries), self.text_encoder.dim)
+        if np.shape(embeddings) != expected:
             raise UserError(
-                f"embeddings: got shape {np.shape(embeddings)}, expected {wanted} (queries, dimension)."
+                f"embeddings: got shape {np.shape(embeddings)}, expected {expected} (queries, dimension)."
             )
 
 
 def run_with_timeout(seconds: float | None, work: Callable[[], T]) -> T:
-    """Return the result of `work`. Raises TimeoutError after `seconds`; the thread that runs `work` is left behind."""
+    """Return the result of `work`. Raises TimeoutError after `seconds`; the thread that runs `work` is not stopped."""
     if seconds is None:
         return work()
     done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()

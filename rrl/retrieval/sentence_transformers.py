@@ -11,17 +11,19 @@ from rrl.models.weights import read_json
 MODULES_FILE = "modules.json"
 
 PREFIXES = {"query_prefix": ("query",), "passage_prefix": ("document", "passage", "corpus")}
-"""Names of the prompts here, and in sentence-transformers; the first that is not empty is used."""
+"""Our name of a prefix, and the prompts of sentence-transformers that may hold it; the first prompt that is not empty is used."""
 
 QUERY_TOKENS = 128
-"""Largest width of queries. All are padded to this width, so a model's full length would be wasteful."""
+"""Upper limit of `query_tokens`. All queries are padded to that width, so a model's full length would be wasteful."""
 
 _POOLING_FLAG = "pooling_mode_"
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def read_sentence_transformers(folder: Path) -> dict[str, Any]:
-    """Return the keys of text_encoder.json as read from modules.json and its companion files; no prefixes if they have none.
+    """Return the keys of text_encoder.json as read from modules.json and its companion files.
+
+    The result has no prefixes if the files name no prompts.
 
     Raises:
         UserError: modules or a pooling that the encoder does not support, or a broken file.
@@ -41,12 +43,12 @@ def read_sentence_transformers(folder: Path) -> dict[str, Any]:
 def text_lengths(folder: Path) -> dict[str, int]:
     """Return the `query_tokens` and `passage_tokens` that the model and its files allow, queries at most QUERY_TOKENS."""
     max_tokens = read_encoder_config(folder).max_tokens
-    stated = _optional(folder / "sentence_bert_config.json")
-    length = stated.get("max_seq_length") or _optional(folder / "tokenizer_config.json").get(
+    config = _optional(folder / "sentence_bert_config.json")
+    length = config.get("max_seq_length") or _optional(folder / "tokenizer_config.json").get(
         "model_max_length"
     )
     length = min(max_tokens, int(length or max_tokens))
-    query, passage = (min(length, stated.get(f"{kind}_length") or length) for kind in ("query", "document"))
+    query, passage = (min(length, config.get(f"{kind}_length") or length) for kind in ("query", "document"))
     return {"query_tokens": min(query, QUERY_TOKENS), "passage_tokens": passage}
 
 
@@ -69,7 +71,7 @@ def _pooling(folder: Path) -> dict[str, Any]:
     if modules[0][1]:
         raise UserError(f"{file}: the model is in {modules[0][1]!r}; move it beside {MODULES_FILE}, path ''")
     pooling = folder / modules[1][1] / "config.json"
-    config = read_json(pooling, "which sets the pooling")
+    config = read_json(pooling, what="which sets the pooling")
     # Before version 5 there was a flag for each mode.
     flags = [name.removeprefix(_POOLING_FLAG) for name, on in config.items() if _POOLING_FLAG in name and on]
     old = {"cls_token": "cls", "mean_tokens": "mean"}

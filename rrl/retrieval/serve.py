@@ -31,6 +31,7 @@ def make_server(
     Raises UserError if the address is not available.
     """
 
+    # http.server makes a handler per connection from a class, so the retriever is an attribute of a new class.
     class Service(_Service):
         pass
 

@@ -1,4 +1,4 @@
-"""Read how an encoder's folder wants its texts: prefixes, widths and pooling; with defaults of known model families.
+"""Read from an encoder's folder how its texts are prepared and pooled, with defaults of known model families.
 
 Read `read_settings` first.
 """
@@ -35,7 +35,7 @@ class TextFamily:
     passage_prefix: str
     pooling: str
     """Used if there is no modules.json."""
-    folders: str
+    model_names: str
     """Regular expression over the published names of its models, in lower case."""
 
 
@@ -98,9 +98,9 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
     """Resolve the settings of a folder's encoder, and log them.
 
     text_encoder.json holds the fields of TextSettings, `pooling` (mean or cls), `normalize`, and `family` (a key of
-    TEXT_FAMILIES, with its `task`) in place of prefixes. `given` has the same keys and overrides the file. Missing keys come from
-    the files of sentence-transformers, then from the family, which may be recognised by the folder's name, and last from the
-    defaults of TextSettings and Pooling.
+    TEXT_FAMILIES, with its `task`) in place of prefixes. `given` has the same keys and overrides the file. A key that is
+    missing there is looked up in this order: the files of sentence-transformers; the family, which the folder's name may tell;
+    the defaults of TextSettings and Pooling.
 
     Raises:
         UserError: the prefixes are unknown, a key or value is unknown, or the files of sentence-transformers ask for something
@@ -116,8 +116,9 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
         raise UserError(
             f"{where}: {', '.join(sorted(unknown))} unknown. Allowed: {', '.join(_KEYS)}, family, task"
         )
+    # Then text_encoder.json and `given` alone determine the settings.
     complete = PREFIXES.keys() <= values.keys() and family is None and not (folder / MODULES_FILE).is_file()
-    derived, source, certain = ({}, where, True) if complete else _deduce(folder, values, family)
+    derived, source, is_stated = ({}, where, True) if complete else _deduce(folder, values, family)
     values = derived | values
     defaults = Pooling()
     mode, normalize = values.pop("pooling", defaults.mode), values.pop("normalize", defaults.normalize)
@@ -128,12 +129,12 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
         raise UserError(f"{where}: {error}") from error
     if task is not None and "{task}" not in text.query_prefix:
         raise UserError(
-            f"{where}: task={task!r} has no place in query_prefix={text.query_prefix!r}; put {{task}} there"
+            f"{where}: task={task!r} is not used by query_prefix={text.query_prefix!r}; put {{task}} into the prefix"
         )
     prefix = text.query_prefix.replace("{task}", str(task or SEARCH_TASK))
     text = dataclasses.replace(text, query_prefix=prefix)
     logging.getLogger(__name__).log(
-        logging.INFO if certain else logging.WARNING,
+        logging.INFO if is_stated else logging.WARNING,
         "encoder %s: prefixes %r and %r (%s); %s pooling, %s; at most %d tokens per query, %d per passage",
         folder,
         text.query_prefix,
@@ -148,39 +149,39 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
 
 
 def _deduce(folder: Path, values: Mapping[str, Any], family: str | None) -> tuple[dict[str, Any], str, bool]:
-    """Return settings for keys that `values` lacks, the source of the prefixes, and whether that source is certain."""
+    """Return settings for keys that `values` lacks, the source of the prefixes, and whether they are stated, not guessed."""
     modules = (folder / MODULES_FILE).is_file()
-    stated = read_sentence_transformers(folder) if modules else {}
-    guess = next((name for name in TEXT_FAMILIES if _has_name_of(folder, name)), None)
+    from_files = read_sentence_transformers(folder) if modules else {}
+    guess = next((name for name in TEXT_FAMILIES if _is_named_after(folder, name)), None)
     chosen = TEXT_FAMILIES.get(family or guess or "")
-    wanted: dict[str, Any] = {}
+    prefixes: dict[str, Any] = {}
     if PREFIXES.keys() <= values.keys():
-        source, certain = "as set", True
-    elif family is None and PREFIXES.keys() <= stated.keys():
-        source, certain = "the prompts of its sentence-transformers files", True
+        source, is_stated = "as given", True
+    elif family is None and PREFIXES.keys() <= from_files.keys():
+        source, is_stated = "the prompts of its sentence-transformers files", True
     elif chosen:
-        wanted = {"query_prefix": chosen.query_prefix, "passage_prefix": chosen.passage_prefix}
-        source, certain = (
+        prefixes = {"query_prefix": chosen.query_prefix, "passage_prefix": chosen.passage_prefix}
+        source, is_stated = (
             f"family {family}" if family else f"family {guess}, by the folder's name",
             bool(family),
         )
     elif modules:
-        wanted = dict.fromkeys(PREFIXES, "")
-        source, certain = f"no file gives prefixes; if the model needs some, add {_EXAMPLE}", False
+        prefixes = dict.fromkeys(PREFIXES, "")
+        source, is_stated = f"no file gives prefixes; if the model needs some, add {_EXAMPLE}", False
     else:
         raise UserError(
             f"encoder folder {folder}: no {SETTINGS_FILE} with its prefixes (query_prefix, passage_prefix), and no "
             f"{MODULES_FILE} of sentence-transformers. Add {_EXAMPLE}, or give another folder."
         )
     base = {"pooling": chosen.pooling} if chosen else {}
-    return base | text_lengths(folder) | stated | wanted, source, certain
+    return base | text_lengths(folder) | from_files | prefixes, source, is_stated
 
 
 _EXAMPLE = f'a {SETTINGS_FILE} such as {{"family": "e5"}} (families: {", ".join(TEXT_FAMILIES)})'
 
 
-def _has_name_of(folder: Path, family: str) -> bool:
+def _is_named_after(folder: Path, family: str) -> bool:
     """Return whether the folder, or its model's folder in a Hugging Face cache, is named after a model of the family."""
     parts = folder.absolute().parts
     names = [parts[-1], *(part.rpartition("--")[2] for part in parts if part.startswith("models--"))]
-    return any(re.fullmatch(TEXT_FAMILIES[family].folders, name.lower()) for name in names)
+    return any(re.fullmatch(TEXT_FAMILIES[family].model_names, name.lower()) for name in names)

@@ -12,11 +12,14 @@ BRUTE_FORCE_BELOW = 20_000
 
 GB = 10**9
 
+INITIAL_REORDER = 100
+"""Candidates to rescore before the search is tuned to its target recall."""
+
 _OVERHEAD = 12
 """Bytes per passage in addition to its codes: its leaf in ScaNN's tables, its entry in the file of offsets."""
 
 _LEVELS = ((2, True), (2, False), (4, False), (8, False))
-"""(code_dims, spilled) of `ScannConfig`, by falling accuracy and memory."""
+"""(code_dims, spilled) of `ScannConfig`, from the most to the least accurate, which is also from the most to the least memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +52,10 @@ def serving_bytes(config: ScannConfig, passages: int, dim: int) -> int:
     """
     if not config.leaves:
         return passages * dim * 4
-    leaves = 2 if config.spilled else 1
-    vector = leaves * (math.ceil(dim / config.code_dims) / 2 + 4)
-    trees = len(config.parts(passages)) * config.leaves * dim * 4
-    return round(passages * (vector + _OVERHEAD)) + trees
+    copies = 2 if config.spilled else 1
+    bytes_per_passage = copies * (math.ceil(dim / config.code_dims) / 2 + 4)
+    tree_bytes = len(config.parts(passages)) * config.leaves * dim * 4
+    return round(passages * (bytes_per_passage + _OVERHEAD)) + tree_bytes
 
 
 def training_sample(config: ScannConfig, passages: int) -> int:
@@ -76,8 +79,8 @@ def codes_bytes(config: ScannConfig, passages: int, dim: int) -> int:
     """Return the size of ScaNN's files, in bytes: its codes, one byte each on disk."""
     if not config.leaves:
         return 0
-    leaves = 2 if config.spilled else 1
-    return passages * leaves * (math.ceil(dim / config.code_dims) + 4)
+    copies = 2 if config.spilled else 1
+    return passages * copies * (math.ceil(dim / config.code_dims) + 4)
 
 
 def disk_bytes(config: ScannConfig, passages: int, dim: int, characters: int = 700) -> int:
@@ -88,8 +91,9 @@ def disk_bytes(config: ScannConfig, passages: int, dim: int, characters: int = 7
 def choose_scann(passages: int, dim: int, memory_gb: float | None = None) -> ScannConfig:
     """Return the most accurate settings that fit the memory.
 
-    The tree has about 2·sqrt(n) leaves. A twentieth of them is searched at first; the build raises that until the recall is
-    reached. With half as many leaves, searching 100,000 passages of the built-in world took 1.5 times as long.
+    The tree has about 2·sqrt(n) leaves. A twentieth of them is searched at first; `tune_recall` raises the number
+    until the index has its target recall. With half as many leaves, searching 100,000 passages of the built-in world took 1.5
+    times as long.
 
     Args:
       passages: number of passages, n.
@@ -103,11 +107,11 @@ def choose_scann(passages: int, dim: int, memory_gb: float | None = None) -> Sca
     budget = (memory_gb if memory_gb is not None else machine_gb()) * GB
     least = math.inf
     for code_dims, spilled in _LEVELS:
-        for count in range(1, 65):
-            part = math.ceil(passages / count)
+        for parts in range(1, 65):
+            part = math.ceil(passages / parts)
             leaves = round(2 * math.sqrt(part))
             config = ScannConfig(
-                leaves, max(10, leaves // 20), 100, code_dims, spilled, part if count > 1 else 0
+                leaves, max(10, leaves // 20), INITIAL_REORDER, code_dims, spilled, part if parts > 1 else 0
             )
             needed = max(serving_bytes(config, passages, dim), building_bytes(config, passages, dim))
             least = min(least, needed)
@@ -139,8 +143,8 @@ def sizing_table(sizes: Iterable[int] = (10**6, 21 * 10**6, 10**8), dim: int = 7
                 lines.append(f"| {size:,} | {budget} | too little | | | | | | |")
                 continue
             sums = (
-                f"{count(config, size, dim) / GB:.1f}"
-                for count in (serving_bytes, building_bytes, disk_bytes)
+                f"{needed_bytes(config, size, dim) / GB:.1f}"
+                for needed_bytes in (serving_bytes, building_bytes, disk_bytes)
             )
             cells = (
                 f"{size:,}",

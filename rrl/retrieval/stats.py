@@ -56,7 +56,7 @@ class Meter:
             for name, count in counts.items():
                 self._sums[name] += count
 
-    def call(self, seconds: float) -> None:
+    def record_call(self, seconds: float) -> None:
         """Record the latency of a call."""
         with self._lock:
             self._sums["calls"] += 1
@@ -67,5 +67,5 @@ class Meter:
         """Return a snapshot."""
         with self._lock:
             sums, latest = dict(self._sums), list(self._latest)
-        shares = [float(1000 * part) for part in np.percentile(latest or [0.0], (50, 90, 99))]
-        return RetrieverStats(**sums, p50_ms=shares[0], p90_ms=shares[1], p99_ms=shares[2])  # type: ignore[arg-type]
+        p50, p90, p99 = (float(1000 * value) for value in np.percentile(latest or [0.0], (50, 90, 99)))
+        return RetrieverStats(**sums, p50_ms=p50, p90_ms=p90, p99_ms=p99)  # type: ignore[arg-type]

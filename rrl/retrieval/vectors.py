@@ -24,11 +24,11 @@ class VectorFile:
         self.file = file
         if not file.is_file() or not _starts_with(file, header):
             file.write_bytes(header)
-        width = dim * DTYPE.itemsize
-        present = (file.stat().st_size - len(header)) // width
+        row_bytes = dim * DTYPE.itemsize
+        present = (file.stat().st_size - len(header)) // row_bytes
         self.rows = present if present == rows else present - present % block
         """Number of rows written so far."""
-        os.truncate(file, len(header) + self.rows * width)
+        os.truncate(file, len(header) + self.rows * row_bytes)
 
     def append(self, vectors: Float[np.ndarray, "n E"]) -> None:
         """Write the next rows and flush them to disk."""

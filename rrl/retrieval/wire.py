@@ -24,9 +24,10 @@ from rrl.retrieval.retriever import Hit
 FORMS = {"search-r1": "/retrieve", "flashrag": "/batch_search", "r1-searcher": "/queries"}
 """The URL path of each format."""
 
-_LINE = re.compile(r"(?:(\S+)\t)?(?:Title:[ ]*(.*?)[ ]*Text:[ ]*)?(.*)", re.DOTALL)
+_R1_SEARCHER_DOCUMENT = re.compile(r"(?:(\S+)\t)?(?:Title:[ ]*(.*?)[ ]*Text:[ ]*)?(.*)", re.DOTALL)
 """Matches the id, title and text of a document of R1-Searcher's service."""
 _TEXTS = ("title", "contents", "text", "body")
+"""Fields of a document that may hold its title or text."""
 
 
 def document(passage: Passage) -> dict[str, str]:
@@ -35,13 +36,14 @@ def document(passage: Passage) -> dict[str, str]:
     return {"id": passage.id, "contents": f'"{title}"\n{passage.text}' if title else passage.text}
 
 
-def _line(passage: Passage) -> str:
+def _r1_searcher_document(passage: Passage) -> str:
+    """Return a passage as a document of R1-Searcher's service."""
     title = f"Title: {passage.title} Text: " if passage.title else ""
     return f"{passage.id}\t{title}{passage.text}"
 
 
-def _read_line(line: str) -> dict[str, str]:
-    match = _LINE.fullmatch(line)
+def _read_r1_searcher(document: str) -> dict[str, str]:
+    match = _R1_SEARCHER_DOCUMENT.fullmatch(document)
     assert match is not None
     return {"id": match[1], "title": match[2], "text": match[3].strip()}
 
@@ -63,7 +65,7 @@ def parse_response(form: str, answer: Any, queries: int) -> list[list[tuple[Pass
     """
     try:
         results = [
-            _scored([_passage(doc) for doc, _ in row], [score for _, score in row])
+            _with_scores([_passage(doc) for doc, _ in row], [score for _, score in row])
             for row in _rows(form, answer)
         ]
     except (KeyError, TypeError, ValueError) as error:
@@ -77,21 +79,23 @@ def parse_response(form: str, answer: Any, queries: int) -> list[list[tuple[Pass
 def _rows(form: str, answer: Any) -> list[list[tuple[Any, Any]]]:
     """Return the documents of each query with their scores, or None for a missing score."""
     if form == "search-r1":
-        return [[_split(hit) for hit in hits] for hits in answer["result"]]
+        return [[_document_and_score(hit) for hit in hits] for hits in answer["result"]]
     if form == "r1-searcher":
-        return [[(_read_line(line), None) for line in lines] for lines in answer["answers"]]
+        return [[(_read_r1_searcher(doc), None) for doc in docs] for docs in answer["answers"]]
     # A row without scores holds documents, which are objects or strings.
-    scored = len(answer) == 2 and answer[0] and all(isinstance(row, list) for row in answer[0])
-    if scored:
+    has_scores = len(answer) == 2 and answer[0] and all(isinstance(row, list) for row in answer[0])
+    if has_scores:
         return [list(zip(*pair, strict=True)) for pair in zip(*answer, strict=True)]
     return [[(doc, None) for doc in row] for row in answer]
 
 
-def _split(hit: Any) -> tuple[Any, Any]:
+def _document_and_score(hit: Any) -> tuple[Any, Any]:
     return (hit["document"], hit.get("score")) if isinstance(hit, dict) and "document" in hit else (hit, None)
 
 
-def _scored(passages: Sequence[Passage | None], scores: Sequence[Any]) -> list[tuple[Passage, float] | None]:
+def _with_scores(
+    passages: Sequence[Passage | None], scores: Sequence[Any]
+) -> list[tuple[Passage, float] | None]:
     if all(isinstance(score, int | float | str) and math.isfinite(float(score)) for score in scores):
         ranked = [float(score) for score in scores]
     else:
@@ -111,7 +115,7 @@ def _passage(doc: Any) -> Passage | None:
     if texts and all(text is None or (isinstance(text, str) and not text.strip()) for text in texts):
         return None
     given = {name: value for name, value in doc.items() if value is not None}
-    passage = passage_of(0, given)
+    passage = passage_of(0, given)  # 0: id of a document without one, replaced below
     if any(name in given for name in PASSAGE_ID_FIELDS):
         return passage
     content = hashlib.sha256(f"{passage.title}\n{passage.text}".encode("utf-8", "surrogatepass"))
@@ -130,22 +134,27 @@ def handle_request(
     }[path]
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
-    queries, wanted, scored = (body.get(name, default) for name, default in zip(names, (None, None, False)))
+    queries, top_k, return_scores = (
+        body.get(name, default) for name, default in zip(names, (None, None, False))
+    )
     single = path == "/search"
     queries = [queries] if single else queries
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise ValueError(f"{names[0]}: must be a {'string' if single else 'list of strings'}")
-    wanted = k if wanted is None else wanted
-    if type(wanted) is not int or wanted < 1:
-        raise ValueError(f"{names[1]}={wanted!r} must be a whole number of at least 1")
-    hits = search(queries, wanted)
+    top_k = k if top_k is None else top_k
+    if type(top_k) is not int or top_k < 1:
+        raise ValueError(f"{names[1]}={top_k!r} must be a whole number of at least 1")
+    hits = search(queries, top_k)
     if path == "/queries":
-        return {"queries": queries, "answers": [[_line(hit.passage) for hit in row] for row in hits]}
+        return {
+            "queries": queries,
+            "answers": [[_r1_searcher_document(hit.passage) for hit in row] for row in hits],
+        }
     documents = [[document(hit.passage) for hit in row] for row in hits]
     scores = [[hit.score for hit in row] for row in hits]
     if path == "/retrieve":
-        rows = [[{"document": d, "score": s} for d, s in zip(*pair)] for pair in zip(documents, scores)]
-        return {"result": rows if scored else documents}
+        rows = [[{"document": d, "score": s} for d, s in zip(*row)] for row in zip(documents, scores)]
+        return {"result": rows if return_scores else documents}
     if single:
-        return [documents[0], scores[0]] if scored else documents[0]
-    return [documents, scores] if scored else documents
+        return [documents[0], scores[0]] if return_scores else documents[0]
+    return [documents, scores] if return_scores else documents

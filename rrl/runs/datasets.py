@@ -20,7 +20,7 @@ from rrl.models.weights import require_folder
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
 from rrl.retrieval.folder import KINDS as INDEXES
-from rrl.retrieval.folder import index_identity, stamp
+from rrl.retrieval.folder import index_identity, size_and_hash
 from rrl.retrieval.index import make_retriever, open_index, stored_retriever
 from rrl.retrieval.remote import open_remote
 from rrl.retrieval.retriever import Retriever, RetryPolicy, SearchFailed
@@ -225,7 +225,7 @@ def load_retriever_encoder(config: RetrieverConfig, where: str = "retriever") ->
 def data_fingerprint(folder: str) -> dict[str, Any]:
     """Return size and SHA-256 of each file of a data folder, which identify the data also after the folder has moved."""
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
-    stamps = {file.name: stamp(file) for file in files}
+    stamps = {file.name: size_and_hash(file) for file in files}
     return {
         "files": {name: entry["bytes"] for name, entry in stamps.items()},
         "content": {name: entry["sha256"] for name, entry in stamps.items()},

@@ -24,7 +24,7 @@ from rrl.models.config import EncoderConfig
 from rrl.models.encoder import Encoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.retrieval.bm25 import Bm25Config
-from rrl.retrieval.encode import TextEncoder, pad, save_text_encoder, token_cutter
+from rrl.retrieval.encode import TextEncoder, make_truncating_tokenizer, pad, save_text_encoder
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.settings import TextSettings
 from rrl.sft.encoder_pairs import QUERY_KINDS, EncoderPairs, make_pairs
@@ -119,7 +119,7 @@ def batches(
     config: EncoderTrainingConfig, pairs: EncoderPairs, tokenizer: Any, settings: TextSettings
 ) -> Iterator[ContrastiveBatch]:
     """Yield batches without end, drawn with the config's seed."""
-    cut = token_cutter(tokenizer)
+    cut = make_truncating_tokenizer(tokenizer)
     texts = (f"{settings.passage_prefix}{passage.title} {passage.text}" for passage in pairs.passages)
     passages = pad(cut(texts, settings.passage_tokens)[0], settings.passage_tokens, tokenizer.pad_token_id)
     texts = (settings.query_prefix + query for query in pairs.queries)

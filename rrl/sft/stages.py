@@ -46,7 +46,7 @@ from rrl.parallel.rules import shard
 from rrl.recipes.card import make_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.rsearch import READER_TEMPLATE
-from rrl.retrieval.folder import stamp
+from rrl.retrieval.folder import size_and_hash
 from rrl.rewards.judge_card import write_judge_card
 from rrl.rl.optim import OptimConfig
 from rrl.runs.datasets import DataConfig, RetrieverConfig, load_retriever, load_retriever_encoder
@@ -192,7 +192,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     if values["init"]:
         identity["init"] = _init_hash(values["init"])
     elif (tokenizer_file := shipped(values["tokenizer"]) / "tokenizer.json").is_file():
-        identity["tokenizer_sha256"] = stamp(tokenizer_file)["sha256"]
+        identity["tokenizer_sha256"] = size_and_hash(tokenizer_file)["sha256"]
     if (encoder := values["data"].get("encoder")) and shipped(encoder).is_dir():
         identity["encoder_sha256"] = folder_hash(encoder)
     recipe_data = _recipe_data_config(stage, values["data"])

@@ -95,7 +95,7 @@ def test_ids_of_another_corpus_give_a_warning_and_titles_are_used(retriever, oth
     """p3 is in the index, but as the id of another passage than the question's gold passage."""
     found = retrieval_report(retriever, [dataclasses.replace(CITY, gold_ids=(other,))], [1])
     assert found.by == "gold titles" and found.groups["all"]["recall@1"] == 1
-    assert f"'{other}', under a gold title of its question" in found.as_text().splitlines()[-1]
+    assert f"'{other}', and a gold title of the same question" in found.as_text().splitlines()[-1]
 
 
 def test_ids_of_another_corpus_without_titles_are_rejected(retriever):

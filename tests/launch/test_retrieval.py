@@ -97,7 +97,7 @@ def test_wrong_input_ends_with_one_error_line(tmp_path: pathlib.Path, corpus: pa
         (
             "build_index",
             (f"--corpus={corpus}", f"--out={corpus}/x", "--retriever=bm25"),
-            "corpus.jsonl/x: cannot be made",
+            "corpus.jsonl/x: cannot be created",
         ),
         ("search", (f"--index={tmp_path}", "query"), "no manifest.json"),
         ("search", (f"--index={tmp_path}",), "no query"),

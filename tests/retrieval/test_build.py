@@ -168,7 +168,7 @@ def test_a_build_killed_while_it_finishes_repeats_no_work(
 
 def test_a_second_build_of_the_same_folder_is_rejected(tmp_path: Path) -> None:
     def again(stage: str, done: int, total: int) -> None:
-        with pytest.raises(UserError, match=r"index\.unfinished: another process builds it"):
+        with pytest.raises(UserError, match=r"index\.unfinished: another process is building it"):
             build_index(PASSAGES, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
 
     build_index(PASSAGES, tmp_path / "index", "exact", WordEncoder(), progress=again)  # type: ignore[arg-type]
@@ -230,7 +230,9 @@ def test_the_error_names_a_folder_that_is_deleted_during_the_build(
             shutil.rmtree(tmp_path / "index.unfinished", ignore_errors=True)
 
     many = [dataclasses.replace(passage, id=f"{i}") for i in range(10) for passage in PASSAGES]
-    with pytest.raises(UserError, match=r"index\.unfinished: it is gone, deleted or renamed while the index"):
+    with pytest.raises(
+        UserError, match=r"index\.unfinished: the folder was deleted or renamed during the build"
+    ):
         build_index(many, tmp_path / "index", kind, encoder_for(kind), progress=deleted)
 
 

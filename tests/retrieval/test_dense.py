@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rrl.retrieval.dense import ExactIndex, ScannIndex
-from rrl.retrieval.ranking import NO_PASSAGE, overlap
+from rrl.retrieval.ranking import NO_PASSAGE, ranking_recall
 from rrl.retrieval.sizing import ScannConfig
 
 BUILDERS = [ExactIndex, ScannIndex.build]
@@ -92,7 +92,7 @@ def test_every_scann_config_has_high_recall_in_memory_and_from_a_folder(
     (tmp_path / "scann").rename(tmp_path / "moved")
     for index in (ScannIndex.build(points, config), ScannIndex.load(tmp_path / "moved", points, config)):
         ids, found = index.search([""] * 100, 5, queries)
-        assert overlap(ids, exact) >= 0.99
+        assert ranking_recall(ids, exact) >= 0.99
         same = ids == exact
         np.testing.assert_array_equal(found[same], scores[same])
         assert all(len(set(row)) == 5 for row in ids.tolist()), "no passage comes twice"
@@ -106,7 +106,9 @@ def test_random_reads_of_a_memory_map_do_not_read_neighbouring_pages(tmp_path: P
     list(ScannIndex.build_folder(tmp_path / "scann", mapped, FORMS[0]))
     index = ScannIndex.load(tmp_path / "scann", mapped, FORMS[0])
     assert (
-        overlap(index.search([""] * 5, 5, queries)[0], ExactIndex(points).search([""] * 5, 5, queries)[0])
+        ranking_recall(
+            index.search([""] * 5, 5, queries)[0], ExactIndex(points).search([""] * 5, 5, queries)[0]
+        )
         == 1
     )
     _, _, mapping = Path("/proc/self/smaps").read_text().partition(str(tmp_path / "embeddings.npy"))

@@ -21,8 +21,8 @@ from rrl.retrieval.encode import (
     folder_fingerprint,
     length_batches,
     load_text_encoder,
+    make_truncating_tokenizer,
     save_text_encoder,
-    token_cutter,
 )
 from rrl.retrieval.index import make_retriever, open_index
 from rrl.retrieval.settings import TextSettings
@@ -70,7 +70,7 @@ def test_queries_have_prefix_fixed_width_and_closing_token() -> None:
 
 
 def test_without_special_tokens_a_long_text_is_only_cut() -> None:
-    assert token_cutter(tokenizer(special=False))(["oslo rain sun", ""], 2) == ([[6, 8], []], 1)
+    assert make_truncating_tokenizer(tokenizer(special=False))(["oslo rain sun", ""], 2) == ([[6, 8], []], 1)
 
 
 def test_batches_have_every_row_once_longest_first_with_little_padding() -> None:
@@ -108,7 +108,7 @@ def test_long_passages_are_cut_and_counted(caplog: pytest.LogCaptureFixture) -> 
     encoder = text_encoder(passage_tokens=12)
     caplog.set_level("INFO")
     embeddings = encoder.embed_passages(PASSAGES)
-    assert "of 19 passages cut at 12 tokens" in caplog.text
+    assert "of 19 passages truncated to 12 tokens" in caplog.text
     np.testing.assert_allclose(embeddings[16], embeddings[18], atol=2e-6)
     cut = np.array([[1, 5, 6, *[8, 10, 11] * 2, 8, 10, 2]])  # [CLS] passage: oslo rain of town ... [SEP]
     np.testing.assert_allclose(embeddings[16], encoder.encoder.embed(cut, cut != 0)[0], atol=2e-6)

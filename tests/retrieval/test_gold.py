@@ -106,7 +106,7 @@ def test_ids_are_case_sensitive_and_titles_are_not() -> None:
 
 
 def test_wrong_arguments_are_rejected() -> None:
-    with pytest.raises(UserError, match=r"cuts=\[0\]: each must be 1 or more"):
+    with pytest.raises(UserError, match=r"cutoffs=\[0\]: each must be 1 or more"):
         gold_hits([["A"]], [["A"]]).report((0,))
     with pytest.raises(ValueError):
         gold_hits([["A"]], [])

@@ -233,7 +233,7 @@ def test_a_resumed_run_without_its_stored_index_logs_a_warning(
         shutil.rmtree(tmp_path / "indexes")
         (tmp_path / "checkpoints" / "3").mkdir(parents=True)
         stored(tmp_path / "indexes", "exact")
-    assert "is missing, or an older version made it" in caplog.text
+    assert "is missing: it was removed, or an older version of rrl named it differently" in caplog.text
 
 
 def _as_file(index: Path) -> None:

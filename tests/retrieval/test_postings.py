@@ -8,7 +8,7 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
-from rrl.retrieval.postings import PostingsFolder, Vocabulary, count
+from rrl.retrieval.postings import PostingsFolder, Vocabulary, count_words
 
 RNG = np.random.default_rng(0)
 TEXTS = [" ".join(f"w{i}" for i in RNG.zipf(1.3, RNG.integers(0, 30)) if i < 200) for _ in range(300)]
@@ -19,13 +19,13 @@ CONFIG = Bm25Config(1.2, 0.75, stem=False)
 def in_blocks(folder: Path, *cuts: int) -> PostingsFolder:
     for start, stop in zip((0, *cuts), (*cuts, len(PASSAGES))):
         # Open the folder again each time, as after a kill.
-        PostingsFolder(folder).add([CONFIG.words(passage) for passage in PASSAGES[start:stop]])
+        PostingsFolder(folder).add([CONFIG.analyse_passage(passage) for passage in PASSAGES[start:stop]])
     return PostingsFolder(folder)
 
 
 def test_a_block_counts_words() -> None:
     vocabulary = Vocabulary()
-    block = count([["b", "a", "b"], [], ["a"]], vocabulary)
+    block = count_words([["b", "a", "b"], [], ["a"]], vocabulary)
     assert dict(vocabulary) == {"b": 0, "a": 1}
     assert [part.tolist() for part in vars(block).values()] == [[0, 1, 1], [0, 0, 2], [2, 1, 1], [3, 0, 1]]
 
@@ -42,7 +42,7 @@ def test_scores_equal_those_of_bm25s() -> None:
 @pytest.mark.parametrize("cuts", [(), (100, 101, 250)])
 def test_an_index_counted_on_disk_equals_one_counted_in_memory(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     blocks = in_blocks(tmp_path / "blocks", *cuts)
-    assert blocks.passages == len(PASSAGES)
+    assert blocks.passages_counted == len(PASSAGES)
     Bm25Index.build_folder(blocks, tmp_path / "bm25", CONFIG)
     Bm25Index.build(PASSAGES, CONFIG).save(tmp_path / "memory")
     for file in (tmp_path / "memory").iterdir():
@@ -52,4 +52,4 @@ def test_an_index_counted_on_disk_equals_one_counted_in_memory(tmp_path: Path, c
 def test_a_half_written_block_is_counted_again(tmp_path: Path) -> None:
     blocks = in_blocks(tmp_path, 100)
     (tmp_path / "000002.npz.part").write_bytes(b"half")
-    assert PostingsFolder(tmp_path).passages == blocks.passages
+    assert PostingsFolder(tmp_path).passages_counted == blocks.passages_counted

@@ -41,7 +41,7 @@ def test_rescoring_bounds_the_vectors_read_at_once(monkeypatch: pytest.MonkeyPat
     candidates = [rng.permutation(300)[: 50 + row] for row in range(40)]
     whole = rescore(embeddings, queries, candidates, 5)
     for limit in (8, 2_000):
-        monkeypatch.setattr(ranking, "RESCORED_TOGETHER", limit)
+        monkeypatch.setattr(ranking, "MAX_RESCORE_ELEMENTS", limit)
         Watched.most = 0
         for part, expected in zip(
             rescore(embeddings.view(Watched), queries, candidates, 5), whole, strict=True

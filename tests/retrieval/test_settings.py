@@ -138,7 +138,7 @@ def test_the_error_names_unsupported_modules(files: dict[str, Any], message: str
             {"family": "glove"},
             "family='glove' is unknown; choose one of e5, e5-instruct, bge-en-v1.5, minilm",
         ),
-        ({"family": "e5", "task": "x"}, "task='x' has no place in query_prefix='query: '"),
+        ({"family": "e5", "task": "x"}, "task='x' is not used by query_prefix='query: '"),
         ({"family": "e5", "pooling": "max"}, "pooling mode='max' is unknown"),
         ({"family": "e5", "query_tokens": "9"}, "query_tokens='9' must be a whole number"),
         ({"family": "e5", "passage_tokens": 0}, "passage_tokens=0 must be at least 1"),
