@@ -42,18 +42,19 @@ from rrl.rollout.config import EngineConfig
 from rrl.rollout.protocol import SingleTurn
 
 TINY = "assets/miniwiki-policy"
+"""Folder of the shipped policy: its shape is `--shape=tiny`, and its tokenizer serves all shapes."""
 TARGETS = {"decoding": "at least 70 %", "prefilling": "at least 50 %", HF: "at least 5x"}
-"""Row -> target."""
+"""Targets of the rows: percent of the measured roofline, and speed as a multiple of Hugging Face's generate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
     """Measured peak rates of the device."""
 
-    bandwidth: float
-    """Bytes per second of a copy, reads plus writes."""
-    flops: float
-    """FLOP/s of a square matrix product."""
+    bytes_per_second: float
+    """Rate of a copy; bytes read and bytes written both count."""
+    flops_per_second: float
+    """Rate of a square matrix product."""
 
 
 def measure_roofline(dtype: DTypeLike, on_cpu: bool) -> Roofline:
@@ -62,13 +63,13 @@ def measure_roofline(dtype: DTypeLike, on_cpu: bool) -> Roofline:
     size, side = (2**26, 1024) if on_cpu else (2**31, 8192)
     data = jnp.zeros(size // 4, jnp.uint32)
     copy = jax.jit(lambda x: x ^ 1)
-    # Scaled so that products stay as large as their factors, without further operations.
+    # The scale keeps the entries of repeated products at the same magnitude.
     matrix = jax.random.normal(jax.random.key(0), (side, side), dtype) * jnp.asarray(side**-0.5, dtype)
-    times = 8
+    products = 8
 
     @jax.jit
     def multiply(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, times, lambda _, y: y @ x, x)
+        return jax.lax.fori_loop(0, products, lambda _, y: y @ x, x)
 
     def fastest(function: functools.partial) -> float:
         function().block_until_ready()
@@ -76,20 +77,23 @@ def measure_roofline(dtype: DTypeLike, on_cpu: bool) -> Roofline:
 
     return Roofline(
         2 * size / fastest(functools.partial(copy, data)),
-        times * 2 * side**3 / fastest(functools.partial(multiply, matrix)),
+        products * 2 * side**3 / fastest(functools.partial(multiply, matrix)),
     )
 
 
 class TimedRollouts:
-    """Rollouts of one turn in which all rows write the same number of tokens."""
+    """Rollouts of one turn in which all sequences of the batch generate the same number of tokens."""
 
     def __init__(self, decoder: Decoder, batch: int, longest: int) -> None:
-        """Args:
-        decoder: the model.
-        batch: number of rows.
-        longest: maximum tokens of a row, prompt included."""
+        """Create the engine.
+
+        Args:
+          decoder: the model.
+          batch: number of sequences.
+          longest: maximum tokens of a sequence, prompt included.
+        """
         self.model, self.batch = FixedLengths(decoder, load_tokenizer(TINY)), batch
-        # The engine needs room for two tokens beyond the prompt.
+        # The engine needs a context of at least the prompt and two tokens, even if it generates one token only.
         config = EngineConfig(rows=batch, context=longest + 1, wake_threshold=batch, prefill_tokens=8192)
         self._engine = self.model.engine(config)
 
@@ -113,47 +117,48 @@ def against_roofline(
 ) -> tuple[list[BenchmarkRow], str]:
     """Compare a decode step with the bytes that it must read, and the prefill with its FLOPs."""
     config, itemsize = decoder.config, decoder.dtype.itemsize
-    batch, prompt, new, read = args.batch, args.prompt, args.new, args.read
-    rollouts, reading = (
+    batch, prompt, new, prefill = args.batch, args.prompt, args.new, args.read
+    rollouts, prefills = (
         TimedRollouts(decoder, batch, prompt + new + 1),
-        TimedRollouts(decoder, batch, read + 1),
+        TimedRollouts(decoder, batch, prefill + 1),
     )
     sides = {
         "one token": lambda: rollouts.seconds(prompt, 1),
         "all tokens": lambda: rollouts.seconds(prompt, new + 1),
-        "prefilling": lambda: reading.seconds(read, 1),
+        "prefilling": lambda: prefills.seconds(prefill, 1),
     }
     times = interleave(sides, args.rounds)
-    seconds = medians(times)
-    step = (seconds["all tokens"] - seconds["one token"]) / new
+    seconds_of = medians(times)
+    step = (seconds_of["all tokens"] - seconds_of["one token"]) / new
+    # A decode step reads the weights of all layers and of the output head.
     weights = itemsize * (matrix_parameters(config) + config.hidden * config.vocab_size)
     bytes_per_step = weights + cache_bytes(config, batch, prompt + new / 2, itemsize)
-    flops = forward_flops(config, batch * read, read / 2, batch)
-    rates = bytes_per_step / step, flops / seconds["prefilling"]
+    flops = forward_flops(config, batch * prefill, prefill / 2, batch)
+    decode_rate, prefill_rate = bytes_per_step / step, flops / seconds_of["prefilling"]
     rows = [
         BenchmarkRow(
             f"decoding, batch {batch}, {prompt} to {prompt + new} tokens: GB/s of weights, keys and values read",
-            f"{rates[0] / 1e9:.0f} ({1e3 * step:.2f} ms a step)",
-            f"a copy {roof.bandwidth / 1e9:.0f}",
-            f"{100 * rates[0] / roof.bandwidth:.0f} %",
+            f"{decode_rate / 1e9:.0f} ({1e3 * step:.2f} ms a step)",
+            f"a copy {roof.bytes_per_second / 1e9:.0f}",
+            f"{100 * decode_rate / roof.bytes_per_second:.0f} %",
             TARGETS["decoding"],
         ),
         BenchmarkRow(
-            f"prefilling {batch} prompts of {read} tokens: TFLOP/s",
-            f"{rates[1] / 1e12:.3g} ({batch * read / seconds['prefilling']:.0f} tokens/s)",
-            f"a matrix product {roof.flops / 1e12:.3g}",
-            f"{100 * rates[1] / roof.flops:.0f} %",
+            f"prefilling {batch} prompts of {prefill} tokens: TFLOP/s",
+            f"{prefill_rate / 1e12:.3g} ({batch * prefill / seconds_of['prefilling']:.0f} tokens/s)",
+            f"a matrix product {roof.flops_per_second / 1e12:.3g}",
+            f"{100 * prefill_rate / roof.flops_per_second:.0f} %",
             TARGETS["prefilling"],
         ),
     ]
-    return rows, f"Roofs: {warm_up(times)}"
+    return rows, f"Roofline: {warm_up(times)}"
 
 
 def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[BenchmarkRow], list[str]]:
     """Compare tokens per second with Hugging Face's generate, with the same weights and the faster of its
     caches.
 
-    The outputs are compared by their most probable first token.
+    The outputs are compared by the first token of a greedy continuation.
     """
     batch, prompt, new = args.batch, args.prompt, args.new
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, sampled: tokens/s"
@@ -164,17 +169,18 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Benchma
         hf = started[HF]
         times = interleave({"ours": lambda: rollouts.seconds(prompt, new)} | hf.sides("sample"), args.rounds)
         ours = [int(row[0]) for row in rollouts.greedy(prompt, new)]
-        first = np.mean([one == other[0] for one, other in zip(ours, hf.peer.ask("greedy")["tokens"])])
-        # With random weights in bfloat16 many logits tie for the best; after a different choice the texts diverge.
-        below = max(hf.peer.ask(" ".join(map(str, ["below", *ours])))["below"])
+        first = np.mean([one == other[0] for one, other in zip(ours, hf.process.ask("greedy")["tokens"])])
+        # With random weights in bfloat16 the best logits are often equal. Texts diverge after a different choice, so only first
+        # tokens are compared. `below` holds how far our tokens lie below the best logit of Hugging Face's model.
+        below = max(hf.process.ask(" ".join(map(str, ["below", *ours])))["below"])
     seconds_of = medians(times)
-    seconds, words = hf.best(seconds_of, lambda seconds: f"{batch * new / seconds:.0f}")
+    hf_seconds, hf_text = hf.best(seconds_of, lambda value: f"{batch * new / value:.0f}")
     rows = [
         BenchmarkRow(
             what,
             f"{batch * new / seconds_of['ours']:.0f}",
-            words,
-            f"{seconds / seconds_of['ours']:.2f}x",
+            hf_text,
+            f"{hf_seconds / seconds_of['ours']:.2f}x",
             TARGETS[HF],
         ),
         BenchmarkRow(
@@ -189,16 +195,20 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Benchma
 
 
 def unmeasured_rows(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Return the rows that need a GPU or TPU."""
-    why = f"{NOT_MEASURED}: this is a CPU"
+    """Return the rows that a CPU cannot measure, marked as not measured."""
+    reason = f"{NOT_MEASURED}: this is a CPU"
     return [
         BenchmarkRow(
-            f"decoding, batch {args.batch}", why, "the bandwidth of a copy", "", TARGETS["decoding"]
+            f"decoding, batch {args.batch}", reason, "the bandwidth of a copy", "", TARGETS["decoding"]
         ),
         BenchmarkRow(
-            f"prefilling, batch {args.batch}", why, "the rate of a matrix product", "", TARGETS["prefilling"]
+            f"prefilling, batch {args.batch}",
+            reason,
+            "the rate of a matrix product",
+            "",
+            TARGETS["prefilling"],
         ),
-        BenchmarkRow(f"one turn, batch {args.batch}, sampled: tokens/s", why, HF, "", TARGETS[HF]),
+        BenchmarkRow(f"one turn, batch {args.batch}, sampled: tokens/s", reason, HF, "", TARGETS[HF]),
     ]
 
 
@@ -206,9 +216,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=("tiny", *PUBLISHED), default="Qwen2.5-7B", help="model shape")
-    parser.add_argument("--batch", type=int, default=64, help="number of rows")
+    parser.add_argument("--batch", type=int, default=64, help="number of sequences")
     parser.add_argument("--prompt", type=int, default=256, help="number of prompt tokens")
-    parser.add_argument("--new", type=int, default=256, help="number of tokens that each row writes")
+    parser.add_argument("--new", type=int, default=256, help="number of tokens that each sequence generates")
     parser.add_argument(
         "--read", type=int, default=1024, help="number of tokens of the prompts whose prefill is timed"
     )
@@ -219,9 +229,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     imports(args.hf_python, "torch")  # fails at once if this Python does not exist
     platform = jax.default_backend()
-    section, line = f"Rollout: {args.shape}'s shape", command("benchmarks.accelerator", parser, vars(args))
+    section, command_line = (
+        f"Rollout: {args.shape}'s shape",
+        command("benchmarks.accelerator", parser, vars(args)),
+    )
     if platform == "cpu" and args.shape != "tiny":
-        write(section, line, unmeasured_rows(args), [], measured=False)
+        write(section, command_line, unmeasured_rows(args), [], measured=False)
         return
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
     roof = measure_roofline(dtype, platform == "cpu")
@@ -234,8 +247,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         attention=choose_backend("auto", platform, dtype),
     )
     rows, note = against_roofline(decoder, args, roof)
-    more, notes = against_hf(decoder, args)
-    write(section, line, rows + more, [note, *notes])
+    hf_rows, notes = against_hf(decoder, args)
+    write(section, command_line, rows + hf_rows, [note, *notes])
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ BERT_BASE = {
 
 
 def measure(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Measure passages per second of both sides."""
+    """Measure passages per second of this library and of sentence-transformers, and compare the embeddings."""
     what = f"BERT-base shape, float32, {args.passages} passages, passages/s"
     if not imports(args.st_python, "sentence_transformers"):
         return [BenchmarkRow(what, "", "", "not measured: no sentence_transformers", "at least 0.9x")]
@@ -51,16 +51,17 @@ def measure(args: argparse.Namespace) -> list[BenchmarkRow]:
         texts.write_text(json.dumps([f"{p.title} {p.text}" for p in passages]))
         peer = PeerProcess(args.st_python, "st_encode.py", folder, str(texts))
         ours = model.embed_passages(passages)
-        took = interleaved_medians(
+        seconds_of = interleaved_medians(
             {
                 "ours": lambda: seconds(lambda: model.embed_passages(passages)),
                 "theirs": lambda: peer.ask("encode")["seconds"],
             },
             args.rounds,
         )
-        gap = float(np.abs(ours - np.load(f"{texts}.npy")).max())
+        # The peer has saved its embeddings beside the texts.
+        largest_difference = float(np.abs(ours - np.load(f"{texts}.npy")).max())
         peer.close()
-    rate = {side: len(passages) / value for side, value in took.items()}
+    rate = {side: len(passages) / value for side, value in seconds_of.items()}
     lengths = [len(row) for row in model.tokenize_passages(passages)[0]]
     return [
         BenchmarkRow(
@@ -70,7 +71,9 @@ def measure(args: argparse.Namespace) -> list[BenchmarkRow]:
             f"{rate['ours'] / rate['theirs']:.2f}x",
             "at least 0.9x",
         ),
-        BenchmarkRow("largest difference of an embedding's entries", f"{gap:.0e}", "", "", "1e-5"),
+        BenchmarkRow(
+            "largest difference of an embedding's entries", f"{largest_difference:.0e}", "", "", "1e-5"
+        ),
     ]
 
 

@@ -21,7 +21,7 @@ KEY = jax.random.key(0)
 
 @dataclasses.dataclass(frozen=True)
 class FixedLengths:
-    """A decoder, with its tokenizer, whose sequences end only by their limits."""
+    """A decoder, with its tokenizer, whose sequences end only at their length limits."""
 
     decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
@@ -45,9 +45,9 @@ class FixedLengths:
             Request(
                 Question(str(number), "", ()),
                 prompt.astype(np.int32),
-                number * samples + sample,
-                number,
-                temperature,
+                seed=number * samples + sample,
+                group=number,
+                temperature=temperature,
             )
             for number, prompt in enumerate(draws)
             for sample in range(samples)
@@ -56,8 +56,10 @@ class FixedLengths:
     def timed(
         self, engine: Engine, requests: Sequence[Request], environment: Any, tokens: int | None = None
     ) -> Callable[[], float]:
-        """Return a function that runs the requests and returns the seconds; it checks that `tokens` were
-        written in total."""
+        """Return a function that runs the requests and returns the seconds.
+
+        It checks that the model has generated `tokens` tokens in total, unless `tokens` is None.
+        """
         params = nnx.state(self.decoder)
 
         def run() -> float:

@@ -23,26 +23,39 @@ from rrl.models.cpu.layers import LANES, can_attend
 
 RESULTS = pathlib.Path(__file__).parent / "RESULTS.md"
 NOT_MEASURED = "not measured"
-"""Stands instead of a device, above rows that could not be measured."""
+"""Text in place of a measured value, and in a section's title in place of the device, if a measurement was impossible."""
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "torch", "google-tunix", "scann", "bm25s")
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkRow:
-    """One row of a table in RESULTS.md."""
+    """One row of a table in RESULTS.md: a comparison of this library with a peer, that is, another library or a bound."""
 
     what: str
+    """What is measured, with its unit."""
     ours: str
+    """Result of this library."""
     peer: str
+    """Result of the peer, with its name and versions; or the reason why it is not measured."""
     ratio: str
+    """How our result compares with the peer's; larger is better for speeds, smaller for memory."""
     target: str
+    """The ratio, or the result, that we aim at; "" without a target."""
 
     def __str__(self) -> str:
         return f"| {self.what} | {self.ours} | {self.peer} | {self.ratio} | {self.target} |"
 
 
 def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run all sides in turn, `rounds` + 1 times, and return the values of each; the first is the warm-up."""
+    """Run all sides of a comparison in turn, `rounds` + 1 times.
+
+    Args:
+      sides: name -> function that runs one side once and returns the seconds.
+      rounds: number of rounds after the warm-up round.
+
+    Returns:
+      name -> seconds of every round. The first value is the warm-up.
+    """
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name, side in sides.items():
@@ -82,15 +95,15 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 class PeerProcess:
-    """Another library, in a process of its own Python.
+    """A process that runs another library, with the Python interpreter where that library is installed.
 
-    It runs a script of `benchmarks/peers`, which answers each line of its input with a line of JSON.
+    Its script, in `benchmarks/peers`, answers each line of its input with a line of JSON.
     """
 
     def __init__(self, python: str, script: str, *arguments: str) -> None:
         file = pathlib.Path(__file__).parent / "peers" / script
         environment = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-        # `prepare_host` sets it for our callbacks; such a large thread pool slows a peer.
+        # `prepare_host` sets NPROC to enlarge the thread pool of our callbacks. That pool would slow a peer.
         environment.pop("NPROC", None)
         self._process = subprocess.Popen(
             [python, str(file), *arguments],
@@ -123,7 +136,7 @@ def imports(python: str, module: str) -> bool:
     return subprocess.run([python, "-c", code], check=False).returncode == 0
 
 
-def start(python: str, module: str, script: str, *arguments: str) -> PeerProcess | str:
+def start_peer(python: str, module: str, script: str, *arguments: str) -> PeerProcess | str:
     """Start the peer that needs `module`, or return the reason why it cannot be measured, as text for a
     row."""
     if not imports(python, module):
@@ -136,7 +149,10 @@ def start(python: str, module: str, script: str, *arguments: str) -> PeerProcess
 
 
 def command(module: str, parser: argparse.ArgumentParser, used: Mapping[str, object]) -> str:
-    """Return the command line with these options; the path of a Python is replaced by PATH."""
+    """Return the command line with those options of `used` that differ from their defaults.
+
+    The path of a Python interpreter is replaced by PATH.
+    """
     given = {name: value for name, value in used.items() if value != parser.get_default(name)}
     options = [f"--{name}={'PATH' if name.endswith('_python') else value}" for name, value in given.items()]
     return " ".join([f"python -m {module}", *options])
@@ -147,6 +163,7 @@ def machine() -> str:
     device = jax.devices()[0]
     kind = device.device_kind
     if device.platform == "cpu":
+        # On a CPU, these kernels are available exactly if a C++ compiler is.
         compiler = "with" if can_attend(jnp.float32, LANES) else "without"
         kind = f"{len(os.sched_getaffinity(0))} cores, {compiler} a C++ compiler"
     versions = []
@@ -159,20 +176,28 @@ def machine() -> str:
 
 
 def write(
-    section: str, line: str, rows: list[BenchmarkRow], notes: list[str], *, measured: bool = True
+    section: str, command_line: str, rows: list[BenchmarkRow], notes: list[str], *, measured: bool = True
 ) -> None:
     """Print a table below its command and put it into RESULTS.md.
 
-    It replaces the section of the same name for the same device, or one that was not measured. A
-    section that was not measured never replaces a measured one.
+    It replaces the section of the same name and device, or else the section of the same name that is
+    marked as not measured. An unmeasured section never replaces a measured one.
     """
     device = jax.devices()[0]
-    where = (
+    device_name = (
         (device.platform if device.platform == "cpu" else device.device_kind) if measured else NOT_MEASURED
     )
     head = "| what | ours | peer | ratio | target |\n|---|---|---|---|---|"
     body = "\n".join(
-        [f"## {section}, {where}", "", f"`{line}` on {machine()}", "", head, *map(str, rows), ""]
+        [
+            f"## {section}, {device_name}",
+            "",
+            f"`{command_line}` on {machine()}",
+            "",
+            head,
+            *map(str, rows),
+            "",
+        ]
     )
     body += "".join(f"\n- {note}" for note in notes) + ("\n" if notes else "")
     print(body)
@@ -182,7 +207,7 @@ def write(
         title = rf"^## {re.escape(section)}, {device}$"
         return re.search(rf"{title}.*?(?=^## |\Z)", old, re.MULTILINE | re.DOTALL)
 
-    replaced = older(re.escape(where)) or older(NOT_MEASURED)
+    replaced = older(re.escape(device_name)) or older(NOT_MEASURED)
     if not measured and not replaced and older("[^,\n]*"):
         return
     new = old.replace(replaced[0], body + "\n") if replaced else f"{old.rstrip()}\n\n{body}"

@@ -1,4 +1,4 @@
-"""Runs a peer library in each of its settings; the fastest setting is compared."""
+"""Runs a peer library with each of its cache implementations; the fastest one is compared."""
 
 import contextlib
 import math
@@ -6,67 +6,70 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 
 from benchmarks.fixed_lengths import FixedLengths
-from benchmarks.measure import NOT_MEASURED, PeerProcess, imports, start
+from benchmarks.measure import NOT_MEASURED, PeerProcess, imports, start_peer
 from rrl.models.hf import save_decoder
 
 
 class PeerLibrary:
-    """The process of a peer library, and the settings that its script supports.
+    """The process of a peer library, and the cache implementations that it offers.
 
-    `settings` is ("",) if there is no choice. Otherwise a setting is the second word of each command.
+    `caches` is ("",) if there is no choice. Otherwise each command to the script is followed by one of them.
     """
 
-    def __init__(self, name: str, peer: PeerProcess, settings: tuple[str, ...] = ("",)) -> None:
-        self.name, self.peer, self.settings = name, peer, settings
+    def __init__(self, name: str, process: PeerProcess, caches: tuple[str, ...] = ("",)) -> None:
+        self.name, self.process, self.caches = name, process, caches
         self._failed: dict[str, str] = {}
 
-    def sides(self, command: str, *more: int) -> dict[str, Callable[[], float]]:
-        """Return one side of a comparison per setting, by name.
+    def sides(self, command: str, *numbers: int) -> dict[str, Callable[[], float]]:
+        """Return one side of a comparison for each cache, by name.
 
         Args:
-          command: command of the script: "sample", or "turns" or "kept".
-          more: numbers that follow the command, such as lengths.
+          command: command of the script, such as "sample" or "turns"; see the docstrings in `benchmarks/peers`.
+          numbers: integers that follow the command, such as the history lengths of the turns.
         """
         return {
-            self._side(setting): lambda setting=setting: self._seconds(command, setting, *more)  # type: ignore[misc]
-            for setting in self.settings
+            self._side(cache): lambda cache=cache: self._seconds(command, cache, *numbers)  # type: ignore[misc]
+            for cache in self.caches
         }
 
-    def _seconds(self, command: str, setting: str, *more: int) -> float:
-        if setting not in self._failed:
-            answer = self.peer.ask(" ".join(map(str, filter(None, (command, setting, *more)))))
+    def _seconds(self, command: str, cache: str, *numbers: int) -> float:
+        """Return the seconds of one run, or infinity if the peer fails with this cache. It does not try again."""
+        if cache not in self._failed:
+            answer = self.process.ask(" ".join(map(str, filter(None, (command, cache, *numbers)))))
             if "seconds" in answer:
                 return answer["seconds"]
-            self._failed[setting] = answer["error"]
+            self._failed[cache] = answer["error"]
         return math.inf
 
     def best(self, seconds: Mapping[str, float], render: Callable[[float], str]) -> tuple[float, str]:
         """Return the fewest seconds, and a text for the row.
 
-        The text holds the rendered times of all settings and the versions.
+        The text contains the rendered times with all caches, and the versions.
 
         Args:
           seconds: side -> seconds.
           render: formats seconds for the row.
         """
-        times = {setting: seconds[self._side(setting)] for setting in self.settings}
+        times = {cache: seconds[self._side(cache)] for cache in self.caches}
         first, *others = sorted(times, key=times.__getitem__)
         details = [f"{first} cache"] if first else []
-        for setting in others:
-            failed = self._failed.get(setting)
-            details.append(f"{setting} {f'{NOT_MEASURED}, {failed}' if failed else render(times[setting])}")
-        details.append(self.peer.info["versions"])
+        for cache in others:
+            failed = self._failed.get(cache)
+            details.append(f"{cache} {f'{NOT_MEASURED}, {failed}' if failed else render(times[cache])}")
+        details.append(self.process.info["versions"])
         return times[first], f"{self.name} {render(times[first])} ({'; '.join(details)})"
 
-    def _side(self, setting: str) -> str:
-        return f"{self.name}, {setting} cache" if setting else self.name
+    def _side(self, cache: str) -> str:
+        return f"{self.name}, {cache} cache" if cache else self.name
 
 
 HF, TUNIX = "HF generate", "Tunix Sampler"
 CACHES = ("dynamic", "static")
 """Cache implementations of Hugging Face's generate."""
-_NEEDED = {HF: ("torch", "hf_generate.py"), TUNIX: ("tunix", "tunix_sampler.py")}
-_SETTINGS = {HF: CACHES, TUNIX: ("",)}
+_MODULES_AND_SCRIPTS = {HF: ("torch", "hf_generate.py"), TUNIX: ("tunix", "tunix_sampler.py")}
+"""Library -> (module that it needs, script in `benchmarks/peers`)."""
+_CACHES = {HF: CACHES, TUNIX: ("",)}
+"""Library -> the `caches` of its PeerLibrary."""
 
 
 @contextlib.contextmanager
@@ -80,13 +83,13 @@ def peers(
     started: dict[str, PeerLibrary] = {}
     missing: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        if any(imports(python, _NEEDED[name][0]) for name, python in pythons.items()):
+        if any(imports(python, _MODULES_AND_SCRIPTS[name][0]) for name, python in pythons.items()):
             save_decoder(folder, model.decoder, model.tokenizer, dtype=model.decoder.dtype)
         for name, python in pythons.items():
-            peer = start(python, *_NEEDED[name], folder, str(batch), str(prompt), str(new))
+            peer = start_peer(python, *_MODULES_AND_SCRIPTS[name], folder, str(batch), str(prompt), str(new))
             if isinstance(peer, str):
                 missing[name] = peer
             else:
-                started[name] = PeerLibrary(name, peer, _SETTINGS[name])
+                started[name] = PeerLibrary(name, peer, _CACHES[name])
                 stack.callback(peer.close)
         yield started, missing

@@ -2,10 +2,10 @@
 
 The passages are those of the built-in world, embedded by the shipped encoder; the queries are those of its questions. Both sides
 search the same vectors in turn, with the same number of threads. Our time includes the exact rescoring from the memory-mapped
-file. `--dim` above 128 maps the vectors into more dimensions by a fixed rotation: all inner products stay the same, and all costs
-are those of the larger dimension. The index is stored in `--folder`, so a second run does not build it again, and an interrupted
-build continues. faiss-cpu needs a Python of its own: `python -m venv FOLDER && FOLDER/bin/pip install faiss-cpu==1.15.1 numpy`.
-On 2 quiet cores 100,000 passages take about 2 minutes, 1,000,000 about 10.
+file. `--dim` above 128 multiplies the vectors by a fixed matrix with orthonormal rows: all inner products stay the same, and all
+costs are those of the larger dimension. The index is stored in `--folder`, so a second run does not build it again, and an
+interrupted build continues. faiss-cpu needs a separate Python: `python -m venv FOLDER` and then
+`FOLDER/bin/pip install faiss-cpu==1.15.1 numpy`. On 2 quiet cores 100,000 passages take about 2 minutes, 1,000,000 about 10.
 """
 
 import argparse
@@ -31,8 +31,12 @@ from rrl.retrieval.index import open_index
 from rrl.retrieval.ranking import ranking_recall
 
 ENCODER = "assets/miniwiki-encoder"
-QUERIES, K = 256, 5
+QUERIES = 256
+"""Number of queries in a search."""
+K = 5
+"""Number of passages per query."""
 OPENINGS = 5
+"""How often the index is opened with a filled page cache."""
 
 BUILD = """
 import json, resource, sys, time
@@ -72,13 +76,13 @@ opened = time.perf_counter() - began
 print(json.dumps({"opening": opened, "seconds": time.perf_counter() - began, "hits": len(hits),
                   "held": memory("VmRSS") - before, "peak": memory("VmHWM") - before}))
 """
-"""Opens the index in a separate process whose encoder and libraries are already loaded. The peak counts
-from the write to clear_refs."""
+"""Opens the index in a separate process whose encoder and libraries are already loaded. Writing 5
+to clear_refs resets the peak memory, VmHWM."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WidenedEncoder:
-    """A `TextEncoder` whose vectors are mapped into more dimensions."""
+    """A `TextEncoder` whose vectors are mapped into more dimensions, with the same inner products."""
 
     narrow: TextEncoder
     dim: int
@@ -93,14 +97,15 @@ class WidenedEncoder:
 
     def embed_queries(self, queries: Sequence[str]) -> np.ndarray:
         """See `TextEncoder.embed_queries`."""
-        return self.narrow.embed_queries(queries) @ self._rotation
+        return self.narrow.embed_queries(queries) @ self._widening
 
     def embed_tokens(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
         """See `TextEncoder.embed_tokens`."""
-        return self.narrow.embed_tokens(ids) @ self._rotation
+        return self.narrow.embed_tokens(ids) @ self._widening
 
     @functools.cached_property
-    def _rotation(self) -> np.ndarray:
+    def _widening(self) -> np.ndarray:
+        """Matrix (narrow dimensions, `dim`) with orthonormal rows."""
         drawn = np.random.default_rng(0).normal(size=(self.dim, self.narrow.dim))
         return np.linalg.qr(drawn)[0].T.astype(np.float32)
 
@@ -136,11 +141,15 @@ def queries(wiki: MiniWiki) -> list[str]:
 
 
 def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[BenchmarkRow]:
-    """Return rows of queries/s against faiss's flat index, and against its IVF index at our recall or
-    better."""
+    """Return rows of queries/s against faiss's flat (exact) index and its IVF index.
+
+    IVF probes the fewest leaves with which it reaches our recall.
+    """
+    # The embeddings are given, so the texts do not matter.
     embeddings, texts = np.load(folder / "queries.npy"), [""] * QUERIES
     peer = PeerProcess(python, "faiss_search.py", str(folder))
     peer.ask(f"flat {K}")
+    # The peer writes the positions of its hits to found.npy.
     exact = np.load(folder / "found.npy")
     recall = ranking_recall(index.search(texts, K, embeddings)[0], exact)
 
@@ -149,53 +158,54 @@ def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[B
         return ranking_recall(np.load(folder / "found.npy"), exact)
 
     nprobe = bisect.bisect_left(range(1, peer.info["leaves"]), recall, key=ivf_recall) + 1
-    equal = ivf_recall(nprobe)
+    reached_recall = ivf_recall(nprobe)
     sides: dict[str, Any] = {
         "ours": lambda: seconds(lambda: index.search(texts, K, embeddings)),
         "flat": lambda: peer.ask(f"flat {K}")["seconds"],
         "ivf": lambda: peer.ask(f"ivf {nprobe} {K}")["seconds"],
     }
-    took = interleaved_medians(sides, rounds)
+    seconds_of = interleaved_medians(sides, rounds)
     peer.close()
-    ours, version = f"{QUERIES / took['ours']:.0f}/s", peer.info["version"]
+    ours, version = f"{QUERIES / seconds_of['ours']:.0f}/s", peer.info["version"]
     return [
         BenchmarkRow(f"recall@{K} of {QUERIES} queries", f"{recall:.4f}", "1 (flat)", "", "≥ 0.99"),
         BenchmarkRow(
             "queries/s against flat",
             ours,
-            f"{QUERIES / took['flat']:.0f}/s (faiss-cpu {version})",
-            f"{took['flat'] / took['ours']:.1f}×",
+            f"{QUERIES / seconds_of['flat']:.0f}/s (faiss-cpu {version})",
+            f"{seconds_of['flat'] / seconds_of['ours']:.1f}×",
             "≥ 10×",
         ),
         BenchmarkRow(
-            f"queries/s against IVF (nprobe {nprobe} of {peer.info['leaves']}, recall {equal:.4f})",
+            f"queries/s against IVF (nprobe {nprobe} of {peer.info['leaves']}, recall {reached_recall:.4f})",
             ours,
-            f"{QUERIES / took['ivf']:.0f}/s",
-            f"{took['ivf'] / took['ours']:.1f}×",
+            f"{QUERIES / seconds_of['ivf']:.0f}/s",
+            f"{seconds_of['ivf'] / seconds_of['ours']:.1f}×",
             "≥ 1×",
         ),
         BenchmarkRow("IVF: time to build", "", f"{peer.info['build_seconds']:.0f} s", "", ""),
     ]
 
 
-def opening(folder: Path, dim: int) -> list[BenchmarkRow]:
-    """Return rows of memory and time of opening the index in a new process, of its first answer, and of
-    building it."""
+def index_costs(folder: Path, dim: int) -> list[BenchmarkRow]:
+    """Return rows of the memory and time of opening the index in a new process, and of building it."""
     query = json.loads((folder / "queries.json").read_text())[0]
     files = [file for file in (folder / "index").rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
 
-    def opened() -> dict[str, float]:
+    def open_once() -> dict[str, float]:
         command = [sys.executable, "-c", OPEN, str(folder / "index"), str(dim), query]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         return json.loads(output.splitlines()[-1])
 
     for file in files:
-        _forget(file)
-    cold = opened()
-    warm = [opened() for _ in range(OPENINGS)]
+        _drop_from_page_cache(file)
+    cold = open_once()
+    warm = [open_once() for _ in range(OPENINGS)]
     built = json.loads((folder / "built.json").read_text())
-    stages = ", ".join(f"{name} {took:.0f}" for name, took in built["stages"].items() if name != "start")
+    stages = ", ".join(
+        f"{name} {stage_seconds:.0f}" for name, stage_seconds in built["stages"].items() if name != "start"
+    )
     continued = ", of a build that was continued" if built["continued"] else ""
     return [
         BenchmarkRow(
@@ -207,9 +217,9 @@ def opening(folder: Path, dim: int) -> list[BenchmarkRow]:
         ),
         *(
             BenchmarkRow(
-                f"opening, and opening with the first query, {how}", seconds_of(found), "", "", "< 2 s"
+                f"opening, and opening with the first query, {how}", median_times(openings), "", "", "< 2 s"
             )
-            for how, found in (
+            for how, openings in (
                 ("empty page cache", [cold]),
                 (f"filled page cache (median of {OPENINGS})", warm),
             )
@@ -224,12 +234,12 @@ def opening(folder: Path, dim: int) -> list[BenchmarkRow]:
     ]
 
 
-def seconds_of(openings: Sequence[dict[str, float]]) -> str:
-    """Return the medians of opening, and of opening with the first query."""
+def median_times(openings: Sequence[dict[str, float]]) -> str:
+    """Return the median times, as text, of opening the index, and of opening it and answering a query."""
     return ", ".join(f"{np.median([one[name] for one in openings]):.2f} s" for name in ("opening", "seconds"))
 
 
-def _forget(file: Path) -> None:
+def _drop_from_page_cache(file: Path) -> None:
     """Drop a file from the page cache."""
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
@@ -248,7 +258,7 @@ def main() -> None:
     given = flags.parse_args()
     folder = Path(given.folder) / f"{given.passages}x{given.dim}"
     prepare(folder, given.passages, given.dim, given.memory_gb)
-    rows = opening(folder, given.dim)  # first, before other code uses memory
+    rows = index_costs(folder, given.dim)  # first, before other code uses memory
     index = open_index(folder / "index", text_encoder(given.dim))._index
     assert isinstance(index, ScannIndex)
     measured = read_manifest(folder / "index")["scann"]["measured"]

@@ -41,7 +41,8 @@ from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 
 TINY = "assets/miniwiki-policy"
-KERNEL = choose_backend("auto", jax.default_backend(), jnp.float32)
+"""Folder of the shipped policy."""
+ATTENTION = choose_backend("auto", jax.default_backend(), jnp.float32)
 OPTIM = OptimConfig(lr=1e-4, total_steps=1000, schedule="constant")
 QWEN_HALF_BILLION = {
     "model_type": "qwen2",
@@ -62,10 +63,10 @@ class StepRunner:
     """A decoder with its optimiser and reference, which takes training steps."""
 
     def __init__(self, decoder: Decoder, config: ObjectiveConfig) -> None:
-        graph, params, self.fixed = split_trained(decoder, ())
+        graph, params, self.untrained = split_trained(decoder, ())
         self.reference = jax.tree.map(jnp.copy, params)
         optimizer = make_optimizer(OPTIM)
-        # With the sharding that a step returns, so that the second step is not compiled again.
+        # Give the inputs the sharding of a step's outputs, so that the second step is not compiled again.
         self.params, self.state = jax.tree.map(
             lambda x: jax.device_put(x, x.sharding), (params, optimizer.init(params))
         )
@@ -73,10 +74,10 @@ class StepRunner:
         self.loss = 0.0
 
     def step(self, batches: Sequence[Batch], total: float) -> None:
-        """Take one optimiser step on packed rows."""
-        frozen = (self.reference, self.fixed)
+        """Take one optimiser step on packed rows. The summed loss is divided by `total`."""
+        not_updated = (self.reference, self.untrained)
         self.params, self.state, metrics = self.updater.accumulator.step(
-            self.params, self.state, frozen, batches, total
+            self.params, self.state, not_updated, batches, total
         )
         self.loss = metrics["loss"]
 
@@ -100,20 +101,19 @@ def random_trajectories(
 
 
 def step(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Compare one step with torch and transformers."""
+    """Compare a training step with the same step in torch and transformers."""
     table = []
-    wide = dataclasses.replace(
-        DecoderConfig.from_hf(read_config(TINY)), vocab_size=8192, hidden=512, heads=8, kv_heads=2, mlp=1536
-    )
-    for name, config in (("the shipped policy's shape", None), ("512 wide, 8,192 tokens", wide)):
-        config = config or DecoderConfig.from_hf(read_config(TINY))
+    shipped = DecoderConfig.from_hf(read_config(TINY))
+    wide = dataclasses.replace(shipped, vocab_size=8192, hidden=512, heads=8, kv_heads=2, mlp=1536)
+    for name, config in (("the shipped policy's shape", shipped), ("512 wide, 8,192 tokens", wide)):
+        # The peer, a Qwen2 of transformers, always has this head dimension.
         config = dataclasses.replace(config, head_dim=config.hidden // config.heads)
         rows, length, prompt = 16, 512, 64
         what = f"a step on {rows} x {length} tokens, {name}, tokens/s"
         if not imports(args.torch_python, "torch"):
             table.append(BenchmarkRow(what, "", "", "not measured: no torch", "0.9x"))
             continue
-        decoder = Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL)
+        decoder = Decoder(config, rngs=nnx.Rngs(0), attention=ATTENTION)
         objective = ObjectiveConfig(
             kl_coef=0.1,
             clip_high=0.28,
@@ -139,9 +139,9 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
                 ),
                 "torch": lambda peer=peer: peer.ask("step")["seconds"],  # type: ignore[misc]
             }
-            took = interleaved_medians(sides, args.rounds)
+            seconds_of = interleaved_medians(sides, args.rounds)
             peer.close()
-        rates = {side: rows * length / value for side, value in took.items()}
+        rates = {side: rows * length / value for side, value in seconds_of.items()}
         table.append(
             BenchmarkRow(
                 what,
@@ -160,18 +160,21 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Compare the compiler's memory of a step with that of one whose logits exist all at once."""
+    """Compare the memory, as the compiler plans it, of log-probabilities and gradient with two computations of the logits.
+
+    Ours computes the logits in parts. The other keeps the logits of all tokens at once. Nothing is run.
+    """
     config, length = DecoderConfig.from_hf(QWEN_HALF_BILLION), 4096
     graph, params = nnx.split(
         nnx.eval_shape(
-            lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, attention=KERNEL, remat="full")
+            lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, attention=ATTENTION, remat="full")
         )
     )
     rows_of_table = []
 
-    def loss(params: Any, batch: Batch, whole: bool) -> jax.Array:
+    def loss(params: Any, batch: Batch, all_logits: bool) -> jax.Array:
         model = nnx.merge(graph, params)
-        if whole:
+        if all_logits:
             hidden = model(batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids)
             logits = jax.nn.log_softmax(model.unembed(hidden[:, :-1]).astype(jnp.float32))
             return -jnp.take_along_axis(logits, batch.tokens[:, 1:, None], axis=-1).sum()
@@ -180,17 +183,17 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
     for rows in (1, 8):
         shape = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         batch = Batch(shape, shape, shape, jax.ShapeDtypeStruct((rows, length), jnp.bool_))
-        peaks = []
-        for whole in (False, True):
-            compiled = jax.jit(jax.grad(loss), static_argnums=2).lower(params, batch, whole).compile()
-            peaks.append(compiled.memory_analysis().temp_size_in_bytes / 2**30)
+        temporary_gib = []
+        for all_logits in (False, True):
+            compiled = jax.jit(jax.grad(loss), static_argnums=2).lower(params, batch, all_logits).compile()
+            temporary_gib.append(compiled.memory_analysis().temp_size_in_bytes / 2**30)
         rows_of_table.append(
             BenchmarkRow(
                 f"log-probabilities and gradient, {rows} x {length} tokens, vocabulary of 151,936, 0.5B shape: GiB "
                 "beside the arguments",
-                f"{peaks[0]:.2f}",
-                f"all logits at once {peaks[1]:.2f}",
-                f"{peaks[0] / peaks[1]:.2f}",
+                f"{temporary_gib[0]:.2f}",
+                f"all logits at once {temporary_gib[1]:.2f}",
+                f"{temporary_gib[0] / temporary_gib[1]:.2f}",
                 "at most 0.25",
             )
         )
@@ -208,39 +211,43 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     config = EngineConfig(rows=64, context=1024, wake_threshold=16, prefill_tokens=256, top_k=2, top_p=0.95)
     engine = Engine(decoder, tokenizer, config, retriever=retriever)
     questions = [item.question for item in mixed_questions(wiki, 8, KINDS, 1)][:32]
-    traces = run_questions(engine, nnx.state(decoder), recipe, questions, key=jax.random.key(0), samples=4)
-    advantages = np.random.default_rng(0).normal(size=len(traces)).astype(np.float32)
-    longest = -(-max(len(t.tokens) for t in traces) // 128) * 128
+    trajectories = run_questions(
+        engine, nnx.state(decoder), recipe, questions, key=jax.random.key(0), samples=4
+    )
+    advantages = np.random.default_rng(0).normal(size=len(trajectories)).astype(np.float32)
+    longest = -(-max(len(t.tokens) for t in trajectories) // 128) * 128
     packed = ObjectiveConfig(
         row_lengths=(1024,), microbatch_tokens=2048, parallel_microbatches=2
     )  # as configs/rsearch_grpo.py
     padded = ObjectiveConfig(row_lengths=(longest,), microbatch_tokens=longest, parallel_microbatches=2)
+    # Batches of up to 4,096 tokens. Trajectories that do not fill the last batch are left out.
     rows_per_batch = max(1, 4096 // longest)
-    selected = range(len(traces) // rows_per_batch * rows_per_batch)
-    alone = [microbatches([traces[i]], advantages[[i]], padded)[0][0] for i in selected]
+    selected = range(len(trajectories) // rows_per_batch * rows_per_batch)
+    single_rows = [microbatches([trajectories[i]], advantages[[i]], padded)[0][0] for i in selected]
     batches = {
-        "packed": microbatches(traces, advantages, packed)[0],
+        "packed": microbatches(trajectories, advantages, packed)[0],
         "padded": [
-            jax.tree.map(lambda *x: np.concatenate(x), *alone[i : i + rows_per_batch])
-            for i in range(0, len(alone), rows_per_batch)
+            jax.tree.map(lambda *x: np.concatenate(x), *single_rows[i : i + rows_per_batch])
+            for i in range(0, len(single_rows), rows_per_batch)
         ],
     }
     sides: dict[str, Callable[[], float]] = {}
     for name, objective in (("packed", packed), ("padded", padded)):
-        runner = StepRunner(load_language_model(TINY, "policy", attention=KERNEL)[0], objective)
+        runner = StepRunner(load_language_model(TINY, "policy", attention=ATTENTION)[0], objective)
         sides[name] = lambda runner=runner, name=name: seconds(  # type: ignore[misc]
-            lambda: runner.step(batches[name], 1000.0)
+            lambda: runner.step(batches[name], 1000.0)  # the divisor of the loss does not change the time
         )
-    took = interleaved_medians(sides, min(args.rounds, 3))
-    took["padded"] *= len(traces) / len(selected)
-    tokens = [len(t.tokens) for t in traces]
+    seconds_of = interleaved_medians(sides, min(args.rounds, 3))
+    # Scale the time to all trajectories.
+    seconds_of["padded"] *= len(trajectories) / len(selected)
+    tokens = [len(t.tokens) for t in trajectories]
     return [
         BenchmarkRow(
-            f"{len(traces)} search trajectories of {min(tokens)} to {max(tokens)} tokens "
+            f"{len(trajectories)} search trajectories of {min(tokens)} to {max(tokens)} tokens "
             f"(mean {np.mean(tokens):.0f}): seconds per step",
-            f"{took['packed']:.2f}",
-            f"a padded row each {took['padded']:.2f}",
-            f"{took['padded'] / took['packed']:.2f}x",
+            f"{seconds_of['packed']:.2f}",
+            f"a padded row each {seconds_of['padded']:.2f}",
+            f"{seconds_of['padded'] / seconds_of['packed']:.2f}x",
             "1.8x",
         )
     ]
@@ -255,13 +262,13 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
         trajectories, advantages = random_trajectories(
             groups * samples, prompt + output, prompt, config.vocab_size
         )
-        for place, one in enumerate(trajectories):
-            one.group = place // samples
-            one.tokens[:prompt] = trajectories[one.group * samples].tokens[:prompt]
-        length = -(-(prompt + samples * output) // BLOCK) * BLOCK  # a group's
+        for i, trajectory in enumerate(trajectories):
+            trajectory.group = i // samples
+            trajectory.tokens[:prompt] = trajectories[trajectory.group * samples].tokens[:prompt]
+        length = -(-(prompt + samples * output) // BLOCK) * BLOCK  # one row holds a whole group
         sides: dict[str, Callable[[], float]] = {}
-        slots = {}
-        for name, share in (("shared", True), ("apart", False)):
+        positions = {}
+        for name, share in (("shared", True), ("separate", False)):
             objective = ObjectiveConfig(
                 kl_coef=0.1,
                 row_lengths=(length,),
@@ -270,18 +277,18 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
                 share_prefixes=share,
             )
             batches, total = microbatches(trajectories, advantages, objective)
-            slots[name] = sum(batch.tokens.size for batch in batches)
-            runner = StepRunner(Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL), objective)
+            positions[name] = sum(batch.tokens.size for batch in batches)
+            runner = StepRunner(Decoder(config, rngs=nnx.Rngs(0), attention=ATTENTION), objective)
             sides[name] = lambda runner=runner, batches=batches, total=total: seconds(  # type: ignore[misc]
                 lambda: runner.step(batches, total)
             )
-        took = interleaved_medians(sides, args.rounds)
+        seconds_of = interleaved_medians(sides, args.rounds)
         table.append(
             BenchmarkRow(
                 f"{groups} groups of {samples} outputs of {output} tokens after a prompt of {prompt}: seconds per step",
-                f"{took['shared']:.2f} ({slots['shared']:,} slots)",
-                f"the prompt once a sample {took['apart']:.2f} ({slots['apart']:,} slots)",
-                f"{took['apart'] / took['shared']:.2f}x",
+                f"{seconds_of['shared']:.2f} ({positions['shared']:,} slots)",
+                f"the prompt once a sample {seconds_of['separate']:.2f} ({positions['separate']:,} slots)",
+                f"{seconds_of['separate'] / seconds_of['shared']:.2f}x",
                 "",
             )
         )

@@ -63,7 +63,7 @@ def test_the_warm_up_round_is_reported_separately_and_excluded_from_medians():
     assert warm_up(times).startswith("Medians of 3 rounds") and "ours 9.0 s" in warm_up(times)
 
 
-def test_the_fastest_setting_is_compared_and_a_failing_one_is_tried_once():
+def test_the_fastest_cache_is_compared_and_a_failing_one_is_tried_once():
     class Answers:
         def __init__(self, **answers):
             self.info = {"versions": "version 1"}

@@ -31,13 +31,13 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class MiniWiki:
-    """Passages of one or more closed sub-worlds, and questions about them."""
+    """Passages of one or more sub-worlds, and questions about them. No fact and no question connects two sub-worlds."""
 
     world: World
     passages: list[Passage]
     """One passage about each entity, ordered by sub-world."""
-    spans: tuple[range, ...]
-    """The indices in `passages` of each sub-world."""
+    subworld_ranges: tuple[range, ...]
+    """For each sub-world, the indices of its passages in `passages`."""
 
     def questions(self, kind: str, n: int, seed: int) -> list[MiniQuestion]:
         """Return `n` different questions of a kind in KINDS. Raises UserError if there are fewer."""
@@ -51,15 +51,15 @@ def generate(split: str, seed: int, passages: int, worlds: int = 1) -> MiniWiki:
       split: "train", "dev" or "test"; entity names of one split never occur in another.
       seed: seed of names, facts and wordings; 0 or more.
       passages: total number of passages, one about each entity; 50 to 1,000,000.
-      worlds: number of closed sub-worlds, with at least 50 passages each.
+      worlds: number of sub-worlds, with at least 50 passages each.
 
     Raises:
       UserError: an argument is out of range.
     """
     world = build_world(split, seed, passages, worlds)
     edges = [w * passages // worlds for w in range(worlds + 1)]
-    spans = tuple(range(low, high) for low, high in itertools.pairwise(edges))
-    return MiniWiki(world, write_passages(world), spans)
+    ranges = tuple(range(low, high) for low, high in itertools.pairwise(edges))
+    return MiniWiki(world, write_passages(world), ranges)
 
 
 def mixed_questions(wiki: MiniWiki, per_kind: int, kinds: Sequence[str], seed: int) -> list[MiniQuestion]:
@@ -77,7 +77,8 @@ def questions_by_split(
 ) -> dict[str, list[Question]]:
     """Return questions of the built-in world by split, `per_kind` of each kind.
 
-    With the defaults, the split "test" has the held-out questions of training. Raises UserError as `generate`.
+    With the defaults, the split "test" has the held-out questions by which training runs are evaluated. Raises UserError as
+    `generate`.
     """
     return {
         split: [

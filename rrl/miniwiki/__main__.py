@@ -18,20 +18,23 @@ from rrl.miniwiki.vocabulary import VOCABULARY_SIZE, build_tokenizer
 
 
 def write(wiki: MiniWiki, folder: Path, questions: int, seed: int) -> None:
-    """Write passages.jsonl ({id, title, text}) and questions.jsonl ({id, question, golden_answers, kind, gold})."""
+    """Write passages.jsonl ({id, title, text}) and questions.jsonl ({id, question, golden_answers, kind, gold}).
+
+    `gold` holds the titles of the passages that the question requires.
+    """
     # Generate the questions first, so that no file is written if there are too few.
     items = [item.question for kind in KINDS for item in wiki.questions(kind, questions, seed)]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "passages.jsonl").open("w", encoding="utf-8") as file:
         for passage in wiki.passages:
-            _line(file, {"id": passage.id, "title": passage.title, "text": passage.text})
+            _write_json_line(file, {"id": passage.id, "title": passage.title, "text": passage.text})
     with (folder / "questions.jsonl").open("w", encoding="utf-8") as file:
         for item in items:
             fields = {"id": item.id, "question": item.text, "golden_answers": list(item.answers)}
-            _line(file, fields | {"kind": item.kind, "gold": list(item.gold)})
+            _write_json_line(file, fields | {"kind": item.kind, "gold": list(item.gold)})
 
 
-def _line(file: object, record: dict) -> None:
+def _write_json_line(file: object, record: dict) -> None:
     print(json.dumps(record, ensure_ascii=False), file=file)  # type: ignore[call-overload]
 
 
@@ -47,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--passages", type=int, default=2000, help="total number of passages, up to 1,000,000"
     )
-    parser.add_argument("--worlds", type=int, default=10, help="number of closed sub-worlds")
+    parser.add_argument("--worlds", type=int, default=10, help="number of sub-worlds, which no fact connects")
     parser.add_argument("--questions", type=int, default=200, help="number of questions of each kind")
     parser.add_argument(
         "--vocabulary", type=int, default=VOCABULARY_SIZE, help="number of tokens of the tokenizer"

@@ -1,6 +1,7 @@
 """Generate attempts at questions of the built-in world: correct ones, and ones with the typical faults of a weak search agent.
 
-They are training data for judges. Each attempt is a plan that the scripted expert can carry out. Read `make_attempt` first.
+They are training data for judges. Each attempt is a plan that `rrl.recipes.expert`, the scripted agent, can carry out. Read
+`make_attempt` first.
 """
 
 import dataclasses
@@ -9,18 +10,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rrl.miniwiki.lookup import Entity, WikiLookup, facts_of
-from rrl.miniwiki.passages import RELATION
-from rrl.miniwiki.questions import Hop, MiniQuestion, Plan, hop
+from rrl.miniwiki.passages import RELATION_BY_KEY
+from rrl.miniwiki.questions import Hop, MiniQuestion, Plan, make_hop
 
 Rng = np.random.Generator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt(Plan):
-    """A plan with the facts as the agent read them, correct or wrong."""
+    """A plan, and the answer from it, of an agent that may make a fault. The hops hold the facts as the agent read them."""
 
     stated_facts: str
-    """The facts that the agent announces to look up; they may differ from those in `hops`."""
+    """The facts that the agent says it will look up, in the format of `Plan.facts`; they may differ from `hops`."""
     answer: str
     """The agent's answer."""
     failed_hops: frozenset[int] = frozenset()
@@ -28,7 +29,7 @@ class Attempt(Plan):
 
     @property
     def facts(self) -> str:
-        """The announced facts, `stated_facts`."""
+        """`stated_facts`, in place of the text that `Plan.facts` derives from `hops`."""
         return self.stated_facts
 
 
@@ -45,8 +46,8 @@ def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float
     if rng.random() >= faulty:
         return correct
     # Miscopied names are the most frequent fault of weak agents.
-    names = [*FAULTS, "misspelt", "misspelt"]
-    hops, failed = FAULTS[names[int(rng.integers(len(names)))]](item, lookup, rng)
+    fault_names = [*FAULTS, "misspelt", "misspelt"]
+    hops, failed = FAULTS[fault_names[int(rng.integers(len(fault_names)))]](item, lookup, rng)
     conclusion = item.plan.conclusion
     if hops == item.plan.hops and not failed:
         return correct
@@ -63,90 +64,93 @@ NO_HOPS: frozenset[int] = frozenset()
 """No search fails."""
 
 
-def _early(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+def _stop_early(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Stop before the last facts."""
     hops = item.plan.hops
     return hops[: int(rng.integers(1, max(len(hops), 2)))], NO_HOPS
 
 
-def _mistaken(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+def _read_wrong_value(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Read a wrong value of a fact, and continue from that value."""
-    before, wrong, relations, after = _split_at_hop(item, rng)
-    other = _other_values(item, lookup, rng, wrong, 1)[0]
-    return _continue_from(lookup, before, dataclasses.replace(wrong, value=other), relations, after), NO_HOPS
+    before, chosen, relations, after = _split_at_hop(item, rng)
+    other = _other_values(item, lookup, rng, chosen, 1)[0]
+    return _continue_from(lookup, before, dataclasses.replace(chosen, value=other), relations, after), NO_HOPS
 
 
-def _misspelt(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+def _misspell_name(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Search for a miscopied name. The name may already be wrong in the hop before, and the value read may be wrong too."""
-    before, wrong, relations, after = _split_at_hop(item, rng)
-    subject = lookup.entity_named(wrong.subject)
-    name = _corrupt(wrong.subject, lookup.sample_names(rng, item.world, subject.kind, 1)[0], rng)
-    if before and before[-1].value == wrong.subject and rng.random() < 0.5:
+    before, chosen, relations, after = _split_at_hop(item, rng)
+    subject = lookup.entity_named(chosen.subject)
+    name = _corrupt(chosen.subject, lookup.sample_names(rng, item.subworld, subject.type, 1)[0], rng)
+    if before and before[-1].value == chosen.subject and rng.random() < 0.5:
         before = (*before[:-1], dataclasses.replace(before[-1], value=name))
-    value, draw = wrong.value, rng.random()
+    value, draw = chosen.value, rng.random()
+    # 30 %: another value; 30 %: a miscopied value; 40 %: the correct value.
     if draw < 0.6:
-        other = _other_values(item, lookup, rng, wrong, 1)[0]
+        other = _other_values(item, lookup, rng, chosen, 1)[0]
         value = other if draw < 0.3 else _corrupt(value, other, rng)
-    query = RELATION[subject.kind, wrong.relation].query(name)
-    misread = dataclasses.replace(wrong, subject=name, value=value, query=query, title=name)
+    query = RELATION_BY_KEY[subject.type, chosen.relation].query(name)
+    misread = dataclasses.replace(chosen, subject=name, value=value, query=query, title=name)
     return _continue_from(lookup, before, misread, relations, after), NO_HOPS
 
 
-def _astray(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+def _look_up_other_relation(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Look up another fact of the same entity, and continue from its value."""
-    before, wrong, relations, after = _split_at_hop(item, rng)
-    subject = lookup.entity_named(wrong.subject)
-    keys = [key for key in facts_of(lookup.world, subject) if key[1] != wrong.relation]
+    before, chosen, relations, after = _split_at_hop(item, rng)
+    subject = lookup.entity_named(chosen.subject)
+    keys = [key for key in facts_of(lookup.world, subject) if key[1] != chosen.relation]
     if not keys:
         return item.plan.hops, NO_HOPS
-    other = hop(lookup.world, keys[int(rng.integers(len(keys)))], subject.index)
+    other = make_hop(lookup.world, keys[int(rng.integers(len(keys)))], subject.index)
     return _continue_from(lookup, before, other, relations, after), NO_HOPS
 
 
-def _elsewhere(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+def _look_up_other_entity(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Look up the same relation of another entity of the same type, and continue from its value."""
-    before, wrong, relations, after = _split_at_hop(item, rng)
-    subject = lookup.entity_named(wrong.subject)
-    other = lookup.entity_named(lookup.sample_names(rng, item.world, subject.kind, 1)[0])
-    detour = _chain(lookup, other, [wrong.relation, *relations])
+    before, chosen, relations, after = _split_at_hop(item, rng)
+    subject = lookup.entity_named(chosen.subject)
+    other = lookup.entity_named(lookup.sample_names(rng, item.subworld, subject.type, 1)[0])
+    detour = _chain(lookup, other, [chosen.relation, *relations])
     return (*before, *detour, *after) or item.plan.hops, NO_HOPS
 
 
-def _skipped(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+def _skip_hop(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Skip a hop, and continue as if its value were known."""
     hops = item.plan.hops
     at = int(rng.integers(len(hops)))
     return (hops[:at] + hops[at + 1 :]) or hops, NO_HOPS
 
 
-def _again(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
-    """Search for one fact twice. Either the last hop is dropped instead, or the plan is truncated to four hops."""
+def _repeat_hop(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+    """Search for one fact twice. Half of the plans then lose their last hop; the others are truncated to four hops."""
     hops = item.plan.hops
     at = int(rng.integers(len(hops)))
     twice = hops[: at + 1] + hops[at:]
     return twice[: len(hops)] if rng.random() < 0.5 else twice[:4], NO_HOPS
 
 
-def _failed_search(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+def _fail_search(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Let one search return other passages; the agent states the fact nevertheless."""
     return item.plan.hops, frozenset({int(rng.integers(len(item.plan.hops)))})
 
 
 FAULTS: dict[str, Callable[[MiniQuestion, WikiLookup, Rng], FaultyPlan]] = {
-    "early": _early,
-    "mistaken": _mistaken,
-    "misspelt": _misspelt,
-    "astray": _astray,
-    "elsewhere": _elsewhere,
-    "skipped": _skipped,
-    "again": _again,
-    "unfound": _failed_search,
+    "early": _stop_early,
+    "wrong value": _read_wrong_value,
+    "misspelt": _misspell_name,
+    "other relation": _look_up_other_relation,
+    "other entity": _look_up_other_entity,
+    "skipped": _skip_hop,
+    "repeated": _repeat_hop,
+    "failed search": _fail_search,
 }
 """Faults by name. Each function returns a plan with the fault, or the correct plan if the fault does not apply."""
 
 
 def wrong_answer(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> str:
-    """Return a wrong answer of the correct type: another name or year, a miscopied one, or the other choice of a comparison."""
+    """Return a wrong answer of the correct type: the other choice of a comparison, or else a miscopied answer (50 %), the value
+    of the first of several hops (15 %), or another name or year.
+    """
     answer, last = item.question.answers[0], item.plan.hops[-1]
     if item.plan.conclusion:
         return _other_of_two(item)
@@ -165,8 +169,8 @@ def _other_of_two(item: MiniQuestion) -> str:
     opposite = {"yes": "no", "no": "yes"}
     if answer in opposite:
         return opposite[answer]
-    heads = (hops[0].subject, hops[len(hops) // 2].subject)
-    return heads[answer == heads[0]]
+    first, second = hops[0].subject, hops[len(hops) // 2].subject
+    return second if answer == first else first
 
 
 def _answer(item: MiniQuestion, hops: Sequence[Hop], rng: Rng) -> str:
@@ -183,9 +187,9 @@ def _split_at_hop(item: MiniQuestion, rng: Rng) -> tuple[tuple[Hop, ...], Hop, l
     has two branches of equal length, other plans have one.
     """
     hops = item.plan.hops
-    length = len(hops) // (2 if item.plan.conclusion else 1)
+    branch_length = len(hops) // (2 if item.plan.conclusion else 1)
     at = int(rng.integers(len(hops)))
-    end = (at // length + 1) * length
+    end = (at // branch_length + 1) * branch_length
     return hops[:at], hops[at], [later.relation for later in hops[at + 1 : end]], hops[end:]
 
 
@@ -202,21 +206,21 @@ def _chain(lookup: WikiLookup, entity: Entity, relations: Sequence[str]) -> list
     hops: list[Hop] = []
     current: Entity | None = entity
     for relation in relations:
-        if current is None or (current.kind, relation) not in facts_of(lookup.world, current):
+        if current is None or (current.type, relation) not in facts_of(lookup.world, current):
             break
-        key = (current.kind, relation)
-        hops.append(hop(lookup.world, key, current.index))
+        key = (current.type, relation)
+        hops.append(make_hop(lookup.world, key, current.index))
         current = lookup.follow(current, key)
     return hops
 
 
 def _other_values(item: MiniQuestion, lookup: WikiLookup, rng: Rng, fact: Hop, n: int) -> list[str]:
-    """Sample `n` different values of the type of a fact's value."""
-    relation = RELATION[lookup.entity_named(fact.title).kind, fact.relation]
-    if relation.value == "year":
+    """Sample `n` different values that a fact of this relation could have."""
+    relation = RELATION_BY_KEY[lookup.entity_named(fact.title).type, fact.relation]
+    if relation.value_type == "year":
         low, high = relation.years
         return [str(low + year) for year in rng.choice(high - low + 1, n, replace=False).tolist()]
-    return lookup.sample_names(rng, item.world, relation.value, n)
+    return lookup.sample_names(rng, item.subworld, relation.value_type, n)
 
 
 def _corrupt(name: str, other: str, rng: Rng) -> str:

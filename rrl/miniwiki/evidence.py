@@ -1,4 +1,7 @@
-"""Generate training examples for the cross-family reader: evidence and a question, followed by a short answer."""
+"""Generate training examples for the model that answers from evidence alone: evidence and a question, followed by a short answer.
+
+R-Search (Eq. 4) rewards a policy by the answers of such a model, of another model family than the policy.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -28,8 +31,8 @@ def reader_examples(
 ) -> Iterator[Example]:
     """Yield reading-comprehension examples without end; the same arguments give the same stream.
 
-    Evidence consists of the sentences of a question's plan, or of statements of its facts. Some examples have them in another
-    order, or with irrelevant sentences among them, or without a required sentence; then the answer is "unknown".
+    Evidence consists of the passages' sentences that state the required facts, or of statements such as "The director of X is
+    Y.". Some examples have another order or irrelevant sentences. Some lack a required sentence; their answer is "unknown".
 
     Args:
       wiki: the source of questions and passages.
@@ -37,7 +40,7 @@ def reader_examples(
       seed: seed of all random choices.
       template: the prompt, with {evidence} and {query}.
       missing: share of examples without a required sentence, in [0, 1].
-      chat: whether to put the prompt into the tokenizer's chat template, as in use.
+      chat: whether to put the prompt into the tokenizer's chat template, as the reward does.
 
     Raises:
       UserError: the template has no {evidence} or no {query}.
@@ -47,11 +50,11 @@ def reader_examples(
             raise UserError(f"template={template!r}: must contain {field}")
     rng = np.random.default_rng((seed, 2))
     lookup = WikiLookup(wiki)
-    for item in _endless(wiki, seed, rng):
+    for item in _question_stream(wiki, seed, rng):
         evidence, answer = gather_evidence(item, lookup, rng, missing)
         prompt = template.replace("{evidence}", evidence).replace("{query}", item.question.text)
         prompt_ids = chat_ids(tokenizer, prompt) if chat else text_ids(tokenizer, prompt)
-        # After a space, a name has the same tokens as everywhere else.
+        # With a space before it, a name has the same tokens as inside a text.
         answer_ids = [*text_ids(tokenizer, f" {answer}"), tokenizer.eos_token_id]
         loss = np.zeros(len(prompt_ids) + len(answer_ids), bool)
         loss[len(prompt_ids) :] = True
@@ -63,13 +66,17 @@ def gather_evidence(
 ) -> tuple[str, str]:
     """Return evidence for a question, and the gold answer, or `UNKNOWN` if a required sentence is missing.
 
-    A sentence is missing with the probability `missing`.
+    With probability `missing`, one random required sentence is left out.
     """
-    facts = list(dict.fromkeys((hop.sentence, f"The {hop.query} is {hop.value}.") for hop in item.plan.hops))
+    wordings = list(
+        dict.fromkeys((hop.sentence, f"The {hop.query} is {hop.value}.") for hop in item.plan.hops)
+    )
     style = rng.random()
-    # Sentences of passages, statements, or a mixture of both.
-    use_statement = [rng.random() < (0.0 if style < 0.6 else 1.0 if style < 0.8 else 0.5) for _ in facts]
-    sentences = list(dict.fromkeys(fact[bool(use)] for fact, use in zip(facts, use_statement, strict=True)))
+    # 60 % of the examples have sentences of passages, 20 % statements, 20 % a mixture.
+    use_statement = [rng.random() < (0.0 if style < 0.6 else 1.0 if style < 0.8 else 0.5) for _ in wordings]
+    sentences = list(
+        dict.fromkeys(pair[bool(use)] for pair, use in zip(wordings, use_statement, strict=True))
+    )
     answer = item.question.answers[0]
     if rng.random() < missing:
         sentences.pop(int(rng.integers(len(sentences))))
@@ -86,15 +93,15 @@ def _distractor(item: MiniQuestion, lookup: WikiLookup, rng: np.random.Generator
     """Return a sentence about an entity that the question does not need."""
     needed = set(item.question.gold) | {hop.value for hop in item.plan.hops}
     while True:
-        entity = lookup.sample_entity(rng, item.world)
+        entity = lookup.sample_entity(rng, item.subworld)
         if lookup.title(entity) not in needed:
-            sentences = lookup.world.sentences(entity.kind, entity.index)
+            sentences = lookup.world.sentences(entity.type, entity.index)
             return sentences[int(rng.integers(len(sentences)))]
 
 
-def _endless(wiki: MiniWiki, seed: int, rng: np.random.Generator) -> Iterator[MiniQuestion]:
-    """Yield questions of all kinds without end: rounds of new questions, each in random order."""
-    each = min(1000, len(wiki.passages))
+def _question_stream(wiki: MiniWiki, seed: int, rng: np.random.Generator) -> Iterator[MiniQuestion]:
+    """Yield questions of all kinds without end. Round r has the questions of `seed` + r, in random order."""
+    per_kind = min(1000, len(wiki.passages))
     for round_ in itertools.count():
-        items = [item for kind in KINDS for item in wiki.questions(kind, each, seed + round_)]
+        items = [item for kind in KINDS for item in wiki.questions(kind, per_kind, seed + round_)]
         yield from (items[i] for i in rng.permutation(len(items)))

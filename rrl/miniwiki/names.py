@@ -16,7 +16,7 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-FIRST = _words("""
+FIRST_NAME = _words("""
 Marta Ivo Lena Tomas Greta Anders Nadia Oskar Petra Bruno Selma Viktor Alma Jonas Ingrid Pavel Clara Emil Rosa
 Henrik Vera Milan Edith Lukas Sonja Hugo Tilda Arno Wanda Felix Irma Nora Stefan Elsa Mateo Doris Anton Freda
 Leon Hilda Marek Agnes Otto Paula Simon Gerda Rafael Thea Konrad Livia Albin Ernst Boris Helga Dario Maren Yusuf
@@ -24,17 +24,20 @@ Iris Filip Runa Walter Celia Axel Bianca Roman Tessa Gustav Mira Astrid Nils Olg
 Elias Flora Jakob Martin Ruben Amina Edgar Katrin Lars Magda Noel Sven Ursula Ivan Kira Luis Sara Timo Vilma
 Zoran
 """)
+"""First names of persons."""
 
-START = _words("""
+WORD_START = _words("""
 Vel Dan Kor Mar Bel Tor Hal Ros Fen Gar Lin Bor Cal Dor Fal Gren Hol Jar Kel Lam Mor Nor Or Pal Ran Sal Tal Ul
 Ver Wal Zan Bran Cor Del Er Fos Gil Har Is Jon Kar Lor Mel Nav Oth Pol Rem Sol Tam Ur Vas Wen Yor Zel Alb Bren
 Car Dun El Fer Gol Hem Il Jun Kir Lan Mun Nel Ost Per Rav Ser Tel Und Vin Wil Yar Zor Arn Bas Cran Dem Est Flor
 Gav Helm Ing Jess Kost Lund Mir Nes Ob Prin Rud Stav Tren
 """)
+"""Starts of surnames, company names and city names."""
 
-MIDDLE = _words("""
+WORD_MIDDLE = _words("""
 a e i o u am an ar el em en er il im in ir ol om on or ul um un ur and end ind ond und ath eth oth
 """)
+"""Optional syllables between the start and the end of such a word."""
 
 SURNAME_END = _words("""
 ikov ner sen dal mann berg ini escu ovic ley ton stad kin ard ius ez ova ström off ein ero wick low ham quist
@@ -46,18 +49,21 @@ ford mouth bury haven field ville port gate minster stead by wick holm stow moor
 polis cester ness thorpe wold beck ton ham fell shaw combe lea
 """)
 
-CITY_FRONT = _words("""
+CITY_PREFIX = _words("""
 New Port North East Upper Saint West South Old Lower Great Fort
 """)
+"""Optional first words of city names."""
 
-COMPANY_MID = _words("""
+COMPANY_WORD_END = _words("""
 ax ix o ex yn era ico ium ant ent ora os us yx ian est al ar en is et on am ul
 """)
+"""Ends of the first word of a company name, such as "ax" in "Velax Motors"."""
 
 COMPANY_KIND = _words("""
 Motors Foods Steel Press Airlines Bank Energy Systems Textiles Chemicals Shipping Studios Hotels Mining Paper
 Insurance
 """)
+"""Last words of company names."""
 
 ADJECTIVE = _words("""
 Silver Golden Quiet Broken Hidden Distant Crimson Hollow Frozen Burning Silent Last Lost Secret Wild Bitter
@@ -84,19 +90,19 @@ Ilyria Dravia Westmark Halvia Corenia Rundia Sarnia Tolmark Ulmia
 SPLITS = ("train", "dev", "test")
 _SHARES = (0.5, 0.25, 0.25)
 """Share of all names in each split."""
-_KEY = 20250601
-"""Key of the partition of names into splits. Another value gives another data set."""
+_PARTITION_KEY = 20250601
+"""Key of the random partition of names into splits. Another value gives another data set."""
 
 _NAMESAKE_EVERY = 5
-"""Every fifth drawn name is followed by its namesake in the same call."""
+"""`draw_names` draws groups of names. Every fifth group has two namesakes, the others have one name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
     """A pattern of names: one part from each table, formatted by `form`.
 
-    Two names with the same parts, except that their first parts are half of the first table apart, are *namesakes*. They are
-    always in the same split.
+    *Namesakes* are two names that differ only in their first part: one has entry i of the first table, the other has entry
+    i + half the length of the table. They are always in the same split.
     """
 
     form: str
@@ -104,15 +110,15 @@ class Pattern:
     parts: tuple[tuple[str, ...], ...]
     """One table of words for each part."""
     share: float = 1.0
-    """Share of this pattern in the names that earlier patterns leave, as long as it has enough names."""
+    """This pattern gets `share` of the names that earlier patterns do not provide, or all that it has if these are fewer."""
 
     @property
     def pairs(self) -> int:
         """Total number of pairs of namesakes in all splits."""
         return math.prod(len(part) for part in self.parts) // 2
 
-    def bounds(self, split: str) -> tuple[int, int]:
-        """Return the range of (permuted) pair numbers of `split`."""
+    def pair_range(self, split: str) -> tuple[int, int]:
+        """Return the first and last + 1 pair number of `split`. `render` permutes them, so each split is a random part."""
         i = SPLITS.index(split)
         edges = np.cumsum((0.0, *_SHARES)) * self.pairs
         return int(edges[i]), int(edges[i + 1])
@@ -121,7 +127,7 @@ class Pattern:
         """Return the names of the given pair numbers: the first of a pair where `second` is 0, its namesake where it is 1."""
         head, *rest = self.parts
         half = len(head) // 2
-        number = permute(pair, self.pairs, _KEY)
+        number = permute(pair, self.pairs, _PARTITION_KEY)
         columns = [np.asarray(head, object)[number % half + half * second]]
         number = number // half
         for part in rest:
@@ -137,8 +143,8 @@ def _parts(*tables: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 PATTERNS: dict[str, tuple[Pattern, ...]] = {
     "person": (
-        Pattern("{0} {1}{2}", _parts(FIRST, START, SURNAME_END), share=0.9),
-        Pattern("{0} {1}{2}{3}", _parts(FIRST, START, MIDDLE, SURNAME_END)),
+        Pattern("{0} {1}{2}", _parts(FIRST_NAME, WORD_START, SURNAME_END), share=0.9),
+        Pattern("{0} {1}{2}{3}", _parts(FIRST_NAME, WORD_START, WORD_MIDDLE, SURNAME_END)),
     ),
     "work": (
         Pattern("{0} {1}", _parts(ADJECTIVE, NOUN), share=0.8),
@@ -147,16 +153,19 @@ PATTERNS: dict[str, tuple[Pattern, ...]] = {
         Pattern("The {0} {1} and the {2} {3}", _parts(ADJECTIVE, NOUN, ADJECTIVE, NOUN)),
     ),
     "company": (
-        Pattern("{1}{2} {0}", _parts(COMPANY_KIND, START, COMPANY_MID), share=0.9),
-        Pattern("{1}{2}{3} {0}", _parts(COMPANY_KIND, START, MIDDLE, COMPANY_MID)),
+        Pattern("{1}{2} {0}", _parts(COMPANY_KIND, WORD_START, COMPANY_WORD_END), share=0.9),
+        Pattern("{1}{2}{3} {0}", _parts(COMPANY_KIND, WORD_START, WORD_MIDDLE, COMPANY_WORD_END)),
     ),
     "city": (
-        Pattern("{1}{0}", _parts(CITY_END, START), share=0.8),
-        Pattern("{1}{2}{0}", _parts(CITY_END, START, MIDDLE), share=0.95),
-        Pattern("{3} {1}{2}{0}", _parts(CITY_END, START, MIDDLE, CITY_FRONT)),
+        Pattern("{1}{0}", _parts(CITY_END, WORD_START), share=0.8),
+        Pattern("{1}{2}{0}", _parts(CITY_END, WORD_START, WORD_MIDDLE), share=0.95),
+        Pattern("{3} {1}{2}{0}", _parts(CITY_END, WORD_START, WORD_MIDDLE, CITY_PREFIX)),
     ),
 }
-"""Patterns of each family of names. Films and books share the family "work": their names are similar and never the same."""
+"""Patterns of each family of names. A family is a set of entity types whose names are drawn together.
+
+Films and books share the family "work": their names are similar and never the same.
+"""
 
 
 def permute(number: Int[np.ndarray, "n"], size: int, key: int) -> Int[np.ndarray, "n"]:
@@ -196,25 +205,27 @@ def draw_names(family: str, count: int, split: str, seed: int) -> list[str]:
     groups = -(-count * _NAMESAKE_EVERY // (_NAMESAKE_EVERY + 1)) + 1
     sizes = 1 + (np.arange(groups) % _NAMESAKE_EVERY == 0)
     patterns = PATTERNS[family]
-    remaining, taken = groups, []
+    remaining, group_counts = groups, []
     for pattern in patterns:
-        low, high = pattern.bounds(split)
-        taken.append(min(high - low, math.ceil(remaining * pattern.share)))
-        remaining -= taken[-1]
+        low, high = pattern.pair_range(split)
+        group_counts.append(min(high - low, math.ceil(remaining * pattern.share)))
+        remaining -= group_counts[-1]
     if remaining:
         raise UserError(
-            f"passages: the split {split!r} of miniwiki has only {sum(taken)} groups of names of kind {family!r}, "
+            f"passages: the split {split!r} of miniwiki has only {sum(group_counts)} groups of names of the family {family!r}, "
             f"but {groups} are required; give fewer passages"
         )
-    which = rng.permutation(np.repeat(np.arange(len(patterns)), taken))
+    pattern_of_group = rng.permutation(np.repeat(np.arange(len(patterns)), group_counts))
     group = np.repeat(np.arange(groups), sizes)
     second = np.concatenate([[0], (group[1:] == group[:-1]).astype(np.int64)])
     names = np.empty(len(group), object)
     for i, pattern in enumerate(patterns):
-        low, high = pattern.bounds(split)
+        low, high = pattern.pair_range(split)
         key = int(rng.integers(2**62))
         pair = np.zeros(groups, np.int64)
-        pair[which == i] = low + permute(np.arange(taken[i]), high - low, key) if taken[i] else 0
-        mine = np.flatnonzero(which[group] == i)
-        names[mine] = pattern.render(pair[group[mine]], second[mine])
+        pair[pattern_of_group == i] = (
+            low + permute(np.arange(group_counts[i]), high - low, key) if group_counts[i] else 0
+        )
+        positions = np.flatnonzero(pattern_of_group[group] == i)
+        names[positions] = pattern.render(pair[group[positions]], second[positions])
     return names[:count].tolist()

@@ -8,12 +8,12 @@ TYPES = ("person", "film", "book", "company", "city")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Relation:
-    """A relation between entities of a type and their values."""
+    """A relation, such as "director": each entity of `subject_type` has at most one value."""
 
     name: str
-    subject: str
+    subject_type: str
     """Entity type of the subject."""
-    value: str
+    value_type: str
     """Entity type of the value, or "year" or "country"."""
     phrases: tuple[str, ...]
     """Noun phrases for the value in longer questions; "{}" is the subject."""
@@ -58,7 +58,7 @@ RELATIONS = (
              ("Who does {} work for?", "Which company does {} work for?", "What is the employer of {}?")),
 )  # fmt: skip
 
-RELATION = {(relation.subject, relation.name): relation for relation in RELATIONS}
+RELATION_BY_KEY = {(relation.subject_type, relation.name): relation for relation in RELATIONS}
 """Relations by (subject type, name)."""
 
 MENTION = {
@@ -72,8 +72,8 @@ MENTION = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
-    """One sentence of a passage: the relations that it states and its templates.
+class SentenceSlot:
+    """One sentence of every passage of a type: the relations that it states, and its possible wordings.
 
     Templates name the subject before its values. A causal model of a few layers learns within minutes to look up what follows
     a name, but hardly learns to look up what precedes it.
@@ -85,49 +85,50 @@ class Slot:
     """Wordings of the sentence; {0} is the subject."""
 
 
-SLOTS: dict[str, tuple[Slot, ...]] = {
+SENTENCE_SLOTS: dict[str, tuple[SentenceSlot, ...]] = {
     "film": (
-        Slot(("director",), ("{0} is a film directed by {1}.", "The film {0} was directed by {1}.",
-                             "The director of the film {0} is {1}.", "{0} is a film made by the director {1}.")),
-        Slot(("release year",), ("{0} was released in {1}.", "{0} came out in {1}.",
-                                 "The release year of {0} is {1}.", "The film {0} was first shown in {1}.")),
+        SentenceSlot(("director",), ("{0} is a film directed by {1}.", "The film {0} was directed by {1}.",
+                                     "The director of the film {0} is {1}.", "{0} is a film made by the director {1}.")),
+        SentenceSlot(("release year",), ("{0} was released in {1}.", "{0} came out in {1}.",
+                                         "The release year of {0} is {1}.", "The film {0} was first shown in {1}.")),
     ),
     "book": (
-        Slot(("author",), ("{0} is a book written by {1}.", "The book {0} was written by {1}.",
-                           "The author of the book {0} is {1}.", "{0} is a book by the author {1}.")),
-        Slot(("publication year",), ("{0} was published in {1}.", "{0} appeared in {1}.",
-                                     "The publication year of {0} is {1}.", "The book {0} was first printed in {1}.")),
+        SentenceSlot(("author",), ("{0} is a book written by {1}.", "The book {0} was written by {1}.",
+                                   "The author of the book {0} is {1}.", "{0} is a book by the author {1}.")),
+        SentenceSlot(("publication year",), ("{0} was published in {1}.", "{0} appeared in {1}.",
+                                             "The publication year of {0} is {1}.", "The book {0} was first printed in {1}.")),
     ),
     "company": (
-        Slot(("founder", "founding year"), ("{0} is a company founded by {1} in {2}.",
-                                            "{0}, a company, was founded by {1} in {2}.",
-                                            "The company {0} was founded in {2} by {1}.",
-                                            "The founder of {0} is {1}, and the founding year is {2}.")),
-        Slot(("headquarters",), ("{0} is based in {1}.", "{0} has its headquarters in {1}.",
-                                 "The headquarters of {0} are in {1}.", "The city where {0} is based is {1}.")),
+        SentenceSlot(("founder", "founding year"), ("{0} is a company founded by {1} in {2}.",
+                                                    "{0}, a company, was founded by {1} in {2}.",
+                                                    "The company {0} was founded in {2} by {1}.",
+                                                    "The founder of {0} is {1}, and the founding year is {2}.")),
+        SentenceSlot(("headquarters",), ("{0} is based in {1}.", "{0} has its headquarters in {1}.",
+                                         "The headquarters of {0} are in {1}.", "The city where {0} is based is {1}.")),
     ),
     "city": (
-        Slot(("country", "founding year"), ("{0} is a city in {1}, founded in {2}.", "{0}, a city in {1}, was founded in {2}.",
-                                            "The city of {0} in {1} was founded in {2}.",
-                                            "The country of {0} is {1}, and the founding year of the city is {2}.")),
-        Slot(("mayor",), ("The mayor of {0} is {1}.", "The mayor of the city of {0} is {1}.",
-                          "{0} is governed by the mayor {1}.", "{0} has the mayor {1}.")),
+        SentenceSlot(("country", "founding year"), ("{0} is a city in {1}, founded in {2}.",
+                                                    "{0}, a city in {1}, was founded in {2}.",
+                                                    "The city of {0} in {1} was founded in {2}.",
+                                                    "The country of {0} is {1}, and the founding year of the city is {2}.")),
+        SentenceSlot(("mayor",), ("The mayor of {0} is {1}.", "The mayor of the city of {0} is {1}.",
+                                  "{0} is governed by the mayor {1}.", "{0} has the mayor {1}.")),
     ),
     "person": (
-        Slot(("birth year", "birthplace"), ("{0} was born in {1} in {2}.", "{0} was born in {2} in the year {1}.",
-                                            "The birthplace of {0} is {2}, and the birth year is {1}.",
-                                            "{0} was born in the city of {2} in {1}.")),
-        Slot(("spouse",), ("{0} is married to {1}.", "The spouse of {0} is {1}.",
-                           "{0} is the spouse of {1}.", "{0} married {1}.")),
-        Slot(("employer",), ("{0} works for {1}.", "{0} is employed by {1}.",
-                             "The employer of {0} is {1}.", "{0} has a job at {1}.")),
+        SentenceSlot(("birth year", "birthplace"), ("{0} was born in {1} in {2}.", "{0} was born in {2} in the year {1}.",
+                                                    "The birthplace of {0} is {2}, and the birth year is {1}.",
+                                                    "{0} was born in the city of {2} in {1}.")),
+        SentenceSlot(("spouse",), ("{0} is married to {1}.", "The spouse of {0} is {1}.",
+                                   "{0} is the spouse of {1}.", "{0} married {1}.")),
+        SentenceSlot(("employer",), ("{0} works for {1}.", "{0} is employed by {1}.",
+                                     "The employer of {0} is {1}.", "{0} has a job at {1}.")),
     ),
 }  # fmt: skip
-"""Slots of each type of passage in order. A passage may start with any of them and continues cyclically."""
+"""The sentences of the passages of each type. A passage may start with any of them and continues cyclically."""
 
 SLOT_OF = {
-    (kind, name): i
-    for kind, slots in SLOTS.items()
+    (entity_type, name): i
+    for entity_type, slots in SENTENCE_SLOTS.items()
     for i, slot in enumerate(slots)
     for name in slot.relations
 }

@@ -38,6 +38,7 @@ def reading_probes(
             seen = lookup.sample_entities(rng, passages)
             if segments := task(lookup, rng, seen):
                 text = "".join(f"(Title: {lookup.title(e)}) {lookup.text(e)}\n" for e in seen.entities)
+                # One token more than allowed, so that a truncated example is recognised and dropped.
                 example = writer.example([(text, False), *segments], limit + 1)
                 examples += [example] if len(example) <= limit else []
         probes[task.__name__.strip("_")] = examples

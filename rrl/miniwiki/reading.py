@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rrl.data.examples import Example
 from rrl.miniwiki import KINDS, MiniWiki
 from rrl.miniwiki.lookup import Entity, SeenEntities, WikiLookup, facts_of
-from rrl.miniwiki.passages import RELATION, RELATIONS
+from rrl.miniwiki.passages import RELATION_BY_KEY, RELATIONS
 from rrl.miniwiki.questions import (
     BRIDGES,
     EQUALITY_COMPARISONS,
@@ -27,7 +27,7 @@ from rrl.miniwiki.questions import (
     RelationKey,
     conclude_equality,
     conclude_years,
-    hop,
+    make_hop,
 )
 
 Segment = tuple[str, bool]
@@ -41,33 +41,34 @@ class ExampleWriter:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[str, list[int]] = {}
+        self._cached_ids: dict[str, list[int]] = {}
 
-    def example(self, segments: list[Segment], limit: int, everything: bool = False) -> Example:
+    def example(self, segments: list[Segment], limit: int, all_targets: bool = False) -> Example:
         """Return the example of these segments, truncated to `limit` tokens.
 
-        Segments begin with a space or end with a line break, so that their tokens join to the tokens of the whole text.
+        Each segment is tokenised separately. The tokens are those of the whole text only if segments begin with a space or end
+        with a line break.
 
         Args:
           segments: texts, and whether they are targets.
           limit: maximum number of tokens.
-          everything: make every token a target.
+          all_targets: make every token except the first a target.
         """
-        unknown = [text for text, _ in segments if text not in self._known]
-        if unknown:
-            if len(self._known) > 200_000:
-                self._known.clear()
-                unknown = [text for text, _ in segments]
-            ids = self._tokenizer(unknown, add_special_tokens=False)["input_ids"]
-            self._known.update(zip(unknown, ids, strict=True))
+        uncached = [text for text, _ in segments if text not in self._cached_ids]
+        if uncached:
+            if len(self._cached_ids) > 200_000:
+                self._cached_ids.clear()
+                uncached = [text for text, _ in segments]
+            ids = self._tokenizer(uncached, add_special_tokens=False)["input_ids"]
+            self._cached_ids.update(zip(uncached, ids, strict=True))
         tokens: list[int] = []
-        loss: list[bool] = []
+        is_target: list[bool] = []
         for text, target in segments:
-            part = self._known[text]
+            part = self._cached_ids[text]
             tokens += part
-            loss += [target or everything] * len(part)
-        loss[0] = False
-        return Example(np.array(tokens[:limit], np.int32), np.array(loss[:limit], bool))
+            is_target += [target or all_targets] * len(part)
+        is_target[0] = False
+        return Example(np.array(tokens[:limit], np.int32), np.array(is_target[:limit], bool))
 
 
 def reading_examples(
@@ -90,7 +91,7 @@ def reading_examples(
       wiki: the source of passages; each example stays in one sub-world.
       tokenizer: the tokenizer; it must not merge a space with the text before it.
       seed: seed of all random choices.
-      plain: share of examples in which every token is a target, in [0, 1].
+      plain: share of examples in which every token is a target, as in plain language modelling, in [0, 1].
       drills: share of examples without passages, each with many short tasks of comparing and copying.
       questions: share of examples with questions, each followed by the facts it requires.
       most_passages: maximum number of passages in an example; the minimum is 1.
@@ -98,17 +99,17 @@ def reading_examples(
     """
     rng = np.random.default_rng((seed, 1))
     lookup, writer = WikiLookup(wiki), ExampleWriter(tokenizer)
-    question_segments = _questions(wiki, seed) if questions else []
+    segments_of_questions = _question_segments(wiki, seed) if questions else []
     while True:
         draw = rng.random()
         if draw < drills:
             segments = drill_segments(lookup, rng)
         elif draw < drills + questions:
-            chosen = rng.integers(len(question_segments), size=int(rng.integers(6, 13))).tolist()
-            segments = [segment for i in chosen for segment in question_segments[i]]
+            chosen = rng.integers(len(segments_of_questions), size=int(rng.integers(6, 13))).tolist()
+            segments = [segment for i in chosen for segment in segments_of_questions[i]]
         else:
             segments = passage_segments(lookup, rng, int(rng.integers(1, most_passages + 1)))
-        yield writer.example(segments, limit, everything=bool(rng.random() < plain))
+        yield writer.example(segments, limit, all_targets=bool(rng.random() < plain))
 
 
 def passage_segments(lookup: WikiLookup, rng: Rng, passages: int) -> list[Segment]:
@@ -123,6 +124,7 @@ def passage_segments(lookup: WikiLookup, rng: Rng, passages: int) -> list[Segmen
         for entity in sampled.entities[low:high]:
             segments += _passage(lookup, entity)
         seen = SeenEntities(sampled.entities[:high], sampled.entities[low:high])
+        # At most 6 tasks in an example.
         for _ in range(int(rng.integers(1, 6 // blocks + 1))):
             segments += _task(lookup, rng, seen)
     return segments
@@ -188,7 +190,7 @@ def _chain(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     assert value is not None
     keys = [key for key in facts_of(lookup.world, value) if lookup.follow(value, key) != entity]
     second = keys[int(rng.integers(len(keys)))]
-    hops = (hop(lookup.world, key, entity.index), hop(lookup.world, second, value.index))
+    hops = (make_hop(lookup.world, key, entity.index), make_hop(lookup.world, second, value.index))
     return _derivation(rng, Plan(hops, ""), hops[-1].value)
 
 
@@ -197,13 +199,13 @@ def _compare(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     choices = [
         (comparison, pair)
         for comparison in YEAR_COMPARISONS
-        for pair in itertools.combinations(seen.of(comparison.kind), 2)
+        for pair in itertools.combinations(seen.of_type(comparison.entity_type), 2)
     ]
     if not choices:
         return []
     comparison, pair = choices[int(rng.integers(len(choices)))]
     a, b = (
-        hop(lookup.world, (comparison.kind, comparison.relation), entity.index)
+        make_hop(lookup.world, (comparison.entity_type, comparison.relation), entity.index)
         for entity in (pair if rng.random() < 0.5 else pair[::-1])
     )
     if a.value == b.value:
@@ -217,7 +219,7 @@ def _same(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     choices = [
         (key, pair)
         for key in EQUALITY_COMPARISONS
-        for pair in itertools.combinations(seen.of(key[0]), 2)
+        for pair in itertools.combinations(seen.of_type(key[0]), 2)
         if all(lookup.world.facts[key][entity.index] >= 0 for entity in pair)
     ]
     if not choices:
@@ -226,7 +228,7 @@ def _same(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     if equal and rng.random() < 0.5:
         choices = equal
     key, pair = choices[int(rng.integers(len(choices)))]
-    a, b = (hop(lookup.world, key, entity.index) for entity in pair)
+    a, b = (make_hop(lookup.world, key, entity.index) for entity in pair)
     answer, conclusion = conclude_equality(((a,), (b,)), EQUALITY_COMPARISONS[key][0])
     return _derivation(rng, Plan((a, b), conclusion), answer)
 
@@ -271,7 +273,7 @@ _TASK_SHARES = (0.1, 0.14, 0.24, 0.02, 0.22, 0.18, 0.1)
 """Share of each kind in `READING_TASKS`."""
 
 
-def _questions(wiki: MiniWiki, seed: int) -> list[list[Segment]]:
+def _question_segments(wiki: MiniWiki, seed: int) -> list[list[Segment]]:
     """Return questions of every kind, each with the facts that it requires."""
     per_kind = max(1, len(wiki.passages) // 20)
     return [
@@ -283,15 +285,17 @@ def _questions(wiki: MiniWiki, seed: int) -> list[list[Segment]]:
 
 def drill_segments(lookup: WikiLookup, rng: Rng) -> list[Segment]:
     """Return 8 to 19 short tasks without passages."""
-    world = int(rng.integers(len(lookup.spans)))
+    subworld = int(rng.integers(lookup.subworlds))
     segments: list[Segment] = []
     for _ in range(int(rng.integers(8, 20))):
-        exercise = (_years, _dated, _equal, _echo)[int(rng.choice(4, p=[0.3, 0.45, 0.2, 0.05]))]
-        segments += exercise(lookup, rng, world)
+        drill = (_choose_year, _conclude_years, _conclude_equality, _copy_names)[
+            int(rng.choice(4, p=[0.3, 0.45, 0.2, 0.05]))
+        ]
+        segments += drill(lookup, rng, subworld)
     return segments
 
 
-def _years(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
+def _choose_year(lookup: WikiLookup, rng: Rng, subworld: int) -> list[Segment]:
     """Drill: choose the earlier or later of two years."""
     low, high = YEAR_RANGES[int(rng.integers(len(YEAR_RANGES)))]
     a, b = rng.choice(np.arange(low, high + 1), 2, replace=False).tolist()
@@ -299,57 +303,65 @@ def _years(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
     return [(f" {word}, {a} or {b} :", False), (f" {min(a, b) if word == 'earlier' else max(a, b)}\n", True)]
 
 
-YEAR_RANGES = tuple(relation.years for relation in RELATIONS if relation.value == "year")
+YEAR_RANGES = tuple(relation.years for relation in RELATIONS if relation.value_type == "year")
 """First and last year of each relation whose values are years."""
 
 
-def _dated(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
-    """Drill: conclude from stated years of two entities, or of persons behind two works, which is earlier or later."""
+def _conclude_years(lookup: WikiLookup, rng: Rng, subworld: int) -> list[Segment]:
+    """Drill: conclude from stated years which of two entities is earlier or later.
+
+    In a bridge comparison the years are those of the directors, authors or founders of the entities.
+    """
     bridge = rng.random() < 0.4
     comparison = YEAR_COMPARISONS[0 if bridge else int(rng.integers(len(YEAR_COMPARISONS)))]
-    key = (comparison.kind, comparison.relation)
-    low, high = RELATION[key].years
+    key = (comparison.entity_type, comparison.relation)
+    low, high = RELATION_BY_KEY[key].years
     years = rng.choice(np.arange(low, high + 1), 2, replace=False)
-    branches, role = _branches(lookup, rng, world, key, map(str, years), bridge)
+    branches, bridge_phrase = _branches(lookup, rng, subworld, key, map(str, years), bridge)
     word = _earlier_or_later(rng)
-    _, conclusion = conclude_years(branches, word, comparison.verb, role)
+    _, conclusion = conclude_years(branches, word, comparison.verb, bridge_phrase)
     return [(f" {word} :{_statements(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
 
 
-def _equal(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
+def _conclude_equality(lookup: WikiLookup, rng: Rng, subworld: int) -> list[Segment]:
     """Drill: conclude from stated cities, companies or countries of two entities whether they are the same."""
     key, (verb, *_) = list(EQUALITY_COMPARISONS.items())[int(rng.integers(len(EQUALITY_COMPARISONS)))]
-    x, y = lookup.sample_names(rng, world, RELATION[key].value, 2)
+    x, y = lookup.sample_names(rng, subworld, RELATION_BY_KEY[key].value_type, 2)
     values = (x, x if rng.random() < 0.5 else y)
-    branches, _ = _branches(lookup, rng, world, key, values, key[0] == "person" and bool(rng.random() < 0.5))
+    branches, _ = _branches(
+        lookup, rng, subworld, key, values, key[0] == "person" and bool(rng.random() < 0.5)
+    )
     _, conclusion = conclude_equality(branches, verb)
     return [(f" same :{_statements(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
 
 
 def _branches(
-    lookup: WikiLookup, rng: Rng, world: int, key: RelationKey, values: Iterable[str], bridge: bool
+    lookup: WikiLookup, rng: Rng, subworld: int, key: RelationKey, values: Iterable[str], bridge: bool
 ) -> tuple[tuple[tuple[Hop, ...], ...], str]:
-    """Return two branches of invented facts that end in `values`, and the role of the bridge ("" without one).
+    """Return two branches of invented facts whose last values are `values`, and the phrase for `conclude_years`.
 
-    With `bridge`, each branch has two facts: the person behind a work or company, and the value of that person.
+    With `bridge`, each branch has two facts: the director, author or founder, and the value of that person. The phrase is then,
+    for example, "the director of", otherwise "".
     """
 
     def fact(key: RelationKey, subject: str, value: str) -> Hop:
-        return Hop(subject, key[1], value, RELATION[key].query(subject), "", subject)
+        return Hop(subject, key[1], value, RELATION_BY_KEY[key].query(subject), "", subject)
 
-    names = lookup.sample_names(rng, world, key[0], 2)
+    names = lookup.sample_names(rng, subworld, key[0], 2)
     ends = [fact(key, name, value) for name, value in zip(names, values, strict=True)]
     if not bridge:
         return tuple((end,) for end in ends), ""
-    head = BRIDGES[int(rng.integers(len(BRIDGES)))]
-    works = lookup.sample_names(rng, world, head[0], 2)
+    bridge_key = BRIDGES[int(rng.integers(len(BRIDGES)))]
+    works = lookup.sample_names(rng, subworld, bridge_key[0], 2)
     return tuple(
-        (fact(head, work, end.subject), end) for work, end in zip(works, ends, strict=True)
-    ), f"the {head[1]} of"
+        (fact(bridge_key, work, end.subject), end) for work, end in zip(works, ends, strict=True)
+    ), f"the {bridge_key[1]} of"
 
 
-def _echo(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
+def _copy_names(lookup: WikiLookup, rng: Rng, subworld: int) -> list[Segment]:
     """Drill: copy a list of names."""
-    kind = str(rng.choice(["person", "film", "book", "company", "city"]))
-    names = " ".join(f"{name}." for name in lookup.sample_names(rng, world, kind, int(rng.integers(1, 5))))
+    entity_type = str(rng.choice(["person", "film", "book", "company", "city"]))
+    names = " ".join(
+        f"{name}." for name in lookup.sample_names(rng, subworld, entity_type, int(rng.integers(1, 5)))
+    )
     return [(f" copy : {names} :", False), (f" {names}\n", True)]

@@ -21,7 +21,7 @@ PROTOCOL_TEXTS = (
     " You are a helpful assistant.\nsystem\nuser\nassistant\n\nQuestion:\n\nAnswer:",
     " earlier later the same not the same older first last copy : passage of : which passage tells of : after before",
 )
-"""Words and tags of the protocols, so that they take few tokens. None of them becomes a special token."""
+"""Tags and words of the recipes' prompts and rollouts, so that they take few tokens. None becomes a special token."""
 
 
 def vocabulary_texts(seed: int, passages: int, worlds: int) -> Iterator[str]:
@@ -34,10 +34,11 @@ def vocabulary_texts(seed: int, passages: int, worlds: int) -> Iterator[str]:
             yield f"{item.question.text}\n{item.plan.conclusion}\n"
             for hop in item.plan.hops:
                 yield f" {hop.query} : {hop.value}\n The {hop.query} is {hop.value}. {hop.sentence}\n"
-    # Make every pair of digits one token, even if it occurs in no year of this world.
+    # Repeated, so that training merges every pair of digits into one token, even if it occurs in no year of this world.
     for _ in range(30):
         for century in range(10, 21):
             yield "".join(f" {century}{year:02d}" for year in range(100))
+    # 1000 times, so that they are frequent enough for merges.
     for text in PROTOCOL_TEXTS:
         yield from [text] * 1000
 

@@ -52,9 +52,9 @@ def make_pairs(seed: int, worlds: int, passages_per_world: int) -> EncoderPairs:
         gold.append(positions)
 
     for relation in RELATIONS:
-        for number, title in enumerate(wiki.world.names[relation.subject]):
+        for number, title in enumerate(wiki.world.names[relation.subject_type]):
             # A negative value means that the entity lacks this relation.
-            if wiki.world.facts[relation.subject, relation.name][number] >= 0:
+            if wiki.world.facts[relation.subject_type, relation.name][number] >= 0:
                 add("query", relation.query(title), (title,))
     for title in position:
         add("name", title, (title,))
@@ -64,12 +64,14 @@ def make_pairs(seed: int, worlds: int, passages_per_world: int) -> EncoderPairs:
     table = np.full((len(queries), MAX_GOLD), -1, np.int32)
     for row, positions in enumerate(gold):
         table[row, : len(positions)] = positions
-    return EncoderPairs(wiki.passages, wiki.spans, queries, table, by_passage, _hard_negatives(wiki))
+    return EncoderPairs(
+        wiki.passages, wiki.subworld_ranges, queries, table, by_passage, _hard_negatives(wiki)
+    )
 
 
 def _hard_negatives(wiki: MiniWiki) -> list[list[int]]:
     negatives: list[list[int]] = []
-    for span in wiki.spans:
+    for span in wiki.subworld_ranges:
         passages_with: dict[str, set[int]] = collections.defaultdict(set)
         for at in span:
             passage = wiki.passages[at]

@@ -41,7 +41,7 @@ def test_hops_after_a_wrong_value_start_from_it():
     rng = np.random.default_rng(1)
     followed = 0
     for item in WIKI.questions("three_hop", 30, 1):
-        hops, _ = FAULTS["mistaken"](item, LOOKUP, rng)
+        hops, _ = FAULTS["wrong value"](item, LOOKUP, rng)
         wrong = next((place for place, (a, b) in enumerate(zip(hops, item.plan.hops)) if a != b), None)
         if wrong is None or wrong + 1 == len(hops):
             continue

@@ -8,12 +8,12 @@ import pytest
 from rrl.errors import UserError
 from rrl.miniwiki.names import (
     CITY_END,
-    COMPANY_MID,
-    MIDDLE,
+    COMPANY_WORD_END,
     PATTERNS,
     SPLITS,
-    START,
     SURNAME_END,
+    WORD_MIDDLE,
+    WORD_START,
     draw_names,
     permute,
 )
@@ -28,11 +28,11 @@ def test_permute_is_a_permutation_that_depends_on_its_key(size: int) -> None:
         assert abs(np.corrcoef(np.arange(size), permuted)[0, 1]) < 0.15
 
 
-@pytest.mark.parametrize("end", [SURNAME_END, CITY_END, COMPANY_MID])
+@pytest.mark.parametrize("end", [SURNAME_END, CITY_END, COMPANY_WORD_END])
 def test_different_parts_never_make_the_same_name(end: tuple[str, ...]) -> None:
     # Otherwise two different numbers, even of different splits, could give the same name.
-    assert not [pair for pair in itertools.permutations(START, 2) if pair[1].startswith(pair[0])]
-    endings = [*end, *(a + b for a in MIDDLE for b in end)]
+    assert not [pair for pair in itertools.permutations(WORD_START, 2) if pair[1].startswith(pair[0])]
+    endings = [*end, *(a + b for a in WORD_MIDDLE for b in end)]
     assert len(set(endings)) == len(endings)
 
 

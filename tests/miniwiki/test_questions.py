@@ -16,7 +16,7 @@ def wiki() -> MiniWiki:
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_quote_their_passages_and_stay_in_one_sub_world(wiki: MiniWiki, kind: str) -> None:
     texts = {p.title: p.text for p in wiki.passages}
-    place = {wiki.passages[i].title: w for w, span in enumerate(wiki.spans) for i in span}
+    place = {wiki.passages[i].title: w for w, span in enumerate(wiki.subworld_ranges) for i in span}
     for item in wiki.questions(kind, 150, seed=0):
         assert len(item.plan.hops) == HOPS[kind]
         for hop in item.plan.hops:
@@ -24,7 +24,7 @@ def test_plans_quote_their_passages_and_stay_in_one_sub_world(wiki: MiniWiki, ki
             assert hop.value in hop.sentence
             assert hop.subject in hop.sentence
             assert hop.query == f"{hop.relation} of {hop.subject}"
-            assert place[hop.title] == item.world
+            assert place[hop.title] == item.subworld
         assert item.question.gold == tuple(dict.fromkeys(hop.title for hop in item.plan.hops))
         assert item.question.kind == kind
 

@@ -140,7 +140,7 @@ def test_sample_entities_returns_n_different_entities_of_one_sub_world(wiki: Min
     lookup = WikiLookup(wiki)
     entities = lookup.sample_entities(np.random.default_rng(passages), passages).entities
     assert len(set(entities)) == passages
-    assert len({lookup.world_of(entity) for entity in entities}) == 1
+    assert len({lookup.subworld_of(entity) for entity in entities}) == 1
 
 
 def test_evidence_is_complete_unless_the_answer_is_unknown(wiki: MiniWiki) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.miniwiki import generate
-from rrl.miniwiki.passages import RELATION, SLOTS, TEMPLATES_PER_SLOT, TYPES
+from rrl.miniwiki.passages import RELATION_BY_KEY, SENTENCE_SLOTS, TEMPLATES_PER_SLOT, TYPES
 from rrl.miniwiki.world import build_world, write_passages
 
 
@@ -23,10 +23,10 @@ def test_titles_and_ids_are_unique_over_all_sub_worlds() -> None:
 def test_relations_stay_inside_the_spans_of_their_sub_world() -> None:
     wiki = generate("test", 5, 1003, worlds=4)
     world = wiki.world
-    assert [len(span) for span in wiki.spans] == [250, 251, 251, 251]
-    place = {wiki.passages[i].title: w for w, span in enumerate(wiki.spans) for i in span}
+    assert [len(span) for span in wiki.subworld_ranges] == [250, 251, 251, 251]
+    place = {wiki.passages[i].title: w for w, span in enumerate(wiki.subworld_ranges) for i in span}
     for (kind, name), numbers in world.facts.items():
-        target = RELATION[kind, name].value
+        target = RELATION_BY_KEY[kind, name].value_type
         if target in TYPES:
             for entity, number in enumerate(numbers.tolist()):
                 if number >= 0:
@@ -51,7 +51,7 @@ def test_every_sentence_names_its_subject_and_ends_with_a_period() -> None:
 
 
 def test_every_template_states_all_of_its_relations() -> None:
-    for slots in SLOTS.values():
+    for slots in SENTENCE_SLOTS.values():
         for slot in slots:
             assert len(slot.templates) == TEMPLATES_PER_SLOT
             for template in slot.templates:
