@@ -40,9 +40,17 @@ EMPTY_ANSWER = ("",)
 """Gold answers of an unanswerable question that is loaded with "empty": the empty answer is correct."""
 KIND_FIELDS = ("kind", "type", "question_type", "domain")
 """Names of the field with the kind of a question; the first with a value is used."""
-GOLD_IDS = ("gold_ids", "gold_doc_ids", "relevant_docids", "answer_pids")
+GOLD_IDS = (
+    "gold_ids",
+    "gold_doc_ids",
+    "gold_pids",
+    "relevant_docids",
+    "relevant_doc_ids",
+    "positive_ids",
+    "answer_pids",
+)
 """Fields with ids of gold passages: `gold_ids` is written by `save_questions` and BRIGHT, `answer_pids` by LoTTE."""
-GOLD_PASSAGES = ("evidence_docs", "gold_docs", "positive_passages", "positive_ctxs")
+GOLD_PASSAGES = ("evidence_docs", "gold_docs", "gold_passages", "positive_passages", "positive_ctxs")
 """Fields with gold passages that have ids or titles. The first two are BrowseComp-Plus's: its recall metric counts
 `evidence_docs`. The others are Tevatron's and DPR's."""
 METADATA = (

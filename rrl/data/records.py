@@ -148,7 +148,7 @@ def parse_records(
         count += len(items)
         yield from items
     if not count:
-        problem = "the file is empty"
+        problem = "the file is empty: it has no records"
         if broken.count:
             problem = f"all {broken.count} records are broken (first: {broken.first[0]})"
         if unused.count:
