@@ -79,7 +79,7 @@ def optimizer_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
-        keys = [key for key in keys if key != "value"]
+        keys = [key for key in keys if key != "value"]  # the last key of an nnx.Variable's path
         for start in range(len(keys)):
             name = "/".join(keys[start:])
             if any(re.fullmatch(pattern, name) for pattern, _ in rules):

@@ -83,7 +83,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     cannot be created, the cache stays off and a warning gives the reason.
 
     Args:
-        folder: of the cache; None: `jax` in `cache_folder`.
+        folder: the cache's folder; None: the subfolder `jax` of `cache_folder()`.
 
     Returns:
         The folder, or None if the cache is off.

@@ -24,7 +24,7 @@ class Chip:
     bandwidth: float
     """Memory bandwidth, bytes per second."""
     memory: float
-    """Bytes of memory that a program can use; for TPUs the compiler's limit, which is slightly below the published size."""
+    """Bytes of memory that a program can use; for TPUs the compiler's limit, which differs slightly from the published size."""
     interconnect: float
     """Bytes per second out of the chip over all its links."""
     example: str
@@ -60,7 +60,7 @@ class Topology:
 
 
 def open_topology(name: str) -> Topology:
-    """Opens a topology by name: a TPU slice ("v5e:4x4", "v5p:4x4x4") or a number of other chips ("h100:8", "cpu:8").
+    """Returns a topology by its name: a TPU slice ("v5e:4x4", "v5p:4x4x4") or a number of other chips ("h100:8", "cpu:8").
 
     Raises:
         UserError: the chip or shape is unknown, libtpu is missing, or the CPU backend already runs with fewer devices.

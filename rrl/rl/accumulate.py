@@ -16,7 +16,10 @@ from rrl.rl.batch import Batch
 from rrl.rl.optim import skipped_updates
 
 Loss = Callable[[PyTree, PyTree, Batch], tuple[jax.Array, dict[str, jax.Array]]]
-"""(trained parameters, other arrays without a gradient, microbatch) -> (loss summed over tokens, other sums by name)."""
+"""(trained parameters, frozen, microbatch) -> (loss summed over tokens, other sums by name).
+
+Here `frozen` is a pytree of all other arrays that the loss uses. They get no gradient.
+"""
 
 
 class GradientAccumulator:
@@ -53,9 +56,10 @@ class GradientAccumulator:
         def accumulate(
             params: PyTree, frozen: PyTree, grads: PyTree, sums: dict[str, jax.Array], batch: Batch
         ) -> tuple[PyTree, dict[str, jax.Array]]:
-            (value, new), grad = jax.value_and_grad(loss, has_aux=True)(params, frozen, batch)
-            new, grad = new | {"loss": value}, constrain_state(grad)
-            return jax.tree.map(jnp.add, grads, grad), {name: sums[name] + new[name] for name in new}
+            (value, batch_sums), grad = jax.value_and_grad(loss, has_aux=True)(params, frozen, batch)
+            batch_sums, grad = batch_sums | {"loss": value}, constrain_state(grad)
+            sums = {name: sums[name] + batch_sums[name] for name in batch_sums}
+            return jax.tree.map(jnp.add, grads, grad), sums
 
         def apply(
             params: PyTree, opt_state: optax.OptState, grads: PyTree, divisor: jax.Array

@@ -43,9 +43,9 @@ class CriticConfig:
     gae_lambda: float = 1.0
     """lambda of generalised advantage estimation."""
     across_contexts: bool = False
-    """True: the contexts of a trajectory form one episode, so that a step is credited with the rewards of later steps (R3-RAG,
-    Eq. 8 over steps). False: each context is a separate episode (R3-RAG as released). Then a search gets no credit for the
-    answer that it makes possible. If lucky guesses are often rewarded, the policy learns to search less."""
+    """True: GAE runs over the whole trajectory, so that a step is credited with the rewards of later steps (R3-RAG, Eq. 8).
+    False: GAE runs over each context separately (R3-RAG as released). Then a search gets no credit for the answer that it
+    makes possible. If lucky guesses are often rewarded, the policy learns to search less."""
     clip: float | None = 0.5
     """Value clipping: changes of a value beyond this get no gradient (`rrl.rl.values.value_loss`); None: no clipping."""
     epochs: int = 1
@@ -174,7 +174,7 @@ class Critic:
         rewards: Sequence[Float[np.ndarray, "T"]],
         trajectories: Sequence[Trajectory],
     ) -> tuple[list[Float[np.ndarray, "T"]], list[Float[np.ndarray, "T"]]]:
-        """Advantages and returns of each trajectory; an episode is a context, or with `across_contexts` a trajectory."""
+        """Advantages and returns of each trajectory. A segment of GAE is a context, or with `across_contexts` a trajectory."""
         sizes = [len(t.tokens) for t in trajectories]
         width = self.objective.row_lengths[-1]
         width *= -(-max(sizes) // width)  # multiples of the longest row, so that few programs are compiled
@@ -182,7 +182,7 @@ class Critic:
         def padded(parts: Sequence[np.ndarray]) -> np.ndarray:
             return np.stack([np.pad(part, (0, width - len(part))) for part in parts])
 
-        def episode_ids(trajectory: Trajectory) -> Int[np.ndarray, "T"]:
+        def segment_ids(trajectory: Trajectory) -> Int[np.ndarray, "T"]:
             columns = np.arange(len(trajectory.tokens))
             if self.config.across_contexts:
                 return np.ones_like(columns)
@@ -192,7 +192,7 @@ class Critic:
             padded(rewards),
             padded(values),
             padded([t.roles == POLICY for t in trajectories]),
-            padded([episode_ids(t) for t in trajectories]),
+            padded([segment_ids(t) for t in trajectories]),
             discount=self.config.discount,
             gae_lambda=self.config.gae_lambda,
         )

@@ -124,14 +124,14 @@ class _Head:
     def scores(
         self, states: Float[Array, "B c D"], targets: Int[Array, "B c"], weights: Sequence[Array]
     ) -> dict[str, Array]:
-        """Scores by name, and "norm", the log-sum-exp of the logits."""
+        """Scores by name, and the "logsumexp" of the logits."""
         logits = self.logits(states, *weights)
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-        norm = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
+        logsumexp = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
         picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        out = {"logp": picked - norm, "norm": norm}
+        out = {"logp": picked - logsumexp, "logsumexp": logsumexp}
         if self.entropy:
-            out["entropy"] = norm - (jnp.exp(logits - norm[..., None]) * logits).sum(-1)
+            out["entropy"] = logsumexp - (jnp.exp(logits - logsumexp[..., None]) * logits).sum(-1)
         if self.greedy:
             out["greedy"] = logits.argmax(-1) == targets
         return out
@@ -139,7 +139,7 @@ class _Head:
     def zeros(self, targets: Int[Array, "B c"]) -> dict[str, Array]:
         """The scores of a chunk without a target."""
         zero = jnp.zeros(targets.shape, jnp.float32)
-        out = {"logp": zero, "norm": zero}
+        out = {"logp": zero, "logsumexp": zero}
         return (
             out | ({"entropy": zero} if self.entropy else {}) | ({"greedy": zero > 0} if self.greedy else {})
         )
@@ -156,7 +156,7 @@ class _Head:
         With logits l, p = softmax(l), its entropy H and the one-hot target e_y:
         d logp_y / dl = e_y - p and dH / dl = -p (log p + H).
         """
-        logp = logits - scores["norm"][..., None]
+        logp = logits - scores["logsumexp"][..., None]
         gradient = -grads["logp"][..., None]
         if self.entropy:
             gradient = gradient - grads["entropy"][..., None] * (logp + scores["entropy"][..., None])
@@ -165,35 +165,35 @@ class _Head:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tokens", "loss_mask", "positions"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["tokens", "loss_mask", "columns"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """The positions of each chunk, with the tokens and targets of all rows."""
+    """The columns of each chunk, with the tokens and targets of all rows."""
 
     tokens: Int[Array, "B T"]
     loss_mask: Bool[Array, "B T"]
-    positions: Int[Array, "chunks B c"]
-    """Columns of each chunk, in each row; the token after a position is scored. A row's last column predicts nothing and serves
-    as padding."""
+    columns: Int[Array, "chunks B c"]
+    """Columns of each chunk, in each row; the token after each column is scored. A row's last column predicts nothing and
+    serves as padding."""
 
     def inputs_and_targets(
-        self, positions: Int[Array, "B c"]
+        self, columns: Int[Array, "B c"]
     ) -> tuple[Int[Array, "B c"], Int[Array, "B c"], Bool[Array, "B c"]]:
         """For one chunk: columns of its hidden states, the tokens after them, and which of these tokens are targets."""
         length = self.tokens.shape[1]
-        targets = jnp.minimum(positions + 1, length - 1)
-        is_target = jnp.take_along_axis(self.loss_mask, targets, axis=1) & (positions < length - 1)
+        next_columns = jnp.minimum(columns + 1, length - 1)
+        is_target = jnp.take_along_axis(self.loss_mask, next_columns, axis=1) & (columns < length - 1)
         return (
-            jnp.minimum(positions, length - 2),
-            jnp.take_along_axis(self.tokens, targets, axis=1),
+            jnp.minimum(columns, length - 2),  # padding reads any column, since it is never a target
+            jnp.take_along_axis(self.tokens, next_columns, axis=1),
             is_target,
         )
 
     def inverse(self) -> Int[Array, "B T-1"]:
-        """Index of each column in the concatenated `positions` of all chunks, which undoes the sort of `score_targets`."""
+        """Index of each column in the concatenated `columns` of all chunks, which undoes the sort of `score_targets`."""
         rows, length = self.tokens.shape
-        return jnp.argsort(self.positions.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], axis=1)
+        return jnp.argsort(self.columns.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], axis=1)
 
 
 def _forward(
@@ -201,8 +201,8 @@ def _forward(
 ) -> dict[str, Shaped[Array, "chunks B c"]]:
     """Scores of all chunks, computed one chunk at a time."""
 
-    def one_chunk(positions: Int[Array, "B c"]) -> dict[str, Array]:
-        columns, targets, is_target = chunks.inputs_and_targets(positions)
+    def one_chunk(chunk_columns: Int[Array, "B c"]) -> dict[str, Array]:
+        columns, targets, is_target = chunks.inputs_and_targets(chunk_columns)
         states = jnp.take_along_axis(hidden, columns[..., None], axis=1)
         out = jax.lax.cond(
             is_target.any(),
@@ -212,9 +212,9 @@ def _forward(
         )
         return {name: jnp.where(is_target, x, False if name == "greedy" else 0.0) for name, x in out.items()}
 
-    if len(chunks.positions) == 1:
-        return jax.tree.map(lambda x: x[None], one_chunk(chunks.positions[0]))
-    return jax.lax.map(one_chunk, chunks.positions)
+    if len(chunks.columns) == 1:
+        return jax.tree.map(lambda x: x[None], one_chunk(chunks.columns[0]))
+    return jax.lax.map(one_chunk, chunks.columns)
 
 
 _forward_remat = jax.custom_vjp(_forward, nondiff_argnums=(0,))
@@ -237,22 +237,22 @@ def _backward(
     def one_chunk(
         weight_grads: tuple[Array, ...], chunk: tuple[Array, dict[str, Array], dict[str, Array]]
     ) -> tuple[tuple[Array, ...], Float[Array, "B c D"]]:
-        positions, out, grads = chunk
-        columns, targets, is_target = chunks.inputs_and_targets(positions)
+        chunk_columns, out, grads = chunk
+        columns, targets, is_target = chunks.inputs_and_targets(chunk_columns)
         states = jnp.take_along_axis(hidden, columns[..., None], axis=1)
         grads = {name: jnp.where(is_target, grad, 0.0) for name, grad in grads.items()}
 
         def add(weight_grads: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
             logits, pullback = jax.vjp(head.logits, states, *weights)
-            state_grad, *more = pullback(head.logits_gradient(logits, targets, out, grads))
-            return tuple(old + new for old, new in zip(weight_grads, more, strict=True)), state_grad
+            state_grad, *chunk_grads = pullback(head.logits_gradient(logits, targets, out, grads))
+            return tuple(old + new for old, new in zip(weight_grads, chunk_grads, strict=True)), state_grad
 
         return jax.lax.cond(is_target.any(), add, lambda sums: (sums, jnp.zeros_like(states)), weight_grads)
 
-    inputs = chunks.positions, out, {name: grads[name] for name in differentiable}
+    inputs = chunks.columns, out, {name: grads[name] for name in differentiable}
     weight_grads, state_grads = jax.lax.scan(one_chunk, tuple(jnp.zeros_like(w) for w in weights), inputs)
-    rows, _, width = hidden.shape
-    flat = state_grads.swapaxes(0, 1).reshape(rows, -1, width)
+    rows, _, model_width = hidden.shape
+    flat = state_grads.swapaxes(0, 1).reshape(rows, -1, model_width)
     placed = jnp.take_along_axis(flat, chunks.inverse()[..., None], axis=1)
     return None, jnp.pad(placed, ((0, 0), (0, 1), (0, 0))), list(weight_grads)
 
@@ -282,21 +282,22 @@ def score_targets(
         chunk = chunk_positions(vocabulary, 1 if mesh.empty else math.prod(mesh.shape.values()))
         # At least two chunks, so that the second is skipped if targets are few.
         chunk = min(chunk, rows * (length // 2))
-    width = min(max(1, chunk // rows), length - 1)
-    number = -(-(length - 1) // width)
+    width = min(max(1, chunk // rows), length - 1)  # columns per chunk
+    chunk_count = -(-(length - 1) // width)
     # Each row is sorted by itself, so that rows stay on their device if the batch is sharded.
     order = jnp.argsort(~loss_mask[:, 1:], axis=1, stable=True)
-    order = jnp.pad(order, ((0, 0), (0, number * width - (length - 1))), constant_values=length - 1)
-    chunks = _Chunks(tokens, loss_mask, order.reshape(rows, number, width).swapaxes(0, 1))
-    apply, weights = jax.closure_convert(unembed, hidden[:, :width])
-    head = _Head(apply, entropy, greedy, temperature)
+    order = jnp.pad(order, ((0, 0), (0, chunk_count * width - (length - 1))), constant_values=length - 1)
+    chunks = _Chunks(tokens, loss_mask, order.reshape(rows, chunk_count, width).swapaxes(0, 1))
+    # `custom_vjp` cannot differentiate with respect to arrays in a closure, so the head's weights become arguments.
+    head_function, weights = jax.closure_convert(unembed, hidden[:, :width])
+    head = _Head(head_function, entropy, greedy, temperature)
     stacked = (_forward_remat if remat else _forward)(head, chunks, hidden, weights)
     # Undo the sort, and shift by one from the predicting position to the target.
     inverse = chunks.inverse()
 
     def unsort(x: Array) -> Array:
-        flat = x.swapaxes(0, 1).reshape(rows, number * width)
+        flat = x.swapaxes(0, 1).reshape(rows, chunk_count * width)
         placed = jnp.take_along_axis(flat, inverse, axis=1)
         return jnp.pad(placed, ((0, 0), (1, 0)))
 
-    return TokenScores(**{name: unsort(x) for name, x in stacked.items() if name != "norm"})
+    return TokenScores(**{name: unsort(x) for name, x in stacked.items() if name != "logsumexp"})

@@ -89,6 +89,8 @@ def sequence_weights(
 ) -> tuple[Float[np.ndarray, "N"], float]:
     """Per-token weight of each sequence, and the number that the weighted sum of losses is divided by.
 
+    In the policy update a sequence is a whole trajectory, even if it has several contexts.
+
     Args:
       policy_tokens: number of policy tokens of each sequence.
       aggregation: how the loss is averaged:

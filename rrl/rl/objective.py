@@ -34,8 +34,8 @@ class ObjectiveConfig:
     """Weight of the entropy bonus."""
     importance_cap: float | None = None
     """Truncated importance sampling: each token's loss is weighted by the ratio of the trainer's probability to the sampler's,
-    at most this (usually 2). The clipped ratio then starts from the trainer's log-probabilities, which costs one more forward
-    pass. None: no weights; the clipped ratio starts from the sampler's log-probabilities."""
+    at most this (usually 2). The old policy in PPO's ratio is then evaluated by the trainer at the start of the update, which
+    costs one more forward pass. None: no weights; the old log-probabilities are the sampler's."""
     whiten: bool = False
     """Whether advantages are normalised to mean 0 and std 1 over the policy tokens of the rollout batch (REINFORCE++)."""
     aggregation: str = "token_mean"
@@ -53,8 +53,8 @@ class ObjectiveConfig:
     microbatch_tokens: int = 8192
     """Tokens per microbatch: those whose activations are in memory at a time."""
     row_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    """Lengths of packed rows, in tokens; a program is compiled for each. The last is the upper bound of a context, and with
-    `share_prefixes` of a prefix tree, which takes one row."""
+    """Lengths of packed rows, in tokens; a program is compiled for each. The last is the largest length of a context. With
+    `share_prefixes` it is also the largest length of a prefix tree."""
     share_prefixes: bool = False
     """Whether contexts with a common prefix share it in a packed row, where it is computed once (`rrl.rl.prefix_tree`). Such
     contexts are the steps of one trajectory (R3-RAG) or the samples of one prompt (R2AG). Splash attention does not support

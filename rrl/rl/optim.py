@@ -135,7 +135,7 @@ def make_schedule(
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """Formats a pytree path as "layers/q"."""
+    """Formats a pytree path as "layers/q". The last key of an `nnx.Variable`'s path, "value", is dropped."""
     parts = (str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
     return "/".join(p for p in parts if p != "value")
 

@@ -73,6 +73,7 @@ def even_shares(sizes: Int[np.ndarray, "N"], shares: int) -> list[np.ndarray]:
         Indices of the items in each share.
     """
     members: list[list[int]] = [[] for _ in range(min(shares, len(sizes)))]
+    # (sum of sizes, number of items, share): among equal sums, the share with fewest items comes first.
     sums = [(0, 0, share) for share in range(len(members))]
     for item in np.argsort(-sizes, kind="stable").tolist():
         total, count, share = heapq.heappop(sums)

@@ -56,7 +56,8 @@ def microbatches(
       config: the objective.
       shards: number of devices over which the rows of a microbatch are split.
       old_logps: log-probabilities that the ratio is taken against; None: `Trajectory.logps`, the
-        sampler's at temperature 1 without truncation. "sampled_logp" is of the distribution that was sampled from.
+        sampler's at temperature 1 without truncation. The importance weights use `Trajectory.sampled_logps` instead, which
+        belong to the distribution that tokens were sampled from.
       reference_logps: the reference's log-probabilities; needed if `config.extras` contains "reference_logp".
 
     Returns:
@@ -175,7 +176,7 @@ class Updater:
         Args:
           params: trained parameters.
           opt_state: optimiser state.
-          reference: the trained parameters of the reference, as they were at the start of the run.
+          reference: values of the trained parameters at the start of the run; with `fixed` they are the reference policy.
           fixed: frozen parameters, which policy and reference share (`rrl.rl.optim.split_trained`).
           trajectories: scored trajectories to learn from.
           advantages: from `token_advantages` or the critic.

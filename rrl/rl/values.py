@@ -37,7 +37,10 @@ def value_loss(
 def value_moments(
     value: Float[Array, "B T"], returns: Float[Array, "B T"], mask: Float[Array, "B T"]
 ) -> dict[str, Float[Array, ""]]:
-    """Sums over the masked tokens, by `MOMENTS`. Add them over microbatches and pass them to `explained_variance`."""
+    """Sums over the tokens where `mask` is 1; the keys are `MOMENTS`.
+
+    Add them over microbatches and pass them to `explained_variance`.
+    """
     error = returns - value
     parts = (jnp.ones_like(mask), returns, jnp.square(returns), error, jnp.square(error))
     return {name: jnp.sum(mask * part) for name, part in zip(MOMENTS, parts, strict=True)}
