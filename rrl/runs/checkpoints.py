@@ -86,7 +86,7 @@ class Checkpoints:
                 if jax.process_index() == 0:
                     _remove_leftovers(self._folder)
                 self._manager = _manager(self._folder, keep)
-            self._open = stack.pop_all()
+            self._exit_stack = stack.pop_all()
         self._workdir_stat = self.workdir.stat()
         self._save_path = self._folder
         """Path of the latest save, for error messages."""
@@ -174,7 +174,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait until everything is on disk and release the workdir. Raises SaveError if the latest save failed."""
-        with self._open:
+        with self._exit_stack:
             try:
                 self.wait()
             finally:
@@ -303,13 +303,14 @@ def _missing_file(folder: pathlib.Path) -> str:
 def _remove_leftovers(folder: pathlib.Path) -> None:
     """Remove the remains of killed saves and killed deletions.
 
-    An incomplete checkpoint that is newer than all complete ones is only renamed, since it may be an interrupted copy.
+    An incomplete checkpoint that is newer than all complete ones is only renamed, since it may come from an interrupted
+    copy of the workdir, which the user can still complete.
     """
     for path in folder.glob(_TEMPORARY):
         if path.is_dir() and not path.is_symlink():
             _log.info("removing %s, left by a killed save", path)
             shutil.rmtree(path)
-    complete, incomplete = _complete_steps(folder)  # if there is an incomplete one, there is a complete one
+    complete, incomplete = _complete_steps(folder)  # raises if all checkpoints are incomplete
     for step, file in incomplete.items():
         path = folder / str(step)
         if step < complete[-1]:
@@ -362,7 +363,7 @@ def _refuse_other_shapes(folder: pathlib.Path, abstract: Mapping[str, Any]) -> N
     if stored == expected:
         return
     name = min(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name))
-    shapes = [f"of shape {shapes[name]}" if name in shapes else "absent" for shapes in (stored, expected)]
+    shapes = [f"of shape {side[name]}" if name in side else "absent" for side in (stored, expected)]
     raise UserError(
         f"the checkpoint {folder} does not fit this model and optimiser: {name[_INDEX_DIGITS:]} is {shapes[0]} there, and "
         f"{shapes[1]} now. Use the code and config that wrote it, or another --workdir."
@@ -370,7 +371,10 @@ def _refuse_other_shapes(folder: pathlib.Path, abstract: Mapping[str, Any]) -> N
 
 
 def _leaves_by_path(tree: Any) -> dict[str, Any]:
-    """Return the leaves by numbered path, so that the names on disk do not depend on Python classes."""
+    """Return a flat dict from the number and path of each leaf to the leaf, such as "0003[0]...".
+
+    Orbax saves this dict instead of the pytree, so that a checkpoint does not contain the Python classes of its containers.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {f"{i:0{_INDEX_DIGITS}d}{_leaf_name(path)}": leaf for i, (path, leaf) in enumerate(leaves)}
 

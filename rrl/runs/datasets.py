@@ -1,4 +1,4 @@
-"""Questions, passages and retriever of a run: from the built-in world, or from a folder of real data.
+"""Questions, passages and retriever of a run: from the built-in synthetic data (`rrl.miniwiki`), or from a folder of real data.
 
 Read `load_datasets` first.
 """
@@ -82,14 +82,14 @@ class RetrieverConfig:
                 settings["index"] = index_identity(self.index)
             except UserError as error:
                 raise UserError(
-                    f"retriever.index={self.index!r}: {error} Give a folder of launch/build_index.py, or http://... of a "
-                    "search service."
+                    f"retriever.index={self.index!r}: {error} Give a folder that launch/build_index.py wrote, or the "
+                    "http://... address of a search service."
                 ) from error
             kind = settings["index"]["kind"]
         if self.encoder and kind in ("http", "bm25"):
             raise UserError(
-                f"retriever.encoder={self.encoder!r} has no meaning with retriever.index={self.index!r}, which searches by "
-                f"words ({kind}); leave it out, or with a config that sets it give --config.retriever.encoder="
+                f"retriever.encoder={self.encoder!r} has no meaning with retriever.index={self.index!r} of kind {kind}, for "
+                "which this run embeds no text; leave it out, or, if the config sets it, give --config.retriever.encoder="
             )
         return settings
 
@@ -103,29 +103,30 @@ class DataConfig:
     """Where questions and passages come from."""
 
     path: str = "miniwiki"
-    """miniwiki for the built-in world, or a folder with question files and a corpus."""
+    """miniwiki for the built-in synthetic data, or a folder with question files and a corpus. The built-in data consist of many
+    small worlds, each with its own entities and passages."""
     seed: int = 0
     """Seed of the built-in worlds."""
     train_worlds: int = 32
-    """Built-in worlds for training."""
+    """Number of built-in worlds for training."""
     held_out_worlds: int = 8
-    """Built-in worlds for evaluation."""
+    """Number of built-in worlds for evaluation."""
     world_size: int = 200
     """Passages per built-in world."""
     train_per_kind: int = 2000
-    """Training questions of each kind, in the built-in world."""
+    """Training questions of each kind, over all built-in worlds."""
     held_out_per_kind: int = 144
-    """Held-out questions of each kind, in the built-in world."""
+    """Held-out questions of each kind, over all built-in worlds."""
     held_out_split: str = "test"
     """Split of the held-out worlds: test, or dev for tuning."""
     kinds: tuple[str, ...] = KINDS
-    """Kinds of questions in the built-in world."""
+    """Kinds of questions in the built-in worlds."""
     held_out: int = 500
     """Largest number of held-out questions of a folder."""
     on_error: OnFault = "refuse"
-    """What happens with broken records and with questions that do not fit the context. refuse: a broken record raises an error.
-    skip: broken records are skipped and counted. With both, the episode of a question that does not fit the context ends as
-    context_limit. stop: a broken record and a question that does not fit both raise an error."""
+    """What happens with broken records and with questions that do not fit the context. Broken records: refuse and stop raise an
+    error; skip skips and counts them. Questions that do not fit: stop raises an error; with refuse and skip their episodes end
+    as context_limit."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "seed", "held_out")
@@ -225,10 +226,10 @@ def load_retriever_encoder(config: RetrieverConfig, where: str = "retriever") ->
 def data_fingerprint(folder: str) -> dict[str, Any]:
     """Return size and SHA-256 of each file of a data folder, which identify the data also after the folder has moved."""
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
-    stamps = {file.name: size_and_hash(file) for file in files}
+    entries = {file.name: size_and_hash(file) for file in files}
     return {
-        "files": {name: entry["bytes"] for name, entry in stamps.items()},
-        "content": {name: entry["sha256"] for name, entry in stamps.items()},
+        "files": {name: entry["bytes"] for name, entry in entries.items()},
+        "content": {name: entry["sha256"] for name, entry in entries.items()},
     }
 
 
@@ -241,7 +242,7 @@ def load_datasets(
 ) -> tuple[SearchDataset, SearchDataset]:
     """Return the training dataset and the held-out dataset.
 
-    In the built-in world the two share no entity. A data folder has one corpus for both; its test (or dev) questions are held
+    In the built-in data the two share no entity. A data folder has one corpus for both; its test (or dev) questions are held
     out. If it has only one question file, every fifth question is held out.
 
     Args:
@@ -288,13 +289,15 @@ def load_datasets(
 def split_questions(folder: DataFolder) -> tuple[list[Question], list[Question]]:
     """Return the training and the held-out questions of a folder.
 
-    The held-out questions are the first of test, dev, questions and train that has gold answers; files without gold answers
-    are not used. The training questions are the first other file of train, questions and dev with gold answers. If there is no
-    other file, `hold_out` splits the only one.
+    Only question files with gold answers are used. The held-out questions come from the first existing file in the order "test",
+    "dev", "questions", "train"; the training questions from the first other file in the order "train", "questions", "dev". If
+    there is only one file, `hold_out` splits it.
     """
     held_out = folder.first_split_with_answers(("test", "dev", "questions", "train"))
     if held_out is None:
-        raise UserError(f"data folder {folder.path}: none of its question files has gold answers; give one")
+        raise UserError(
+            f"data folder {folder.path}: none of its question files has gold answers; add one that has"
+        )
     split, questions = held_out
     rest = folder.first_split_with_answers(("train", "questions", "dev"), exclude=split)
     return (rest[1], questions) if rest else hold_out(questions)
@@ -302,7 +305,7 @@ def split_questions(folder: DataFolder) -> tuple[list[Question], list[Question]]
 
 def hold_out(questions: list[Question]) -> tuple[list[Question], list[Question]]:
     """Split the questions of one file into training and held-out ones: every fifth is held out."""
-    train = [question for place, question in enumerate(questions) if place % 5]
+    train = [question for index, question in enumerate(questions) if index % 5]
     if not train:
         raise UserError(
             f"{len(questions)} questions are too few to hold one out and train on the rest; give at least 2"

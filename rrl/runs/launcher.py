@@ -97,7 +97,7 @@ def exit_after_runs(failed: Mapping[str, str], stopped: bool, again: bool = Fals
     """Print the failures of several runs and exit if there are any, or if the runs were stopped.
 
     Args:
-        failed: reason by name of each failed run.
+        failed: name of each failed run -> the reason of its failure.
         stopped: whether a signal stopped the runs.
         again: whether the same command continues the failed runs; the exit code is then `EXIT_TRY_AGAIN` instead of 1.
     """
@@ -131,9 +131,8 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
     try:
         return values(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(
-            cause := _cause(error), UserError
-        ):  # an error of the config file, whatever the overrides
+        # The config file itself raised a UserError: its message is better than one about the overrides.
+        if isinstance(cause := _cause(error), UserError):
             raise UserError(str(cause)) from error
         describers = {
             AttributeError: _unknown_field,
@@ -148,16 +147,16 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
 
 def _with_shipped_config(argv: Sequence[str]) -> list[str]:
     """Return the arguments with a --config file that is missing in the current folder replaced by the one that comes with rrl."""
-    found = list(argv)
-    for at, arg in enumerate(argv):
+    replaced = list(argv)
+    for index, arg in enumerate(argv):
         flag, equals, value = arg.partition("=")
-        if at and re.fullmatch("--?config", argv[at - 1]):
+        if index and re.fullmatch("--?config", argv[index - 1]):
             flag, equals, value = "", "", arg
         elif not (equals and re.fullmatch("--?config", flag)):
             continue
         file, colon, rest = value.partition(":")
-        found[at] = f"{flag}{equals}{shipped(file) if file else ''}{colon}{rest}"
-    return found
+        replaced[index] = f"{flag}{equals}{shipped(file) if file else ''}{colon}{rest}"
+    return replaced
 
 
 def default_workdir(config: Any) -> str:
@@ -182,7 +181,7 @@ def _overrides(argv: Sequence[str], values: flags.FlagValues) -> tuple[Any, dict
     """Return the config without overrides (None if there is none), and the text of each `--config.a.b=VALUE` by name."""
     matches = [re.match(r"--?(?:no)?(config\.[^=]+)(?:=(.*))?", arg, re.DOTALL) for arg in argv]
     overrides = {match[1]: match[2] or "" for match in matches if match}
-    flag = next((place for place, arg in enumerate(argv) if re.match(r"--?config(=|$)", arg)), None)
+    flag = next((index for index, arg in enumerate(argv) if re.match(r"--?config(=|$)", arg)), None)
     if not overrides or flag is None:
         return None, {}
     return values["config"].parser.parse(argv[flag].partition("=")[2] or argv[flag + 1]), overrides

@@ -70,7 +70,7 @@ class SavedTrajectories:
             return
         records = [
             about,
-            *(as_json(t, tokens=place < MAX_PER_SOURCE) for place, t in enumerate(trajectories)),
+            *(as_json(t, tokens=index < MAX_PER_SOURCE) for index, t in enumerate(trajectories)),
         ]
         file = self._folder / f"{name}.jsonl"
         with saving(file):
@@ -92,7 +92,8 @@ class SavedTrajectories:
 
 
 def as_json(trajectory: Trajectory, tokens: bool = True) -> dict[str, Any]:
-    """Return all fields of a trajectory as JSON values. Without `tokens` arrays are empty and passages reduced to titles."""
+    """Return all fields of a trajectory as JSON values. Without `tokens` the arrays and the passages are empty;
+    `Search.titles` and `Search.ids` remain."""
     record = dataclasses.asdict(trajectory)
     for name in _ARRAYS:
         array = np.asarray(record[name]) if tokens else np.zeros(0, record[name].dtype)

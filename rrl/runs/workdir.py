@@ -31,7 +31,8 @@ RESULTS: Mapping[str, str] = {
     "results.jsonl": "answers (results.jsonl)",
     "blocks/*.jsonl": "sampled trajectories (blocks)",
 }
-"""Glob pattern -> description of unfinished results. Only a run of the same config may continue them."""
+"""Glob pattern -> description of unfinished results. Only a run of the same config may continue them. A cold start
+samples its questions in blocks, one file each (`rrl.sft.cold_start`)."""
 ADDED_FIELDS = (
     "run.data.content",
     "run.tokenizer_sha256",
@@ -55,7 +56,7 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
     """Lock a workdir within the block, so that no other process runs in it. Creates the folder if it is missing.
 
     Readers (export, evaluation) do not take the lock. The operating system releases it when the process ends, even by a kill.
-    A process may lock a workdir again that it has locked. In a run of several processes only the first takes the lock.
+    The lock is reentrant within a process. In a run of several processes only the first takes the lock.
 
     Raises:
         UserError: another process has locked the workdir.
@@ -77,7 +78,7 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
 def refuse_locked(
     workdir: str | os.PathLike[str], folders: Sequence[str] = FOLDERS, files: Sequence[str] = FILES
 ) -> None:
-    """Raise UserError if the workdir cannot be used: another process has locked it, or a path that the run needs is occupied.
+    """Raise UserError if another process has locked the workdir, or if a path in it that the run needs is occupied.
 
     A path is occupied if one of `folders` is a file, or one of `files` is a folder. This function writes nothing; call it
     before models are loaded.
@@ -97,7 +98,7 @@ def refuse_locked(
 def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the config.json of a workdir. Raises UserError with file and line if it is broken."""
     path = pathlib.Path(workdir) / CONFIG
-    fix = "restore the file that the run wrote, or delete that folder"
+    fix = "restore the file that the run wrote, or delete the workdir"
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -156,10 +157,10 @@ def refuse_other_config(
     path = pathlib.Path(workdir) / CONFIG
     refuse_unwritable(workdir, "workdir")
     if not path.exists():
-        if found := [text for pattern, text in RESULTS.items() if any(path.parent.glob(pattern))]:
+        if descriptions := [text for pattern, text in RESULTS.items() if any(path.parent.glob(pattern))]:
             raise UserError(
-                f"workdir {os.fspath(workdir)} holds {found[0]}, but the config.json of their run is missing; restore that "
-                "file, choose another --workdir, or delete that folder."
+                f"workdir {os.fspath(workdir)} holds {descriptions[0]}, but the config.json of their run is missing; restore "
+                "that file, choose another --workdir, or delete that folder."
             )
         return {}
     stored = _flat(read_config(workdir))

@@ -21,7 +21,8 @@ def dump_batch(
 
     The file has arrays over the concatenated tokens of all trajectories: tokens, roles, logps, sampled_logps and turns (see
     `Trajectory`), rewards (`Trajectory.token_rewards`) and advantages. It also has lengths (tokens of each trajectory) and
-    `about`, JSON with id, question, request, group, end reason, cuts, starts, rewards and segments of each trajectory.
+    `about`, JSON with the question's id and text and these fields of each `Trajectory`: request, group, ended, cuts, starts,
+    rewards and segments.
 
     Returns:
         The file; None if the folder already has `MAX_FILES` files, and in every process except the first.

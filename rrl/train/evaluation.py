@@ -26,7 +26,7 @@ def evaluate(
     scoring: ScoringContext = NO_MODELS,
     on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """Sample one episode per question, greedily by default, and return its metrics and trajectories.
+    """Sample one episode per question, greedily by default, and return the metrics and the trajectories.
 
     Metrics are "eval/em", "eval/f1", ... over all questions, and "eval/em/KIND", ... over each kind of question.
     "eval/searches_failed" and "eval/not_finite" count failed searches and episodes with logits that were not finite; both

@@ -116,7 +116,8 @@ class TrainSettings:
     judge: JudgeSettings | None = None
     """Judge for the recipe's rewards; None if the config has no judge."""
     reference: tuple[str, float] | None = None
-    """A result to print next to this run's: its name and its exact match (0..1)."""
+    """An earlier result to print next to this run's, such as that of SFT: its name and its exact match (0..1). Not the reference
+    policy of the KL penalty."""
     note: str = ""
     """A remark about the result, printed in the log and below the table."""
 
@@ -186,7 +187,8 @@ class TrainSettings:
         if critic is None and steps and values["train"].get("samples") == 1 and advantage in GROUP_RELATIVE:
             raise UserError(
                 f"recipe.advantage={advantage!r} compares the samples of a question, but train.samples=1 gives only one: all "
-                "advantages would be 0. Raise it, or use reinforce_plus_plus or reward, which compare questions"
+                "advantages would be 0. Raise train.samples, or set recipe.advantage to reinforce_plus_plus or reward, which do "
+                "not compare the samples of a question"
             )
         if steps and isinstance(recipe, RequiresGroups):
             recipe.check_samples(values["train"].get("samples", RLConfig.samples))
@@ -309,7 +311,7 @@ def load(settings: TrainSettings, log: TimedLog, workdir: pathlib.Path) -> Train
 
 
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
-    """Train by a config and write metrics, curves, trajectories, summary and the policy to `workdir`.
+    """Run the training that a config describes, and write metrics, curves, trajectories, summary and the policy to `workdir`.
 
     The same config continues a stopped run; a finished run only writes its report again. A run that a signal stopped writes
     everything except `summary.txt`, which marks a finished run. A run that its guard ended reports its last good checkpoint.
@@ -330,11 +332,11 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     identity = identity_of(settings)
     workdir = pathlib.Path(workdir)
     train_settings = dataclasses.asdict(settings.train) | {"run": identity}
-    raised_fields = refuse_other_config(workdir, train_settings, MAY_DIFFER, MAY_GROW)
-    if "steps" in raised_fields:
+    increased_fields = refuse_other_config(workdir, train_settings, MAY_DIFFER, MAY_GROW)
+    if "steps" in increased_fields:
         log(
             "train.steps: {} before, {} now; the run continues after its last step".format(
-                *raised_fields["steps"]
+                *increased_fields["steps"]
             )
         )
     refuse_locked(workdir)
@@ -346,7 +348,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
 
     def before_writing() -> None:
         stack.enter_context(lock_workdir(workdir))
-        if raised_fields:  # e.g. more steps: the run is no longer finished
+        if increased_fields:  # e.g. more steps: the run is no longer finished
             (workdir / "summary.txt").unlink(missing_ok=True)
         with saving(workdir / MODEL_FILES):
             write_model_files(
@@ -356,7 +358,8 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     if settings.note:
         log(settings.note)
     log(
-        f"programs compiled on first use (later runs find the update in the compilation cache): {describe_programs(settings)}"
+        "programs that XLA compiles at their first use (later runs load the update from the compilation cache): "
+        f"{describe_programs(settings)}"
     )
     outcome = train(
         settings.train,
@@ -391,7 +394,7 @@ def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, log: 
     task = loaded.task
     questions = [*task.train, *task.held_out]
     long = find_long_prompts(loaded.engine, settings.recipe, questions, settings.data.on_error, log)
-    train = [question for place, question in enumerate(task.train) if place not in long]
+    train = [question for index, question in enumerate(task.train) if index not in long]
     if len(train) < len(task.train):
         log(
             f"{len(task.train) - len(train)} of {len(task.train)} training questions do not fit the context and are left out"
@@ -476,19 +479,19 @@ def report(
             settings.train.eval_temperature,
             curves_of(settings.recipe),
         )
-    shown = page_trajectories(outcome)
+    on_page = page_trajectories(outcome)
     if outcome.eval_trajectories:
         with saving(workdir / "trajectories.jsonl"):
             save_trajectories(workdir / "trajectories.jsonl", outcome.eval_trajectories)
-    if shown:
+    if on_page:
         with saving(workdir / "trajectories.html"):
             write_html(
-                [trajectory for trajectory, _ in shown],
+                [trajectory for trajectory, _ in on_page],
                 workdir / "trajectories.html",
                 title=f"{settings.name}: step {outcome.step}",
                 tags=settings.recipe.tags,
                 token_bytes=loaded.engine.bytes,
-                sources=[source for _, source in shown],
+                sources=[source for _, source in on_page],
             )
     facts = {
         "steps": f"{outcome.step} of {settings.train.steps} "
@@ -500,8 +503,8 @@ def report(
         "versions": ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("jax", "flax", "optax")),
         "command": shlex.join(["python", *sys.argv]),
     }
-    written = [workdir / name for name in ("curves.png", "trajectories.html", "metrics.jsonl", "policy")]
-    files = [str(file) for file in written if file.exists()]
+    outputs = [workdir / name for name in ("curves.png", "trajectories.html", "metrics.jsonl", "policy")]
+    files = [str(file) for file in outputs if file.exists()]
     text = summary(
         outcome.start_metrics,
         outcome.final_metrics,
@@ -524,7 +527,7 @@ def _card(settings: TrainSettings) -> RecipeCard:
 
 
 def page_trajectories(outcome: Outcome) -> list[tuple[Trajectory, str]]:
-    """Return the trajectories of the report's page, each with its source: held-out ones, then the last training step's."""
+    """Return the trajectories of trajectories.html, each with its source: held-out ones, then the last training step's."""
     held_out = [(trajectory, HELD_OUT) for trajectory in outcome.eval_trajectories]
     trained = [
         (trajectory, UNUSED if left_out else TRAINING)

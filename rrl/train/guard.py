@@ -49,7 +49,7 @@ class Guard:
                 lambda x: not x <= config.kl,
             ),
             "logits of the policy are not finite": ("train/not_finite", lambda x: x > 0),
-            # A mean over the finite gradients of a step. It is not finite only if no gradient is.
+            # The metric is a mean over the optimiser steps with a finite gradient. It is not finite if there is no such step.
             "no gradient is finite": ("train/grad_norm", lambda x: not math.isfinite(x)),
             "no gradient of the critic is finite": ("critic/grad_norm", lambda x: not math.isfinite(x)),
         }
@@ -63,7 +63,7 @@ class Guard:
     def check(self, step: int, metrics: Mapping[str, float]) -> str:
         """Check the metrics of a completed step.
 
-        A step without an update lacks some metrics. It does not change the count of consecutive steps of their signs.
+        A step without an update lacks some metrics. The counts of the signs that need these metrics stay unchanged.
 
         Returns:
             A description of the signs that have lasted for exactly `config.steps` steps now; "" if there are none.

@@ -156,8 +156,9 @@ class Learner:
     ) -> LearningBatch:
         """Return the batch with the advantages that the loss uses.
 
-        With a critic they are estimated by GAE, and the recipe's are not used. The KL penalty is subtracted if the objective
-        has it in the reward. Then advantages are whitened if the objective asks for it.
+        With a critic they are estimated by GAE, and the recipe's are not used. If the objective has the KL penalty in the reward,
+        it is subtracted: with a critic from the token rewards before GAE, else from the advantages. Then advantages are whitened
+        if the objective asks for it.
 
         Args:
             trajectories: M trajectories to learn from.

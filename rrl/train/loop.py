@@ -31,10 +31,11 @@ def train(
         config: settings of the run.
         recipe: prompt, environment, rewards and advantages.
         task: training and held-out questions.
-        models: the initial policy and the models around it. The decoder ends with the final policy's parameters: with
-            `config.average_last` the mean over the last updates.
+        models: the initial policy and the models around it. At the end the decoder holds the final policy's
+            parameters; if `config.average_last` is above 0, these are the mean over the last updates.
         workdir: gets config.json, checkpoints, metrics and trajectories for the report.
-        identity: what identifies the run besides `config` (models, data). Another identity in the workdir is refused.
+        identity: what identifies the run besides `config` (models, data). A workdir of a run with another identity
+            is refused.
         before_writing: called once, when all checks have passed and nothing is written yet. It may lock the workdir.
 
     Raises:

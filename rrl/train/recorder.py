@@ -74,7 +74,7 @@ class RunRecorder:
             for line in self.writer.past if config.guard.action == "warn" else ():
                 self.guard_message = self.guard.check(line["step"], _with_nan(line)) or self.guard_message
             self.progress = stack.enter_context(Progress(config.steps, self.step, "train"))
-            self._open = stack.pop_all()
+            self._exit_stack = stack.pop_all()
 
     def __enter__(self) -> "RunRecorder":
         return self
@@ -82,7 +82,7 @@ class RunRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, trace)
+        self._exit_stack.__exit__(kind, error, trace)
 
     def check_last_save(self) -> None:
         """Raise SaveError if the last checkpoint, which Orbax saves in the background, could not be saved."""
@@ -115,8 +115,8 @@ class RunRecorder:
     def past_evaluation(self, step: int) -> dict[str, float] | None:
         """Return the held-out metrics of a step if this or an earlier process evaluated it; else None.
 
-        An evaluation that was done after the checkpoint was saved is not repeated: opening metrics.jsonl removed its line, which
-        is written again here.
+        A resumed run removes the lines of metrics.jsonl that are newer than its checkpoint. If an evaluation's line was among
+        them, this function writes the line again, so that the evaluation is not repeated.
         """
         if step in self._removed_evaluations:
             self._evaluations[step] = self._removed_evaluations.pop(step)

@@ -100,7 +100,7 @@ class RLConfig:
 
 
 MAY_DIFFER = ("checkpoint_every", "eval_every", "guard", "run.name", "run.data.path")
-"""Fields that a continued run may change, since they do not affect its results. The data are identified by their content, not
-by their path."""
+"""Fields of config.json that a continued run may change, since they do not affect its results. `run` is the run's identity: its
+models and data. The data are identified by their content, not by their path."""
 MAY_GROW = ("steps", "optim.total_steps", "critic.optim.total_steps")
-"""Fields that a continued run may raise. It then continues with the learning-rate schedules of the longer run."""
+"""Fields of config.json that a continued run may raise. It then continues with the learning-rate schedules of the longer run."""

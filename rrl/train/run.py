@@ -97,7 +97,8 @@ def open_run(
 
     The end of the `with` block evaluates the final policy and writes its parameters to the decoder. If a judge or reader does
     not answer during the steps, the completed steps are saved and ServiceUnavailable is raised; the next process repeats the
-    unfinished step. A signal also makes requests to services fail. The run then ends as after any signal, without an error.
+    unfinished step. After a signal, requests to services raise ServiceUnavailable too. That error is not raised again: the
+    run ends as after any signal.
     """
     learner = Learner(config, models.decoder, models.engine.mesh, models.value_model)
     curriculum = curriculum_of(recipe, task.train, config.questions, config.seed)
@@ -125,7 +126,7 @@ class TrainingRun:
       curriculum: selects the questions.
       step: completed updates.
       stopped: see `Outcome`; "" while the run continues.
-      in_steps: True from the first step of this process until the last.
+      in_steps: True while `steps` yields; False before the first step and after the last.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class TrainingRun:
             recorder.saved.save_sampled(self.step, self._sampled, self._left_out)
         recorder.check_last_save()
         recorder.writer.write(self.step, metrics)
-        # The initial policy is evaluated after the first update, since users wait for the first update.
+        # The initial policy is evaluated only now, so that users see the first update sooner.
         if self.task.held_out and not recorder.start_metrics and not self._stop:
             with recorder.progress.paused():
                 recorder.start_metrics, _ = self._evaluate(0)
@@ -272,7 +273,10 @@ class TrainingRun:
         return recorder.write_evaluation(step, metrics, time.perf_counter() - began), trajectories
 
     def _evaluation_is_due(self) -> bool:
-        """Return whether `eval_every` asks for an evaluation after `step` updates. Start and end of the run do not count."""
+        """Return whether `eval_every` asks for an evaluation after `step` updates.
+
+        False at the start and the end of the run, which are evaluated in any case.
+        """
         every, step = self.config.eval_every, self.step
         return bool(self.task.held_out and every and step % every == 0 and 0 < step < self.config.steps)
 

@@ -42,7 +42,8 @@ def sample_and_score(
     """Sample and score the episodes of a training step.
 
     Rounds of episodes are sampled until `config.questions` groups are usable (DAPO's dynamic sampling; see `usable_groups`), or
-    `config.rounds` rounds are done. A pure function of its arguments and of the curriculum's state, which it updates.
+    `config.rounds` rounds are done. The result depends only on the arguments and on the curriculum's state. This function
+    updates that state.
 
     Args:
         config: settings of the run.
@@ -68,7 +69,7 @@ def sample_and_score(
             params,
             recipe,
             curriculum.select(step, round_index, count),
-            # Round 0, the only one without dynamic sampling, uses the key of the step unchanged.
+            # Round 0 uses the key of the step unchanged. A run without dynamic sampling has only round 0.
             key=jax.random.fold_in(key, round_index) if round_index else key,
             samples=config.samples,
             temperature=config.temperatures or config.temperature,

@@ -82,7 +82,7 @@ def test_a_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
 def test_the_error_for_a_broken_config_names_file_and_line(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content)
     for read in (read_config, lambda folder: refuse_other_config(folder, {"a": 1}), read_identity):
-        with pytest.raises(UserError, match=r"config\.json.*delete that folder") as error:
+        with pytest.raises(UserError, match=r"config\.json.*delete the workdir") as error:
             read(tmp_path)
         assert message in str(error.value) and "\n" not in str(error.value)
 
