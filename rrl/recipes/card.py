@@ -91,7 +91,7 @@ def write_card(folder: str | pathlib.Path, card: RecipeCard) -> None:
 
 def read_card(folder: str | pathlib.Path) -> RecipeCard | None:
     """Return the card of a policy's folder, or None if it has none. Raises UserError if the card cannot be read."""
-    file = shipped(folder) / FILE
+    file = shipped(folder) / FILE  # finds a folder that comes with rrl from any current folder
     if not file.is_file():
         return None
     try:

@@ -45,7 +45,8 @@ def run_questions(
       temperature: one for all episodes, or one per sample of a question.
       scoring: the models that the rewards may use.
       retriever: answers the searches.
-      on_finish: receives the index and the unscored trajectory of each episode when it ends.
+      on_finish: receives the index and the unscored trajectory of each episode when it ends. Each episode is reported by one
+        process of the run.
 
     Returns:
       The scored trajectories, in order of their index.
@@ -85,7 +86,7 @@ def run_requests(
             )
             state.hit_limit("room")  # the prompt does not fit the context (`Trajectory.cuts`)
             trajectories[index] = state.trajectory("context_limit")
-            if jax.process_index() == 0:
+            if jax.process_index() == 0:  # one process reports it
                 on_finish(index, trajectories[index])
     if fitting:
         finished = engine.run(

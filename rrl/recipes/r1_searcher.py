@@ -131,7 +131,7 @@ class R1Searcher(OutcomeRecipe):
         """Return whether the format is correct.
 
         Args:
-          response: the policy's text after the opened `<think>`, one string per turn.
+          response: `Trajectory.sampled_texts`, one string per turn. They do not contain the `<think>` of the prompt.
         """
         search, answer = self.environment.search, self.environment.answer
         if not one_search_per_turn(response, self.environment):

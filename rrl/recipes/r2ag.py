@@ -261,8 +261,8 @@ class R2AG(OutcomeRecipe):
             output = parse_output(text)
             searches = tuple(search for search in trajectory.searches if search.turn == turn)
             base = len(self.environment.searched_queries(trajectory.question, output)[0])
-            # Logits that are not finite break the last output off. If they occur before its first token, it has no text, and the
-            # last text belongs to the turn before, which is complete and has searches.
+            # Logits that are not finite end the episode within an output. The output is then truncated and has no searches. If
+            # they occur before its first token, it is not in `outputs`; the last of them is complete and has searches.
             broken = trajectory.ended == NOT_FINITE and not searches
             truncated = turn == len(outputs) - 1 and (trajectory.ended == TRUNCATED or broken)
             expansions.append(Expansion(output, searches[:base], searches[base:], truncated))
@@ -270,7 +270,7 @@ class R2AG(OutcomeRecipe):
 
     @property
     def answers_with_reader(self) -> bool:
-        """Whether the answer comes from another model, which reads the documents found."""
+        """Whether the answer comes from another model, which reads the documents found. If so, `rrl.eval` accepts a reader."""
         return True
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:

@@ -19,7 +19,10 @@ STOP = "stop"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RetrievalTree(Question):
-    """A tree that the policy expands next: its question, and the documents it keeps after pruning."""
+    """A tree that the policy expands next: its question, and the documents it keeps after pruning.
+
+    It is a `Question`, so a curriculum can return it and `Trajectory.question` can hold it.
+    """
 
     tree: int = 0
     """Index of the question in the run."""

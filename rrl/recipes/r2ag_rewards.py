@@ -86,9 +86,10 @@ def expansion_rewards(
 ) -> dict[str, float]:
     """Return the rewards of one expansion (Eq. 5) under the zeroing rules of B.2.
 
-    A gold document that several queries hit counts once, in R_MH and in R_AP, for the first of them (base queries first). In
-    R_AP a query that repeats a hit counts 0 only if the earlier hit is within the top t of its kind of query. R_JH is earned by
-    a stop signal when all gold documents have been found, before or by this expansion.
+    A gold document that several queries hit counts once, in R_MH and in R_AP, for the first of them (base queries first). R_AP
+    reads only the first t queries of each kind. If a base query after the first t hits a document, a predicted query may
+    therefore still count for it in R_AP. R_JH is earned by a stop signal when all gold documents have been found, before or by
+    this expansion.
 
     Args:
       output: the parsed output.

@@ -134,9 +134,9 @@ class R3Rag(OutcomeRecipe):
     def _judge(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> list[list[float]]:
         """Ask the judge everything in one call. Return Rel of each retrieval step and set the rest in `metrics`.
 
-        A step that found no new document earns 0, and the judge is not asked. The metric
-        "judge_unread" counts the judge's replies that cannot be parsed. Such a reply gives the score 0; instead of unparsed
-        short forms, the answer itself is scored.
+        A step that found no new document earns 0, and the judge is not asked. The metric "judge_unread" counts the judge's
+        replies that cannot be parsed. Such a reply gives Rel or Acc 0. If it should have listed the short forms of an answer,
+        "em" and "f1" keep the scores of the answer itself.
         """
         relevance = [[0.0] * len(trajectory.searches) for trajectory in trajectories]
         prompts: list[tuple[int, str, int, JudgePrompt]] = []

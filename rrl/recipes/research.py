@@ -93,8 +93,9 @@ class ReSearch(OutcomeRecipe):
         In a wrong format "answer" is 0, unless `pay_malformed`.
         """
         for trajectory in trajectories:
-            boxed = last_boxed(last_box(trajectory.response, self.environment.answer))
-            trajectory.answer = "" if boxed is None else boxed
+            # `last_box` returns the content of the last <answer>...</answer>, `last_boxed` that of the last \boxed{} in it.
+            latex_answer = last_boxed(last_box(trajectory.response, self.environment.answer))
+            trajectory.answer = "" if latex_answer is None else latex_answer
             well_formed = self.well_formed(trajectory.response)
             trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(well_formed)}
             f1 = token_f1(trajectory.answer, trajectory.question.answers, RULES[self.answer_rule])

@@ -63,6 +63,7 @@ class RSearch(OutcomeRecipe):
     """How rewards become advantages if there is no critic: a name in `rrl.rl.advantages.ESTIMATORS`. "grpo" is as in the
     released code: unbiased standard deviation of the group, epsilon 1e-6."""
     environment: Stream = dataclasses.field(default_factory=Stream)
+    """By default the tags are <search>, <observation> and <answer>, at most four turns search, and one last turn follows them."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "answer_weight", "evidence_weight", "reader_weight")

@@ -56,7 +56,8 @@ class SearchR1(OutcomeRecipe):
 
     Differences from the released code: The released reward parses prompt, response and documents as one text. It therefore
     needs two answers, of which the first is the example in the instruction, and tags in a document break the format. Here only
-    the policy's text is parsed. The released reward for documents that contain the answer is 0 as published; it is omitted here.
+    the policy's text is parsed. The released code can also reward documents that contain the answer. The published value
+    of that reward is 0, so it is omitted here.
     """
 
     instruction: str = INSTRUCTION

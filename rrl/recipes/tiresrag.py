@@ -331,8 +331,8 @@ def reflect_reward(answers: Sequence[str], gold: Sequence[str], table: str = "pa
       answers: all answers of the trajectory, in order.
       gold: the gold answers.
       table: "paper" is Eq. 4: 1 if a wrong answer becomes right, -1 if a right answer becomes wrong, else 0, by cover exact
-        match. "released": -1 if the last answer is wrong, or if the first is right and the last has a lower F1; else 0. It is
-        0 without an answer. Here an answer is right by cover exact match, or with an F1 above 0.5.
+        match. "released": -1 if the last answer is wrong, or if the first is right and the last has a lower F1; else 0, as for
+        a trajectory without an answer. For "released" an answer is right by cover exact match, or with an F1 above 0.5.
     """
     if table == "released":
         if not answers:

@@ -419,8 +419,9 @@ class _RefusedRequest(Exception):
             return ""
 
 
-def _renamed(body: Mapping[str, Any], limit: str) -> dict[str, Any]:
-    return {limit if name == TOKEN_LIMIT_FIELDS[0] else name: value for name, value in body.items()}
+def _renamed(body: Mapping[str, Any], limit_field: str) -> dict[str, Any]:
+    """Return the request with its token limit under another name of `TOKEN_LIMIT_FIELDS`."""
+    return {limit_field if name == TOKEN_LIMIT_FIELDS[0] else name: value for name, value in body.items()}
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

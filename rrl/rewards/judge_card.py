@@ -61,7 +61,7 @@ def write_judge_card(folder: str | pathlib.Path, card: JudgeCard) -> None:
 
 def read_judge_card(folder: str | pathlib.Path) -> JudgeCard | None:
     """Return the card of a judge's folder, or None if it has none. Raises UserError if the card cannot be read."""
-    file = shipped(folder) / FILE
+    file = shipped(folder) / FILE  # finds a folder that comes with rrl from any current folder
     if not file.is_file():
         return None
     try:

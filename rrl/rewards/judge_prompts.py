@@ -192,9 +192,10 @@ def transcript_of(
     Args:
       trajectory: the episode. Its first prompt is not part of the transcript.
       answer: the tag of answers; its contents are removed.
-      prefill: the end of the first prompt that begins the policy's text, such as "<think>". "": the `<think>` at the end of the
-        prompt, if the chat template adds one.
-      searches: number of searches after which the transcript ends, without the next search's documents; None: all.
+      prefill: text at the end of the first prompt that counts as the start of the policy's text, such as "<think>". If empty, a
+        `<think>` that the chat template adds at the end of a prompt counts.
+      searches: maximum number of searches. The transcript ends before the documents of the search that would exceed it. None:
+        no limit.
     """
     segments: list[tuple[int, str]] = []
     prompts: list[str] = []
@@ -230,6 +231,7 @@ def shown_searches(trajectory: Trajectory) -> Sequence[Search]:
     later_contexts = sum(role == PROMPT for role, _ in segments) - 1
     observations = sum(role == ENVIRONMENT and enclosed_content(text) is not None for role, text in segments)
     turns = list(dict.fromkeys(search.turn for search in trajectory.searches))
+    # The documents of a turn's searches are shown together, in a new context or in an observation.
     shown_turns = turns[: later_contexts + observations]
     return [search for search in trajectory.searches if search.turn in shown_turns]
 
@@ -413,7 +415,7 @@ _REFUSAL = re.compile(
     r"|i (?:must |have to |will )?(?:respectfully )?(?:decline|refuse)\b"
     r"|(?:i['’]m|i am) not comfortable\b|i (?:do not|don['’]t) (?:feel comfortable|have (?:enough|sufficient) \w+ to)\b"
     rf"|i{_UNABLE} (?:\w+ly |in good conscience )?{_JUDGING}\b"
-    # Without "whether" it may be said of the documents that are judged.
+    # Without "whether" or "if" the sentence may be about the judged documents ("it is impossible to determine the year").
     rf"|(?:we can(?:not|['’]t| not)|it(?: is|['’]s) (?:not possible|impossible) to) {_JUDGING} (?:whether|if)\b)",
     re.IGNORECASE,
 )

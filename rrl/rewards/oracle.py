@@ -31,7 +31,7 @@ class Oracle:
     - `Thinking`: the fraction of gold passages that the reasoning names (is the chain complete?) times the fraction of its
       names and numbers that appeared before in the question or a document (is it grounded?), in tenths.
     - `Relevance`: the fraction of the question's gold passages among the documents, rounded to tenths as in the papers'
-      judges (one of four passages gives 0.2).
+      judges (one of four passages gives 0.2, as Python rounds 0.25 to 0.2).
     - `Correctness`, `Validation`: cover exact match.
     - `ShortAnswer`: the metric of the whole answer, without extraction.
     - `ErrorAnalysis`: "mistaken" is 1 if the last search found passages and none of them is gold; "faithful" is 1 if the

@@ -94,7 +94,7 @@ class Reader:
         keys = [hashlib.sha256(repr(prompt).encode()).digest() for prompt in prompts]
         new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.cache}
         truncated_before = self.truncated
-        # Two tokens more than the answer needs stay free after the prompt.
+        # Two spare tokens, so that an answer that is too long ends at its own limit and not at the end of the context.
         room = self.engine.config.context - self.environment.turn_tokens - 2
         requests = [
             Request(

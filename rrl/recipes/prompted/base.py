@@ -59,7 +59,7 @@ def merge_passages(passages: Sequence[Passage], new: Sequence[Passage] | None) -
 
 
 def extract_answer(output: Generated) -> str:
-    """Return the rest of the line after the last "The final answer:", or the whole text without it (see `ANSWER_INSTRUCTION`)."""
+    """Return the rest of the line after the last "The final answer:", or the whole text if it has none (`ANSWER_INSTRUCTION`)."""
     answer = final_answer(output.text)
     return first_line(answer) if FINAL_ANSWER in output.text else answer
 
@@ -138,8 +138,8 @@ def with_record(
 
 def _without_thought(result: Any) -> Any:
     """Return a result, without the thought (up to `</think>`) if it is an output of a reasoning model."""
-    if isinstance(result, Generated) and (thought := result.text.rpartition("</think>"))[1]:
-        return dataclasses.replace(result, text=thought[2].lstrip())
+    if isinstance(result, Generated) and (parts := result.text.rpartition("</think>"))[1]:
+        return dataclasses.replace(result, text=parts[2].lstrip())
     return result
 
 

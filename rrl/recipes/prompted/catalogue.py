@@ -39,7 +39,7 @@ class PromptedMethod:
 
     @property
     def defaults(self) -> dict[str, int | float]:
-        """Option of `run` -> its value: that in `options`, otherwise the default of `run`."""
+        """All options of `run` with their values: the defaults of `run`, replaced by `options`."""
         options = {
             name: parameter.default
             for name, parameter in inspect.signature(self.run).parameters.items()

@@ -276,7 +276,8 @@ def _waits_for(part: str) -> set[int]:
 def adaptive_rag(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
     """Adaptive-RAG (Jeong et al., 2024): no search, one search or several, depending on the difficulty of the question.
 
-    The paper trains a classifier; here the model classifies the question itself. An unparsed reply counts as several.
+    The paper trains a classifier; here the model classifies the question itself. If its reply cannot be parsed, the
+    method makes several searches.
     """
     output: Generated = yield settings.generate(
         "How is this question best answered? Reply with one letter: A if you know the answer for certain, B if one search finds "
