@@ -27,17 +27,18 @@ class EngineConfig:
     draft_tokens: int = 0
     """Speculative decoding: draft tokens per row and decode step, by prompt lookup (`rrl.rollout.drafts`). 0 is off. A step
     takes longer, but writes several tokens per row if the drafts are right. All steps compute about the same number of
-    tokens: if fewer rows decode, each gets more draft tokens. The last bits of a log-probability depend on the number of
-    drafts, not on the drafted tokens. On one CPU the engine verifies this before the first run; if it does not hold, the
-    engine ignores this field with a warning."""
+    tokens: if fewer rows decode, each gets more draft tokens. The last bits of a log-probability may depend on the number
+    of draft tokens, but must not depend on which tokens are drafted. On one CPU the engine checks the latter before the
+    first run; if the check fails, the engine logs a warning and uses no drafts."""
     max_wait_steps: int = 8
     """Maximum number of decode steps for which a paused slot waits while others decode. It is doubled if there are
     oversubscribed slots, and divided by four while a query is being embedded."""
     workers: int = 0
     """On one CPU: workers that share the rows and the requests, each on its own core. 0 chooses: one worker for all cores if
     reading the weights dominates a decode step, else one per core with at least eight rows each
-    (`rrl.rollout.cpu.workers`). Other devices have one. If XLA computes the layers, the last bits of a log-probability
-    depend on the number of rows that are computed together, and so on this field."""
+    (`rrl.rollout.cpu.workers`). Other devices have one. If XLA computes the layers, not the CPU kernel
+    (`rrl.models.cpu.layers`), the last bits of a log-probability depend on the number of rows that are computed together,
+    and so on this field."""
     top_k: int = 3
     """Passages per search."""
     top_p: float = 1.0
@@ -49,8 +50,8 @@ class EngineConfig:
     question share the prompt, and the text after it as long as it is identical. A copy is bitwise equal to prefilling."""
     search_seconds: float = 60.0
     """Time limit of a search; a slower one fails, and the policy is informed. Each of three attempts at a search service gets
-    a third of it. If a batch of queries fails, or a small batch takes half of the limit, each query is also searched alone
-    before the limit."""
+    a third of it. If a batch of queries fails, or a batch of at most 32 takes half of the limit, its queries are searched
+    again in smaller batches, down to single queries. All attempts share the limit."""
     stall_seconds: float = 300.0
     """If nothing happens for this time, the log names what the rollout waits for. 0 is off."""
 

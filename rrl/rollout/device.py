@@ -3,7 +3,8 @@
 Pure functions of a `DecodeState` and a KV cache. The jitted episode loop and the host-driven reference loop use the same
 functions. Read `decode`, then `prefill`.
 
-A slot holds one episode in flight: slot i is row i of the KV cache. A decode step computes some of the slots as its rows.
+A slot holds one episode in flight; slot i uses row i of the KV cache. A decode step computes a batch of slots, whose entries are
+called rows below.
 """
 
 import functools
@@ -230,7 +231,8 @@ def decode(
       max_wait_steps: maximum number of decode steps while any slot is paused or blocked. 0: decode no step.
       widths: allowed numbers of rows of a step, largest first. A step has the smallest number that holds all decoding slots,
         or the largest if none does; the rows are split evenly over the devices.
-      readers: allowed batch sizes of the cache reads, largest first (see `Decoder.extend`).
+      readers: allowed numbers of rows whose attention reads a block of the KV cache together, largest first (see
+        `rrl.models.attention.cache_attention`). (): all rows read as many blocks as the longest one.
       step_tokens: tokens of a step, including drafts; 0: no drafts.
 
     Returns:
@@ -240,9 +242,10 @@ def decode(
     def cond(carry: tuple[DecodeState, KVCache, NgramDrafts, Array], next_width: int) -> Array:
         state, *_, (steps, _) = carry
         paused = jnp.sum(state.status == PAUSED)
-        none_waits = jnp.all((state.status != PAUSED) & (state.status != BLOCKED)) & (max_wait_steps > 0)
+        none_waits = jnp.all((state.status != PAUSED) & (state.status != BLOCKED))
+        unlimited = none_waits & (max_wait_steps > 0)
         needs_this_width = jnp.sum(state.status == DECODING) > next_width
-        return needs_this_width & (none_waits | ((paused < wake_threshold) & (steps < max_wait_steps)))
+        return needs_this_width & (unlimited | ((paused < wake_threshold) & (steps < max_wait_steps)))
 
     def step(
         carry: tuple[DecodeState, KVCache, NgramDrafts, Array], width: int
@@ -291,8 +294,9 @@ def tokens_per_row(step_tokens: int, width: int) -> int:
 def shortest(state: DecodeState, count: int) -> Int[Array, "count"]:
     """Return the `count` slots of the next decode step: those that decode and have the shortest trajectories.
 
-    While requests are left, the longest trajectories wait. Once none are left, all slots end at about the same time. If slots
-    are sharded over devices, each device selects the same number of its own slots.
+    While requests are left, the longest trajectories wait. After the last request has started, the shorter ones catch up, so
+    that all slots end at about the same time. If slots are sharded over devices, each device selects the same number of its
+    own slots.
     """
 
     def on_one_device(status: Array, length: Array, count: int) -> Array:
@@ -359,10 +363,12 @@ def prefill(
     slot_count, shards = state.status.shape[0], chunks.shape[0]
     header = PrefillChunk(*(chunks[..., i].reshape(-1) for i in range(HEADER)))
     copying = jnp.argsort(chunks[..., PrefillChunk._fields.index("copied")] == 0, axis=1)[:, :copies]
-    copied = PrefillChunk(
+    copy_headers = PrefillChunk(
         *(jnp.take_along_axis(chunks[..., i], copying, axis=1).reshape(-1) for i in range(HEADER))
     )
-    cache = cache.copy_rows(copied.source, copied.slot, jnp.maximum(copied.copied, 0), copied.own)
+    cache = cache.copy_rows(
+        copy_headers.source, copy_headers.slot, jnp.maximum(copy_headers.copied, 0), copy_headers.own
+    )
     filled = jnp.max(jnp.sum(chunks[..., PrefillChunk._fields.index("length")] > 0, axis=1))
 
     def prefill_some(
@@ -391,7 +397,9 @@ def prefill(
             carry,
         )
     _, cache, drafts = carry
-    cache = cache.copy_rows(copied.source, copied.slot, jnp.maximum(-copied.copied, 0), copied.own)
+    cache = cache.copy_rows(
+        copy_headers.source, copy_headers.slot, jnp.maximum(-copy_headers.copied, 0), copy_headers.own
+    )
     target = jnp.where(header.begins_turn > 0, header.slot, slot_count)
 
     def put(old: Array, new: Array | int) -> Array:

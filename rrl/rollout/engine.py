@@ -298,7 +298,7 @@ class Engine:
             share_prompts=self.config.share_prompts,
             in_flight=in_flight,
             idle_wait=IDLE_WAIT_SECONDS
-            / self.programs.shards,  # while one scheduler waits, the others stand still
+            / self.programs.shards,  # at most IDLE_WAIT_SECONDS in total if the shards wait in turn
         )
 
     def _local_schedulers(self, schedulers: Sequence[Scheduler]) -> list[tuple[int, Scheduler]]:

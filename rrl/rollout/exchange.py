@@ -54,7 +54,7 @@ class PrefillChunk(NamedTuple):
     """Number of leading cache positions to copy from `source`. 0: none. Negative: copy them after all chunks of this exchange
     are prefilled."""
     own: Any
-    """Number of these positions that the slot already holds."""
+    """Number of leading cache positions that the slot already holds; they need no copy."""
     last_4: Any
     last_3: Any
     last_2: Any

@@ -151,8 +151,8 @@ class RolloutPrograms:
         self.chunk_counts: tuple[int, ...] = (self.sizes.chunks_per_prefill,)
         """Allowed numbers of chunks that are prefilled together, largest first."""
         self.readers: tuple[int, ...] = ()
-        """Allowed batch sizes of the cache reads of a decode step, largest first (see `Decoder.extend`). (): all rows read
-        as many cache blocks as the longest one."""
+        """Allowed numbers of rows whose attention reads a cache block together in a decode step, largest first (see
+        `rrl.models.attention.cache_attention`). (): all rows read as many cache blocks as the longest one."""
         self.prefill_readers = (1,) if self.one_cpu else ()
         """`readers` of prefill chunks."""
         self.step_tokens = self.decode_rows * (config.draft_tokens + 1) if config.draft_tokens else 0

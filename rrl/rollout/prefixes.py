@@ -92,8 +92,9 @@ class PrefixIndex:
 
         Returns:
           (source slot, number of shared tokens, whether they are already in the source's cache).
-          (slot, own, True) means that `slot` copies nothing: no other slot saves a chunk; or `slot` holds a prefix already,
-          no cache holds the longer one yet, and waiting for it would save a single chunk.
+          (slot, own, True) means that `slot` copies nothing. This is so if no copy saves a chunk. It is also so if `slot`
+          already holds a prefix and the longest shared prefix is in no cache yet, but would save one chunk only: then waiting
+          for it does not pay.
         """
         chunks = self._chunks(len(tokens) - own)
         min_shared = len(tokens) - self._chunk_tokens * (chunks - 1)  # sharing fewer tokens saves no chunk

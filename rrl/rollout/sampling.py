@@ -103,8 +103,8 @@ def _inverse_cdf(probabilities: Float[Array, "B V"], uniform: Float[Array, "B"])
     target = uniform[:, None] * jnp.cumsum(sums, axis=-1)[:, -1:]
 
     def last_reached(weights: Array, start: Array) -> tuple[Array, Array]:
-        """Return the last index with a positive weight at which the cumulative sum of the weights before it is at most the
-        target, and that sum. The cumulative sum begins at `start`."""
+        """Return (i, begins[i]) for the last index i with weights[i] > 0 and begins[i] <= target, where
+        begins[i] = start + sum(weights[:i])."""
         begins = jnp.concatenate([start, start + jnp.cumsum(weights, axis=-1)[:, :-1]], axis=-1)
         indices = jnp.arange(weights.shape[1], dtype=jnp.int32)
         index = jnp.max(jnp.where((weights > 0) & (begins <= target), indices, 0), axis=-1, keepdims=True)

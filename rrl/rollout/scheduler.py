@@ -86,7 +86,8 @@ class Scheduler:
         """Set up a scheduler whose slots are free.
 
         Args:
-          requests: groups of numbered requests with one prompt each. Several schedulers may take from one queue.
+          requests: groups of (number, request) pairs. The requests of a group share a prompt. Several schedulers may take from
+            one queue.
           environment: reacts to paused turns.
           stops: the compiled stop strings.
           sizes: sizes of the messages.
@@ -446,7 +447,8 @@ class Scheduler:
     ) -> Int[np.ndarray, "message"]:
         """Return the parts as one message.
 
-        While queries are being embedded, the wait steps are fewer: the device sends the embeddings in its next call."""
+        While queries are being embedded, decoding is interrupted after fewer steps, so that the next report, which holds the
+        embeddings, comes sooner."""
         wait_steps = self.sizes.max_wait_steps // (EMBEDDING_WAIT_DIVISOR if self.embedding else 1)
         numbers = np.array([len(self.embedding), wait_steps], np.int32)
         return np.concatenate([chunks.ravel(), queries.ravel(), statuses, numbers])
@@ -460,7 +462,8 @@ class Scheduler:
           copies: number of slots that already copy a prefix in this exchange.
 
         Returns:
-          headers and tokens; none if the slot waits for a prefix that another slot prefills.
+          headers and tokens. No chunks if `room` is 0, if the slot waits for a prefix that another slot prefills, or if no
+          further slot may copy in this exchange.
         """
         prefill, size = self.prefills[slot], self.sizes.chunk_tokens
         nothing = np.zeros((0, HEADER + size), np.int32)

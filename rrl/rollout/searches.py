@@ -16,7 +16,8 @@ from rrl.retrieval.retriever import Hit, Retriever
 from rrl.text.characters import replace_lone_surrogates
 
 FAST_SEARCH_SECONDS = 0.01
-"""If searches take at most this long on average, `submit` waits up to this time for the result. The next poll would be later."""
+"""If searches take at most this long on average, `submit` waits up to this time for the result, so that the poll
+that follows returns it. Otherwise it is returned one exchange later."""
 
 IDLE_WAIT_SECONDS = 0.05
 """Seconds that a scheduler with nothing else to do waits for searches before it returns to the device."""
@@ -114,7 +115,8 @@ class SearchRunner:
         return True
 
     def submit(self, queries: Sequence[str], vectors: Float[np.ndarray, "Q E"] | None) -> None:
-        """Start a search of `queries`. A query that is already in flight shares that search."""
+        """Start a search of `queries`. A query that is already in flight shares that search, unless LATE_FRACTION of its time
+        limit has passed."""
         new, now = list[_InFlightQuery](), time.perf_counter()
         with self.in_flight.lock:
             for index, text in enumerate(queries):

@@ -21,9 +21,10 @@ def assign_to_shards(
 ) -> list[list[list[int]]]:
     """Assign requests to data shards, in groups for one worker.
 
-    Requests with the same prompt form a group, as long as each worker gets the same number of groups; the requests of the
-    remaining prompts are assigned one by one. Long prompts come first, since long questions tend to take more turns: short
-    episodes then fill the slots at the end (longest processing time first, Graham 1969).
+    Requests with the same prompt form a group. If the number of prompts is no multiple of the number of workers of all
+    shards, the requests of the remaining prompts, the shortest ones, are assigned one by one. Long prompts come first, since
+    long questions tend to take more turns: short episodes then fill the slots at the end (longest processing time first,
+    Graham 1969).
 
     Args:
       prompts: prompt of each request.

@@ -10,11 +10,11 @@ class RolloutStats:
     seconds: float = 0.0
     """Wall time."""
     retrieval_seconds: float = 0.0
-    """Summed duration of the searches of one scheduler (concurrent ones add up); the maximum over schedulers."""
+    """For each scheduler, the durations of its searches are summed, also of concurrent ones. This is the largest sum."""
     policy_tokens: int = 0
     """Tokens that the policy wrote."""
     row_steps: int = 0
-    """Rows of all decode steps, idle ones included: the number of tokens if no row were ever idle, without draft tokens."""
+    """Decode steps times rows per step, idle rows included."""
     written_steps: int = 0
     """Row steps in which the row wrote a token."""
     prefilled_tokens: int = 0

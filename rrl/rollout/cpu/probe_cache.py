@@ -41,6 +41,7 @@ def cache_key(programs: RolloutPrograms, params: PyTree) -> str:
     source code, libraries, and the machine."""
     dtype = nnx.merge(programs.graph, params).dtype
     shapes = [(path, leaf[...].shape, str(leaf[...].dtype)) for path, leaf in nnx.to_flat_state(params)]
+    # These two times change no bits. `oversubscribed_slots` stays in the key: it changes shapes.
     config = dataclasses.replace(programs.config, search_seconds=1.0, stall_seconds=0.0)
     model = (
         programs.decoder_config,

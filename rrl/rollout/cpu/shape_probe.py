@@ -44,14 +44,14 @@ MIN_CHUNKS = 2
 
 PROBE_TOKENS = 32
 """Tokens that each row writes in a probe. If a softmax is summed in another order, the last bit of 4 % to 10 % of the
-log-probabilities differs: at least about 20 of the 512 of eight rows."""
+log-probabilities differs. Eight rows give 8 x 32 tokens x 2 log-probabilities = 512, of which about 20 or more differ."""
 
 PROBE_LAYERS = 4
 """The probe uses this many of the first layers. All layers have the same shapes, so XLA splits their products in the same way."""
 
 PROBE_SECONDS = 60.0
-"""Time limit: no further candidate is probed after it. A smaller result costs speed but changes no bits. Draft tokens, which
-could change bits, are always probed."""
+"""Time limit: no further candidate is probed after it. The skipped shapes are not used, which costs speed but changes no bits.
+Draft tokens could change bits, so they are always probed."""
 
 
 class ProbeResult(NamedTuple):
@@ -60,8 +60,8 @@ class ProbeResult(NamedTuple):
     widths: Counts
     """Batch sizes of a decode step: how many rows it may compute."""
     readers: Counts
-    """Batch sizes of the cache reads: how many rows may read a block of the KV cache together
-    (`rrl.models.attention.cache_attention`)."""
+    """Numbers of rows whose attention may read a block of the KV cache together (`rrl.models.attention.cache_attention`):
+    long rows read further blocks in smaller batches."""
     chunk_counts: Counts
     """Numbers of chunks that are prefilled together."""
     step_tokens: int
@@ -192,6 +192,8 @@ def _probe_decode(
     deadline: _Deadline,
 ) -> tuple[Counts, Counts] | None:
     """Return (widths, readers); None if the drafted tokens change bits."""
+    # (width, readers) pairs, compared with (rows[0], ()). The CPU kernel's attention reads the cache row by row and has no
+    # `readers`.
     candidates: list[tuple[int, Counts]]
     if programs.uses_cpu_attention(nnx.merge(programs.graph, params).dtype):
         candidates = [(count, ()) for count in rows[1:]]
