@@ -77,7 +77,7 @@ def softmax_attention(
 
     Forward: the values get a column of ones, so that the product with the weights also gives the sum of the weights. Backward:
     the scores' gradient is weights * (dO V^T - D) with D = rowsum(dO * O), and dO gets the column -D, so that the product with
-    the same extended values gives dO V^T - D. Both save passes over [T, S].
+    the same extended values gives dO V^T - D. Each extra column saves a pass over the [T, S] scores.
     """
     return _forward(q, k, v, mask)[0]
 
@@ -154,7 +154,8 @@ def cache_attention(
         positions: position of each query.
         rows: cache row of each of the P entries, the sequences of the batch; None: entry p reads row p.
         groups: from `KVCache.read_groups`.
-        readers: batch sizes of the reads: numbers of entries that read a block together, in descending order.
+        readers: allowed numbers of entries that read a block together, in descending order. Each is the batch size of a matrix
+            product.
         slots_last: layout of `k`.
     """
     time, heads, width = q.shape[1:]
@@ -201,7 +202,7 @@ def cache_attention(
                 jnp.concatenate([new, old[count:]]) for new, old in zip(updated, state, strict=True)
             )
         _, total, weighted_sum = state
-        # The largest weight is 1, so the total is at least 1, or 0 if no block was read. Then the output is 0.
+        # The largest weight is 1, so the total is at least 1. If no block was read, the total and the output are 0.
         return (weighted_sum / jnp.maximum(total, 1.0)).astype(q.dtype)
 
     if order is None:

@@ -14,11 +14,12 @@ from jaxtyping import Array, Bool, Float, Int
 from rrl.models.products import sum_products
 
 BLOCK = 64
-"""Tokens per block. Smaller blocks skip more, but their products are too small; larger blocks do not fit in the L2 cache."""
+"""Tokens per block. Smaller blocks skip more keys, but their matrix products are too small to be fast. Larger blocks do not fit
+in the L2 cache."""
 
 State = tuple[Array, ...]
 Labels = tuple[Int[Array, "B T"], ...]
-"""(segment ids, with the largest integer on padding,) or (segment ids, branches)."""
+"""One array or two: segment ids, then branches if there are any. The segment id of padding is the largest int32."""
 VisibleBlocks = tuple[Int[Array, "B blocks blocks"], Int[Array, "B blocks"]]
 """(order, count): for each query block, `order` lists the key blocks, visible ones first; `count` is how many are visible."""
 
@@ -88,8 +89,10 @@ def _update_block(x: Array, part: Array, row: Array, block: Array) -> Array:
 
 
 def _queries_last(x: Float[Array, "K t G H"]) -> Float[Array, "K H L"]:
-    """Moves the L = G * t queries of each key head to the last axis. Both products with the scores [keys, L] then read them
-    without a transpose."""
+    """Moves the L = G * t queries of each key head to the last axis (in this file L is not the number of layers).
+
+    The matrix products with the scores [keys, L] then read the queries without a transpose.
+    """
     return x.transpose(0, 3, 2, 1).reshape(len(x), x.shape[3], -1)
 
 

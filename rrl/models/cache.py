@@ -87,8 +87,8 @@ class KVCache:
 
         def on_device(positions: Array) -> ReadGroups:
             needed = jnp.max(jnp.where(positions < self.slots, positions // BLOCK + 1, 0), axis=1)
-            single = self.cpu_kernel or not readers
-            if single or len(needed) % readers[0] or tuple(readers) == (len(needed),):
+            ungrouped = self.cpu_kernel or not readers
+            if ungrouped or len(needed) % readers[0] or tuple(readers) == (len(needed),):
                 return None, jnp.max(needed)[None, None]
             order = jnp.argsort(-needed).reshape(-1, readers[0])
             return order, needed[order]
@@ -176,8 +176,8 @@ class KVCache:
             source: row to copy from.
             target: row to copy to; targets >= R are ignored.
             slots: number of slots to copy; the rest of the last block is copied too.
-            shared: number of leading slots in which the target already equals the source; blocks of only such slots are not
-                copied.
+            shared: number of leading slots in which the target already equals the source. Blocks that contain only these
+                slots are not copied.
         """
         mesh = jax.sharding.get_abstract_mesh()
         begin, end = jnp.broadcast_to(shared, slots.shape) // BLOCK, (slots + BLOCK - 1) // BLOCK
@@ -222,8 +222,9 @@ def _attend_on_device(
     def write(old: Array, index: tuple[Any, ...], new: Array) -> Array:
         return old.at[layer, block, row, *index].set(new.astype(old.dtype), mode="drop")
 
-    # 0 * NaN is NaN, so a value that is not finite would make even the queries NaN that do not see its slot. So the value
-    # becomes 0 and the key NaN. The mask replaces the NaN scores, and only queries that see the slot become NaN.
+    # A masked slot has weight 0, but 0 * NaN is NaN: a NaN or infinite value would spread to queries that do not see its slot.
+    # Therefore such a value is stored as 0 and its key as NaN. Its scores are then NaN. The mask replaces them for queries that
+    # do not see the slot, so only queries that see it become NaN.
     finite = jnp.isfinite(v).all(axis=-1, keepdims=True)
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     pair = write(pair[0], key_index, k), write(pair[1], (every, slot), v)

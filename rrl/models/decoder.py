@@ -135,8 +135,8 @@ class Decoder(nnx.Module):
     """
 
     transposed_embedding: Float[Array, "D V"] | None = None
-    """A transposed copy of tied embeddings, so that `unembed` needs no transpose. The rollout loop sets it once per call; it is
-    valid only for the current weights."""
+    """A transposed copy of tied embeddings, so that `unembed` needs no transpose. Generation on a CPU sets it before its loop
+    over tokens. It must be set again after each update of the weights."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class Decoder(nnx.Module):
             positions: RoPE position of each token in its segment.
             segment_ids: segment of each token; a token sees only earlier tokens of its segment. 0 is padding. None: each row
                 is one segment.
-            branches: branch of each token; of its segment a token sees only branch 0, the trunk, and its own branch. None:
-                all tokens are in the trunk.
+            branches: branch of each token. A token sees only the tokens of its segment that are in the trunk (branch 0) or in
+                its own branch. None: all tokens are in the trunk.
         """
         rotary = rotation(self.config, positions)
         graph, stacked = nnx.split(self.layers)
@@ -220,11 +220,11 @@ class Decoder(nnx.Module):
             tokens: the next tokens of P entries.
             positions: slot and RoPE position of each token; tokens at positions >= S are padding and are not stored.
             cache: holds keys and values of the past.
-            rows: cache row of each entry (sequence); None: entry p is row p, and P = R. If a row occurs twice, with two chunks of
-                one text, the later chunk sees the earlier one.
-            readers: batch sizes of the cache reads, in descending order (`rrl.models.attention.cache_attention`). On a CPU,
-                `rrl.rollout.cpu.shape_probe` finds sizes that give bitwise equal results. (): all entries read together the
-                blocks that the longest entry needs.
+            rows: cache row of each entry (sequence); None: entry p is row p, and P = R. Two entries may be consecutive chunks of
+                the same row. The second chunk then attends to the first one too.
+            readers: allowed numbers of entries that read a cache block together, in descending order
+                (`rrl.models.attention.cache_attention`). On a CPU, `rrl.rollout.cpu.shape_probe` finds numbers that give bitwise
+                equal results. (): all entries read every block that the longest entry needs.
 
         Returns:
             Hidden states, and the cache with the new tokens.
@@ -306,7 +306,12 @@ class Decoder(nnx.Module):
         rows: Array | None,
         readers: Sequence[int],
     ) -> tuple[tuple[Hidden, KVCache], Callable, nnx.State]:
-        """The first layer's input with the cache, the function (carry, layer number, layer weights) -> carry, and all weights."""
+        """Prepares a loop over the layers.
+
+        Returns:
+            The initial carry (input of the first layer, cache); the loop's body, a function (carry, layer number, layer
+            weights) -> carry; and the weights of all layers, stacked.
+        """
         rotary, groups = rotation(self.config, positions), cache.read_groups(positions, readers)
         graph, stacked = nnx.split(self.layers)
         # With few tokens per row the activations are smaller than the weights, so the weights stay split over fsdp.

@@ -79,8 +79,9 @@ _DECODER = (
     TensorMap("layers.up", "model.layers.{}.mlp.up_proj.weight", inputs=1),
     TensorMap("layers.down", "model.layers.{}.mlp.down_proj.weight", inputs=1),
 )
+# Names of tensors that are not read. A headless decoder has no `head` parameter: embeddings are tied, or it is a ValueModel.
 _DECODER_IGNORED = r".*rotary_emb\.inv_freq"
-_TIED_HEAD = r".*rotary_emb\.inv_freq|lm_head\.weight"
+_HEADLESS_DECODER_IGNORED = r".*rotary_emb\.inv_freq|lm_head\.weight"
 
 _ENCODER = (
     TensorMap("embedding", "embeddings.word_embeddings.weight"),
@@ -216,7 +217,7 @@ def _load(
             remat=remat,
         )
     )
-    ignored = [_DECODER_IGNORED if hasattr(abstract, "head") else _TIED_HEAD]
+    ignored = [_DECODER_IGNORED if hasattr(abstract, "head") else _HEADLESS_DECODER_IGNORED]
     ignored += [rf"model\.layers\.{layer}\..*" for layer in range(config.layers, whole.layers)]
     return load_module(
         folder, abstract, _DECODER, re.compile("|".join(ignored)), mesh, optional=["score.weight"]
@@ -226,7 +227,7 @@ def _load(
 def _head_differs(folder: str | Path) -> bool:
     """Whether a folder has an output head that differs from the embedding; logs a warning if so.
 
-    They are then loaded as two tensors whatever tie_word_embeddings is, as in transformers 5.
+    If they differ, both are loaded, even with tie_word_embeddings=true, as in transformers 5.
     """
     weights, names = SafetensorsFolder(folder), ("model.embed_tokens.weight", "lm_head.weight")
     if not set(names) <= set(weights.names()):
@@ -288,8 +289,9 @@ def check_context(config: DecoderConfig, context: int, where: str) -> None:
     if context > config.max_positions:
         raise UserError(
             f"{where}: a context of {context} tokens is more than the model's max_position_embeddings="
-            f"{config.max_positions}; give its rollout a shorter context "
-            "(--config.rollout.context=N, or that of its own section)"
+            f"{config.max_positions}; give a smaller context "
+            "(--config.rollout.context=N for the policy, --config.reader_rollout.context=N for the reader, "
+            "--config.judge_rollout.context=N for the judge)"
         )
 
 

@@ -1,9 +1,10 @@
 """Initial parameters with induction heads, the two-layer circuit for looking up and copying tokens of the context.
 
 A head of the first layer attends to the token 1, 2 or 3 back and writes its identity to the residual stream. A head of the
-second layer attends to positions at which the written token equals the current one, and copies their token (Olsson et al.,
-2022). From a random start, a model with a million parameters needs some million tokens to find this circuit. Only then
-does it learn to answer from a passage in its context. With this initialisation it starts with a rough circuit and refines it.
+second layer attends to positions where this written token equals the current token, and copies the tokens at these positions
+(Olsson et al., 2022). From a random start, a model with a million parameters needs some million tokens to find this circuit.
+Only then does it learn to answer from a passage in its context. With this initialisation it starts with a rough circuit and
+refines it.
 Initial attention that resembles trained attention is called mimetic initialisation (Trockman and Kolter, 2023).
 """
 
@@ -40,14 +41,15 @@ def init_induction_heads(
     rotated by the offset, so that after RoPE their product is largest there. A model without biases gets the vector from a
     constant that is added to all embeddings. The head writes a random projection of the token to the residual stream. The
     first head of group j in the second layer attends to positions where head j mod len(offsets) of the first layer wrote the
-    projection of the current token, and writes the tokens at these positions.
+    projection of the current token, and copies the tokens at these positions to the residual stream.
 
     Args:
         decoder: without norms of q and k (Qwen2, Llama). Other layers, and heads without an offset, are not changed.
         seed: of the random projections.
         offsets: how many tokens back each head of the first layer attends.
         bias: norm of each rotated pair in the first layer's biases; its square scales the attention scores.
-        noted: size of what the first layer writes (notes) to the residual stream, in standard deviations of the embeddings.
+        noted: size of the projection that the first layer writes to the residual stream, in standard deviations of the
+            embeddings.
         gain: scale of the second layer's queries and keys; its square scales the attention scores.
         copied: size of the token that the second layer copies to its output, in standard deviations of the embeddings.
 
@@ -81,7 +83,8 @@ def init_induction_heads(
         if c.qkv_bias:
             p[f"{name}_bias"][0, head] = value
         else:
-            # The constant after RMSNorm. Before it, in standard deviations, one component is _CONSTANT and D - 1 are about 1.
+            # `size` is the constant component after RMSNorm. Before RMSNorm, in standard deviations of the embeddings, this
+            # component is _CONSTANT and the other D - 1 are about 1.
             size = _CONSTANT / np.sqrt(1 + (_CONSTANT**2 - 1) / c.hidden)
             p[name][0, :, head] += np.outer(basis[:, -1], value / size)
 

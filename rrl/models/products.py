@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 MIN_STABLE_SIZE = 4096
-"""XLA on CPU sums the rows of an array with at least this many numbers in an order that does not depend on the array's size."""
+"""Number of elements. For arrays of at least this size, XLA on CPU sums each row in an order that does not depend on the number
+of rows."""
 
 
 def sum_products(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "... 1"]:

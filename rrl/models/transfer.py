@@ -221,7 +221,7 @@ def export_tensors(
         return name, value
 
     def read(which: tuple[TensorMap, ...], layer: int | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        # A separate generator releases its tensors at its end, before the next ones are made.
+        # A separate generator for each layer: its tensors are freed when it ends, before those of the next layer are made.
         parameters = tuple(flat[entry.path] for entry in which)
         index = None if layer is None else np.int32(layer)
         for entry, tensor in zip(
@@ -278,7 +278,8 @@ def _read_tensors(
     def read(entry: TensorMap, parameter: jax.Array) -> jax.Array:
         if layer is not None:
             parameter = jax.lax.dynamic_index_in_dim(parameter, layer, keepdims=False)
-        # A copy: jit would return an unchanged input itself, whose cached host value would stay in memory.
+        # Without the copy, jit may return the parameter itself. np.asarray would then cache its host value in the parameter, and
+        # host memory would hold it as long as the model.
         tensor = jnp.copy(entry.to_hf(parameter.astype(dtype)))
         return tensor if sharding is None else jax.lax.with_sharding_constraint(tensor, sharding)
 

@@ -196,7 +196,7 @@ def _publish(
     file_of: Mapping[str, str],
     size: int,
 ) -> None:
-    """Renames the finished files. At no time does an index exist together with shards of another export."""
+    """Renames the finished files. The index is removed first and written last, so it never lists another export's shards."""
     sharded = WEIGHTS_FILE not in partial
     (folder / WEIGHTS_INDEX_FILE).unlink(missing_ok=True)
     if sharded:

@@ -425,8 +425,9 @@ void keep_top_k(const float* x, int64_t count, int64_t most, float* weights) {
     if (x[c] < sorted[most - 1]) weights[c] = 0;
 }
 
-// Top-p: keeps the fewest largest weights that sum to `least`, and ties with the last of them; sets all others to 0. No weight
-// is above 1. A binary search finds the threshold bit by bit, since non-negative floats are ordered like their bits.
+// Top-p: keeps the fewest largest weights that sum to at least `least`, and ties with the last of them; sets all others to 0. A
+// binary search finds the threshold bit by bit, since non-negative floats are ordered like their bits. It starts at bit 29, since
+// no weight is above 1.
 void keep_top_p(float* weights, int64_t count, double least) {
   int32_t threshold = 0;
   int64_t retained = count;  // number of weights at or above the threshold
@@ -456,8 +457,8 @@ void keep_top_p(float* weights, int64_t count, double least) {
     if (weights[c] < bound) weights[c] = 0;
 }
 
-// Index of the last positive weight for which `begin` plus the sum of the weights before it is at most `target`. Sets `begin`
-// to that sum.
+// Inverts a cumulative sum that starts at `begin`: finds the positive weight whose interval [sum before it, sum including it)
+// contains `target`, or the last positive one if rounding leaves `target` above all. Sets `begin` to the sum before it.
 int64_t find_cumulative(const float* weights, int64_t count, double target, double& begin) {
   int64_t index = 0;
   double next = begin;
@@ -471,10 +472,11 @@ int64_t find_cumulative(const float* weights, int64_t count, double target, doub
 
 // Samples a token for each hidden state x [B, D] with an unembedding table [D, V]: inverts the cumulative distribution at a
 // number in [0, 1), with temperature, top-k (0: all) and top-p; at temperature 0 takes the first of the most likely tokens.
-// Returns ids, log-probabilities at temperature 1 among all tokens, and log-probabilities as sampled (0 if greedy).
+// Returns ids; `full_logprobs`, at temperature 1 among all tokens; and `sampled_logprobs`, with temperature, top-k and top-p (0 if
+// greedy).
 ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> table, ffi::Buffer<ffi::F32> uniform,
                 ffi::Buffer<ffi::F32> temperature, float top_p, int32_t top_k, int32_t threads, ffi::ResultBuffer<ffi::S32> ids,
-                ffi::ResultBuffer<ffi::F32> full, ffi::ResultBuffer<ffi::F32> drawn) {
+                ffi::ResultBuffer<ffi::F32> full_logprobs, ffi::ResultBuffer<ffi::F32> sampled_logprobs) {
   const int64_t count = x.dimensions()[0], inner = x.dimensions()[1], width = table.dimensions()[1];
   std::vector<Lanes> room(count * width / kLanes);
   float* const logits = reinterpret_cast<float*>(room.data());
@@ -493,9 +495,11 @@ ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::
     softmax_weights(row_logits, width, highest, 1, weights);
     const double total_at_one = sum_up(weights, width, sums);
     double total = total_at_one;
+    // If the logits contain NaN, `highest` may not be found; the id must still be valid.
     int64_t id = std::min<int64_t>(std::find(row_logits, row_logits + width, highest) - row_logits, width - 1);
     if (!greedy) {
-      const bool top_k_applies = 0 < top_k && top_k < width && total_at_one == total_at_one;
+      const bool has_nan = total_at_one != total_at_one;
+      const bool top_k_applies = 0 < top_k && top_k < width && !has_nan;
       if (row_temperature != 1) softmax_weights(row_logits, width, highest, row_temperature, weights);
       if (top_k_applies) keep_top_k(row_logits, width, top_k, weights);
       if (row_temperature != 1 || top_k_applies) total = sum_up(weights, width, sums);
@@ -509,8 +513,8 @@ ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::
       id += find_cumulative(weights + id, std::min(kSumBlock, width - id), target, begin);
     }
     ids->typed_data()[row] = id;
-    full->typed_data()[row] = row_logits[id] - highest - std::log(total_at_one);
-    drawn->typed_data()[row] = greedy ? 0 : (row_logits[id] - highest) / row_temperature - std::log(total);
+    full_logprobs->typed_data()[row] = row_logits[id] - highest - std::log(total_at_one);
+    sampled_logprobs->typed_data()[row] = greedy ? 0 : (row_logits[id] - highest) / row_temperature - std::log(total);
   });
   return ffi::Error::Success();
 }

@@ -3,7 +3,8 @@
 XLA on CPU copies each layer's weights out of the stack and each block of the cache before it multiplies. It computes padding
 rows too, and needs some microseconds to start each of the thirty operations of a layer. The kernels read weights and cache in
 place and compute all layers in one call; `cpu_draw` computes logits, probabilities and samples in one call. A token's
-result is bitwise determined by its row's past: other rows and the number of tokens do not matter if the cache has no NaN.
+result depends bitwise only on the token and the earlier tokens of its row, not on other rows or the number of tokens in the
+call. This holds while the cache has no NaN.
 
 The C++ code is compiled for this machine when it is first needed. The kernels have no gradient and do not support `jax.vmap`.
 """

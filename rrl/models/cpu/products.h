@@ -24,7 +24,8 @@ constexpr int kLanes = 16, kSums = 24, kRows = 8;
 #else
 constexpr int kLanes = 8, kSums = 8, kRows = 4;
 #endif
-// A product computes all rows for this many columns, then goes to the next columns. Packed matrices use another number.
+// `product` computes all rows for this many columns, then goes to the next columns. If it packs the columns, it takes as many as
+// one tile has.
 constexpr int64_t kPanelColumns = 6 * kLanes;
 // A matrix of at least this many numbers does not fit in a core's caches.
 constexpr int64_t kLargeMatrix = 1 << 18;
@@ -116,7 +117,7 @@ inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* o
     for (int c = 0; c < columns; ++c) store(out + q * step + c * kLanes, sum[q][c]);
 }
 
-// The same for any width that is a multiple of kLanes.
+// Like `tile`, for any width that is a multiple of kLanes.
 template <int rows, int columns>
 inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
   int64_t c = 0;
@@ -126,7 +127,7 @@ inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* 
     if (c < width) band<rows, columns - 1>(x, {y.data + c, y.stride}, inner, width - c, scale, out + c, step);
 }
 
-// The same for any number of rows. Each result is summed over i in ascending order, whatever the shapes.
+// Like `band`, for any number of rows. Each result is summed over i in ascending order, whatever the shapes.
 template <int rows>
 void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
   int64_t q = 0;
@@ -144,13 +145,14 @@ class ThreadTeam {
  public:
   ThreadTeam(ffi::ThreadPool pool, int64_t threads) : pool_(pool), threads_(threads) {}
 
-  // Calls body(0), ..., body(count - 1) in any order. A thread that starts late finds no work and does not touch the body.
+  // Calls body(0), ..., body(count - 1) in any order, on several threads if `parallel`. A thread that starts after all calls have
+  // begun does not touch the body, which may no longer exist.
   template <typename Body>
-  void each(int64_t count, const Body& body, bool shared = true) {
+  void each(int64_t count, const Body& body, bool parallel = true) {
     struct Progress {
       std::atomic<int64_t> started{0}, done{0};
     };
-    const int64_t helpers = shared ? std::min(threads_, count) - 1 : 0;
+    const int64_t helpers = parallel ? std::min(threads_, count) - 1 : 0;
     if (helpers <= 0) {
       for (int64_t i = 0; i < count; ++i) body(i);
       return;
