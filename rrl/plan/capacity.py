@@ -27,7 +27,7 @@ from rrl.parallel.topology import GIB, Topology, open_topology
 from rrl.plan import programs
 from rrl.plan.estimate import StepCost, Workload, cache_device_bytes, estimate_temporaries, step_costs
 from rrl.plan.programs import CompiledProgram, ModelShapes, device_bytes
-from rrl.train.experiment import TrainSettings
+from rrl.train.settings import TrainSettings
 
 _QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {

@@ -12,7 +12,7 @@ from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import Chip
 from rrl.plan.hlo import Traffic
 from rrl.rl.logprobs import chunk_positions
-from rrl.train.experiment import TrainSettings
+from rrl.train.settings import TrainSettings
 
 BF16, F32 = 2, 4
 

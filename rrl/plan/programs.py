@@ -36,7 +36,7 @@ from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rl.update import Updater
 from rrl.rollout.automaton import compile_stops
 from rrl.rollout.loop import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
-from rrl.train.experiment import TrainSettings
+from rrl.train.settings import TrainSettings
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
 

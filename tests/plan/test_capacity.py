@@ -22,7 +22,7 @@ from rrl.plan.capacity import PUBLISHED, CapacityPlan, default_mesh, first_chang
 from rrl.plan.estimate import StepCost, Workload, forward_flops, step_costs
 from rrl.plan.programs import CompiledProgram
 from rrl.plan.report import report
-from rrl.train.experiment import TrainSettings
+from rrl.train.settings import TrainSettings
 
 SEVEN = DecoderConfig.from_hf(PUBLISHED["Qwen2.5-7B"])
 TINY = {

@@ -16,7 +16,8 @@ from rrl.recipes.rsearch import RSearch
 from rrl.report.article import HELD_OUT, TRAINING, UNUSED
 from rrl.rl.advantages import ESTIMATORS
 from rrl.rl.optim import OptimConfig
-from rrl.train.experiment import SECTIONS, TrainSettings, identity_of, page_trajectories, run
+from rrl.train.experiment import identity_of, page_trajectories, run
+from rrl.train.settings import SECTIONS, TrainSettings
 from tests.eval.fakes import many
 from tests.train import made
 

@@ -15,7 +15,7 @@ from rrl.runs.metrics import read_metrics
 from rrl.sft import stages
 from rrl.train import experiment
 from rrl.train import loop as rl
-from rrl.train.experiment import TrainSettings
+from rrl.train.settings import TrainSettings
 from tests.train import made
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start
 

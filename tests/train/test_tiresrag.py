@@ -13,7 +13,7 @@ from rrl.rewards.judge_settings import SECTIONS as JUDGE
 from rrl.runs.metrics import read_metrics
 from rrl.sft import stages
 from rrl.train import experiment
-from rrl.train.experiment import CRITIC_SECTIONS, TrainSettings
+from rrl.train.settings import CRITIC_SECTIONS, TrainSettings
 from tests.train import made
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start, shrink_run
 

@@ -30,7 +30,7 @@ from rrl.runs.launcher import EXIT_TRY_AGAIN, load_config
 from rrl.sft import stages
 from rrl.stopping import stop_requested
 from rrl.studies.reproduction.plan import PlannedRun
-from rrl.train import experiment
+from rrl.train import settings as train_settings
 
 CAN_PIN_CORES = hasattr(os, "sched_setaffinity")
 """Whether the system (Linux) can pin a process to cores."""
@@ -110,7 +110,11 @@ def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
         new_name(name): value
         for name, _, value in (flag.removeprefix(".").partition("=") for flag in flags[1:])
     }
-    with_defaults = {"train": experiment.with_defaults, "sft": stages.with_defaults, "eval": eval_defaults}
+    with_defaults = {
+        "train": train_settings.with_defaults,
+        "sft": stages.with_defaults,
+        "eval": eval_defaults,
+    }
     try:
         current = resolved_settings(dataclasses.replace(run, config=flags[0][1:], fields=fields))
         stored = with_defaults[run.launcher](

@@ -1,0 +1,204 @@
+"""Settings of a whole RL run: the sections of its config, checked and typed. Read `TrainSettings` first."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from rrl.config.renamed import rename_config
+from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
+from rrl.errors import UserError
+from rrl.models.hardware import ComputeConfig, MeshConfig
+from rrl.models.lora import LoraConfig
+from rrl.models.weights import require_folder
+from rrl.recipes.base import Recipe, RequiresGroups
+from rrl.recipes.card import require_policy
+from rrl.recipes.catalogue import make_recipe
+from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
+from rrl.rewards.judge_settings import JudgeSettings
+from rrl.rl.advantages import GROUP_RELATIVE
+from rrl.rl.critic import CriticConfig
+from rrl.rl.objective import ObjectiveConfig
+from rrl.rl.optim import OptimConfig
+from rrl.rollout.config import EngineConfig
+from rrl.runs.datasets import DataConfig, RetrieverConfig, encoder_folder
+from rrl.train.guard import GuardConfig
+from rrl.train.rl_config import RLConfig
+
+SECTIONS = {
+    "train": RLConfig,
+    "optim": OptimConfig,
+    "objective": ObjectiveConfig,
+    "rollout": EngineConfig,
+    "reader_rollout": EngineConfig,
+    "data": DataConfig,
+    "retriever": RetrieverConfig,
+    "lora": LoraConfig,
+    "mesh": MeshConfig,
+    "compute": ComputeConfig,
+    "guard": GuardConfig,
+}
+"""The dataclass of each config section, except `recipe` and optional sections."""
+CRITIC_SECTIONS = {"critic": CriticConfig, "critic_optim": OptimConfig}
+"""The dataclasses of the optional sections for PPO."""
+
+
+def with_defaults(config: ConfigDict) -> ConfigDict:
+    """Add every missing field with its default to a config (see configs/rsearch_grpo.py), so that each can be overridden."""
+    rename_config(config)
+    critic = CRITIC_SECTIONS if "critic" in config else {}
+    judge = JUDGE_SECTIONS if any(name in config for name in JUDGE_SECTIONS) else {}
+    for name in judge:
+        if name not in config:
+            config[name] = ConfigDict()
+    for name, kind in {**SECTIONS, **critic, **judge}.items():
+        fill_defaults(config[name], kind)
+    recipe = make_recipe(config.recipe.name)
+    fill_defaults(config.recipe, type(recipe))
+    fill_defaults(config.recipe.environment, type(recipe.environment))
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """The checked and typed settings of a whole RL run."""
+
+    name: str
+    """Name of the run, for its workdir and its report."""
+    policy: str
+    """Folder of the initial policy."""
+    reader: str
+    """Folder of the reader, which answers from evidence (R-Search); "" without one."""
+    train: RLConfig
+    rollout: EngineConfig
+    data: DataConfig
+    retriever: RetrieverConfig
+    recipe: Recipe
+    reader_rollout: EngineConfig
+    lora: LoraConfig
+    mesh: MeshConfig
+    compute: ComputeConfig
+    judge: JudgeSettings | None = None
+    """Judge for the recipe's rewards; None if the config has no judge."""
+    reference: tuple[str, float] | None = None
+    """An earlier result to print next to this run's, such as that of SFT: its name and its exact match (0..1). Not the reference
+    policy of the KL penalty."""
+    note: str = ""
+    """A remark about the result, printed in the log and below the table."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "TrainSettings":
+        """Check a config (see configs/rsearch_grpo.py) and that its folders exist, without loading anything.
+
+        Raises:
+            UserError: a field is wrong or a folder is missing.
+        """
+        settings = cls.parse(config)
+        if not settings.name:
+            raise UserError("name='' is empty; give the run a name, which also names its folder")
+        require_policy(settings.policy)
+        if settings.reader:
+            require_folder("reader", settings.reader)
+        if settings.judge is not None:
+            settings.judge.check()
+        encoder_folder(settings.retriever)
+        settings.retriever.identity()  # raises UserError if its index is broken
+        path = settings.data.path
+        if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
+            raise UserError(f"data={path!r} is not a folder; give one, or miniwiki for the built-in world")
+        return dataclasses.replace(settings, compute=settings.compute.for_platform(jax.default_backend()))
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> "TrainSettings":
+        """Check the fields of a config, but not its folders. Raises UserError for a wrong field."""
+        values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        refuse_unknown_fields(
+            [
+                *SECTIONS,
+                *CRITIC_SECTIONS,
+                *JUDGE_SECTIONS,
+                "recipe",
+                "name",
+                "policy",
+                "reader",
+                "reference",
+                "note",
+            ],
+            values,
+            "config",
+        )
+        steps = values["train"]["steps"]
+        objective = build(ObjectiveConfig, values["objective"], "objective")
+        critic = _critic_config(values, steps)
+        warmup = critic.warmup_steps if critic else 0
+        total = max(steps - warmup, 1) * objective.optimizer_steps
+        optim = build(OptimConfig, values["optim"], "optim", total_steps=total)
+        recipe_values = dict(values["recipe"])
+        name, environment = recipe_values.pop("name"), recipe_values.pop("environment", {})
+        rollout = build(EngineConfig, values["rollout"], "rollout")
+        if objective.row_lengths[-1] < rollout.context:
+            raise UserError(
+                f"objective.row_lengths={objective.row_lengths} is too short for rollout.context={rollout.context}: the "
+                "last length must be at least the context"
+            )
+        recipe = make_recipe(name, recipe_values, environment)
+        advantage = getattr(recipe, "advantage", None)
+        default_advantage = getattr(make_recipe(name), "advantage", None)
+        if critic is not None and advantage != default_advantage:
+            raise UserError(
+                f"recipe.advantage={advantage!r} has no effect in a run with a critic, which gives the advantages: leave it at "
+                f"{default_advantage!r}, or remove the config's critic"
+            )
+        if critic is None and steps and values["train"].get("samples") == 1 and advantage in GROUP_RELATIVE:
+            raise UserError(
+                f"recipe.advantage={advantage!r} compares the samples of a question, but train.samples=1 gives only one: all "
+                "advantages would be 0. Raise train.samples, or set recipe.advantage to reinforce_plus_plus or reward, which do "
+                "not compare the samples of a question"
+            )
+        if steps and isinstance(recipe, RequiresGroups):
+            recipe.check_samples(values["train"].get("samples", RLConfig.samples))
+        judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE_SECTIONS) else None
+        if recipe.needs_judge and judge is None:
+            raise UserError(
+                f"recipe.name={name!r} needs a judge for its rewards; give the section judge, with kind oracle, model "
+                "or endpoint"
+            )
+        return cls(
+            name=values["name"],
+            policy=values["policy"],
+            reader=values["reader"],
+            train=build(
+                RLConfig,
+                values["train"],
+                "train",
+                optim=optim,
+                objective=objective,
+                critic=critic,
+                guard=build(GuardConfig, values["guard"], "guard"),
+            ),
+            rollout=rollout,
+            data=build(DataConfig, values["data"], "data"),
+            retriever=build(RetrieverConfig, values["retriever"], "retriever"),
+            recipe=recipe,
+            reader_rollout=build(EngineConfig, values["reader_rollout"], "reader_rollout"),
+            lora=build(LoraConfig, values["lora"], "lora"),
+            mesh=build(MeshConfig, values["mesh"], "mesh"),
+            compute=build(ComputeConfig, values["compute"], "compute"),
+            judge=judge,
+            reference=values.get("reference"),
+            note=values.get("note", ""),
+        )
+
+
+def _critic_config(values: Mapping[str, Any], steps: int) -> CriticConfig | None:
+    """Return the settings of PPO's critic; None if the config has no section for it."""
+    if not any(name in values for name in CRITIC_SECTIONS):
+        return None
+    sections = {name: values.get(name, {}) for name in CRITIC_SECTIONS}
+    config = build(CriticConfig, sections["critic"], "critic", optim=OptimConfig())
+    total = max(steps, 1) * config.optimizer_steps
+    optim = build(OptimConfig, sections["critic_optim"], "critic_optim", total_steps=total)
+    return dataclasses.replace(config, optim=optim)
