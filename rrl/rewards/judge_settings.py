@@ -13,7 +13,8 @@ from rrl.errors import UserError, at_least, one_of
 from rrl.models.hardware import ComputeConfig
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
-from rrl.rewards.endpoint import Endpoint, EndpointConfig
+from rrl.rewards.endpoint import Endpoint
+from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rewards.judge import Judge, ModelJudge
 from rrl.rewards.judge_card import JudgeCard, read_judge_card
 from rrl.rewards.oracle import Oracle, require_gold

@@ -30,7 +30,7 @@ from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.episodes import find_long_prompts
-from rrl.rewards.endpoint import EndpointConfig
+from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rewards.judge import Judge
 from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
 from rrl.rewards.judge_settings import JudgeSettings

@@ -16,7 +16,8 @@ from rrl.errors import UserError
 from rrl.recipes.base import Recipe
 from rrl.recipes.episodes import question_requests, run_requests
 from rrl.retrieval.retriever import Retriever
-from rrl.rewards.endpoint import Endpoint, EndpointConfig
+from rrl.rewards.endpoint import Endpoint
+from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import EOS, TURN_TOKENS, Action, Episode, Finish, Restart, SearchFor
 from rrl.text.chat import Prompt

@@ -16,7 +16,8 @@ import pytest
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.rewards.endpoint import TOKEN_LIMIT_FIELDS, Endpoint, EndpointConfig, EndpointReply
+from rrl.rewards.endpoint import TOKEN_LIMIT_FIELDS, Endpoint, EndpointReply
+from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rewards.judge import ModelJudge
 from rrl.rewards.judge_prompts import Correctness
 from rrl.stopping import ServiceUnavailable, stop_requested
@@ -381,7 +382,7 @@ def test_other_processes_read_the_cache(service):
     endpoint = Endpoint(config)
     assert endpoint.answers(["say two", "say one"]) == ["TWO", "ONE"]
     program = (
-        "import sys; from rrl.rewards.endpoint import Endpoint, EndpointConfig; "
+        "import sys; from rrl.rewards.endpoint import Endpoint; from rrl.rewards.endpoint_config import EndpointConfig; "
         "print(Endpoint(EndpointConfig(url=sys.argv[1], model='m', cache=sys.argv[2])).answers(['say one']))"
     )
     command = [sys.executable, "-c", program, config.url, config.cache]

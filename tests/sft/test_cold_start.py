@@ -21,7 +21,7 @@ from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.card import read_card
 from rrl.recipes.r3rag import R3Rag
 from rrl.recipes.r3rag_steps import R3RagEnvironment, Step
-from rrl.rewards.endpoint import EndpointConfig
+from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rollout.protocol import Append
 from rrl.runs.workdir import refuse_other_config
 from rrl.sft import cold_start, stages
