@@ -30,6 +30,8 @@ from rrl.train.rl_config import RLConfig
 from rrl.train.sample import SampledStep
 from rrl.train.step_metrics import step_metrics
 
+ZERO_REWARD_STEPS = 3
+"""Step after which reward components that were always 0 are logged: their weight, tag or judge may be wrong."""
 PROGRESS_METRICS = ("em", "full_recall", "searches")
 """Metrics on the progress line, if the recipe has them."""
 
@@ -146,6 +148,7 @@ class TrainingRun:
         # Metrics and trajectories of the evaluation after `step` updates; None if there was none.
         self._evaluation: tuple[dict[str, float], list[Trajectory]] | None = None
         self._sampled: list[Trajectory] = []
+        self._nonzero_rewards: set[str] = set()
         self._left_out: Bool[np.ndarray, "N"] = np.zeros(0, bool)
 
     def start(self) -> None:
@@ -190,6 +193,7 @@ class TrainingRun:
             "minutes": recorder.seconds / 60,
         }
         self._note_missing_update(batch, result)
+        self._note_zero_rewards()
         self._update_progress(metrics)
         if self.step == config.steps:
             recorder.saved.save_sampled(self.step, self._sampled, self._left_out)
@@ -293,6 +297,16 @@ class TrainingRun:
                 f"step {step}: no update: in every group the rewards differ by at most "
                 f"objective.drop_spread={self.config.drop_spread}, or the recipe excludes the group"
             )
+
+    def _note_zero_rewards(self) -> None:
+        """Log, after the first steps of a run, each reward component that was 0 for every trajectory so far."""
+        for trajectory in self._sampled:
+            self._nonzero_rewards.update(name for name, reward in trajectory.rewards.items() if reward)
+        if self.step == ZERO_REWARD_STEPS and self._sampled:
+            for name in sorted(self._sampled[0].rewards.keys() - self._nonzero_rewards):
+                self._recorder.progress.note(
+                    f"step {self.step}: the reward component {name!r} was 0 for every trajectory so far"
+                )
 
     def _update_progress(self, metrics: Mapping[str, float]) -> None:
         """Show a completed step on the progress line."""

@@ -1,6 +1,7 @@
 """The training loop: updates, evaluations, metrics, guard, and the questions it asks."""
 
 import dataclasses
+import re
 import json
 import logging
 
@@ -308,3 +309,12 @@ def test_non_finite_logits_put_no_nan_into_the_update(parts, tmp_path, monkeypat
     assert all(line["train/not_finite"] == 8 and line["train/skipped"] == 0 for line in trained)
     assert all(value is not None for line in trained for value in line.values())
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+def test_a_reward_component_that_is_always_0_is_named_in_the_log(parts, tmp_path, capsys):
+    run(parts, tmp_path, dataclasses.replace(CONFIG, steps=3, eval_every=0))
+    printed = capsys.readouterr().err
+    metrics = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "reward/total" in line]
+    always_0 = {name for name in metrics[0] if name.startswith("reward/") and not any(m[name] for m in metrics)}
+    named = re.findall(r"step 3: the reward component '(\w+)' was 0 for every trajectory so far", printed)
+    assert always_0 and {f"reward/{name}" for name in named} == always_0
