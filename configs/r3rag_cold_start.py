@@ -47,7 +47,7 @@ def get_config(arg: str = "") -> ConfigDict:
     refuse_unused_encoder(args)
     if args.model_name and not args.model.startswith("http"):
         raise UserError(
-            f"config argument model_name={args.model_name!r} is a service's model, but model={args.model!r} is a folder: give "
+            f"config argument model_name={args.model_name!r} names a service's model, but model={args.model!r} is a folder: give "
             "the service's address, model=http://..., or leave model_name out"
         )
     # These modules import jax, so they are imported only after the arguments have been checked.

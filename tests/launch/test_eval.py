@@ -78,7 +78,7 @@ def test_a_sweep_varies_a_field_and_writes_a_table_and_a_plot(tmp_path: pathlib.
     ("name", "flags", "words"),
     [
         ("eval", ("--config=configs/eval.py:method=nope",), "method='nope' is unknown; recipes are"),
-        ("report", ("/none",), "run /none: no evaluation"),
+        ("report", ("/none",), "run /none: not an evaluation"),
         (
             "sweep",
             ("--vary=rollout.top", "--values=1"),

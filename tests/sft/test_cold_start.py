@@ -376,7 +376,7 @@ def test_a_wrong_config_is_refused(change, message):
 
 @pytest.mark.parametrize("arg", ["model=FOLDER,model_name=m", "judge=oracle,judge_model=m", "judge_model=m"])
 def test_a_model_name_without_a_service_is_refused(arg):
-    with pytest.raises(UserError, match="='m' is a service's model, but"):
+    with pytest.raises(UserError, match="='m' names a service's model, but"):
         config(arg)
 
 
