@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.data.question_passages import has_passages, join_sentences, passages_in
-from rrl.data.records import ExcludedRecord, OnError, fields_of, id_field, parse_records
+from rrl.data.records import ExcludedRecord, OnError, fields_of, id_field, list_in_text, parse_records
 from rrl.data.tables import PASSAGE_ID_FIELDS, TEXT_FIELDS
 
 ALLOWED = (
@@ -135,6 +135,8 @@ def passage_of(position: int, record: Any) -> Passage:
         present = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
         raise ValueError(f"{' or '.join(TEXT_FIELDS)}: missing; found the fields {present or '(none)'}")
     text = fields.get(name, "")
+    if isinstance(text, str):
+        text = _sentence_list(text) or text
     if isinstance(text, list):
         text = join_sentences(title, [sentence for entry in text for sentence in _sentences(entry)])
     if not isinstance(text, str):
@@ -146,6 +148,15 @@ def _passage(identity: str, title: str, text: str) -> Passage:
     if not title.strip() and not text.strip():
         raise ExcludedRecord("neither a title nor a text")
     return Passage(identity, title.strip(), text.strip())
+
+
+def _sentence_list(text: str) -> list[str]:
+    """Return the strings of a list that a text holds in JSON or Python syntax, as in tables; [] if it holds something else."""
+    try:
+        listed = list_in_text(text)
+    except ValueError:
+        return []
+    return listed if listed and all(isinstance(sentence, str) for sentence in listed) else []
 
 
 def _filled(value: Any) -> bool:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from rrl.data.decoding import BrokenRecord
+from rrl.data.decoding import BrokenRecord, decompressed_name
 from rrl.data.records import (
+    TABLE_ENDINGS,
     ExcludedRecord,
     OnError,
     fields_of,
@@ -118,7 +119,20 @@ def load_questions(
             record = answers[identity] | record
         return question_of(position, record, unanswered, unanswerable)
 
-    return load_records(path, parse, ALLOWED, on_error, skipped)
+    return _booleans_as_words(path, load_records(path, parse, ALLOWED, on_error, skipped))
+
+
+def _booleans_as_words(path: str | Path, questions: list[Question]) -> list[Question]:
+    """Return the questions of a table whose answers are all "true" or "false" with the answers "yes" and "no", as for JSON."""
+    words = {"true": ("yes",), "false": ("no",)}
+    if not decompressed_name(Path(path)).endswith(TABLE_ENDINGS):
+        return questions
+    found = [words.get(q.answers[0].lower()) if len(q.answers) == 1 else None for q in questions]
+    if None in found or len(set(found)) < 2:
+        return questions
+    return [
+        dataclasses.replace(q, answers=answer) for q, answer in zip(questions, found, strict=True) if answer
+    ]
 
 
 def has_answers(path: str | Path) -> bool:

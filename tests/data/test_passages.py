@@ -339,3 +339,21 @@ def test_kilt_documents_have_their_title_and_id(tmp_path: Path) -> None:
     record = {"_id": "290", "wikipedia_id": "290", "wikipedia_title": "A", "text": ["A is", "a letter."]}
     (tmp_path / "kilt.jsonl").write_text(json.dumps(record) + "\n")
     assert load_passages(tmp_path / "kilt.jsonl") == [Passage("290", "A", "A is a letter.")]
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (
+            '["Marta Quell designed it.", " It has nine arches."]',
+            "Marta Quell designed it. It has nine arches.",
+        ),
+        ("['It joins the Dorn.']", "It joins the Dorn."),
+        ("[1] It joins the Dorn.", "[1] It joins the Dorn."),
+        ("[1, 2]", "[1, 2]"),
+    ],
+)
+def test_a_list_of_sentences_as_text_is_read_as_sentences(tmp_path: Path, cell: str, text: str) -> None:
+    file = tmp_path / "corpus.tsv"
+    file.write_text(f"id\ttitle\ttext\n1\tOrla Viaduct\t{cell}\n", encoding="utf-8")
+    assert load_passages(file) == [Passage("1", "Orla Viaduct", text)]

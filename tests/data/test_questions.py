@@ -507,3 +507,18 @@ def test_the_error_of_an_invalid_gold_id_names_it(tmp_path: Path, wrong: object)
     file = written(tmp_path, {"question": "Who?", "answer": "A", "gold_doc_ids": wrong})
     with pytest.raises(UserError, match="line 1: gold_doc_ids: got"):
         load_questions(file)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (("True", "false"), ("yes", "no")),  # StrategyQA as a table
+        (("True", "a lie"), ("True", "a lie")),
+        (("True", "true"), ("True", "true")),
+    ],
+)
+def test_booleans_of_a_table_are_yes_and_no_as_in_json(tmp_path: Path, answers, expected) -> None:
+    file = tmp_path / "strategy.csv"
+    rows = "".join(f"{number},Is it {number}?,{answer}\n" for number, answer in enumerate(answers))
+    file.write_text("id,question,answer\n" + rows, encoding="utf-8")
+    assert [question.answers for question in load_questions(file)] == [(answer,) for answer in expected]

@@ -1,9 +1,9 @@
 """The training loop: updates, evaluations, metrics, guard, and the questions it asks."""
 
 import dataclasses
-import re
 import json
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -315,6 +315,8 @@ def test_a_reward_component_that_is_always_0_is_named_in_the_log(parts, tmp_path
     run(parts, tmp_path, dataclasses.replace(CONFIG, steps=3, eval_every=0))
     printed = capsys.readouterr().err
     metrics = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "reward/total" in line]
-    always_0 = {name for name in metrics[0] if name.startswith("reward/") and not any(m[name] for m in metrics)}
+    always_0 = {
+        name for name in metrics[0] if name.startswith("reward/") and not any(m[name] for m in metrics)
+    }
     named = re.findall(r"step 3: the reward component '(\w+)' was 0 for every trajectory so far", printed)
     assert always_0 and {f"reward/{name}" for name in named} == always_0
