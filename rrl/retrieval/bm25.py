@@ -43,7 +43,7 @@ Khmer and Burmese into characters."""
 WORD = regex.compile(
     r"(?:(?=[\p{L}\p{M}])[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}])+|\b(?=_*[^\W_])\S+?\b", regex.WORD
 )
-"""Text between two word boundaries of UAX #29 that has a letter or a digit. Scripts without spaces whose words UAX #29 leaves to a
+"""Text between two word boundaries of UAX #29 that has a letter or a digit. Scripts whose words UAX #29 leaves to a
 dictionary (Thai, Lao, Khmer, Burmese) stay together in runs, as in Lucene's StandardTokenizer."""
 _ASCII_WORD = re.compile(
     r"_*[a-z0-9]\w*(?:(?:(?<=[a-z])[.:'](?=[a-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*", re.ASCII

@@ -127,7 +127,7 @@ def test_an_index_of_an_older_analysis_is_rejected(tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "settings.json").read_text())
     del settings["analysis"]
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"version 1 .* version 2.* Build the index again"):
+    with pytest.raises(UserError, match=r"version 1 .* version 3.* Build the index again"):
         Bm25Index.load(tmp_path)
 
 
