@@ -127,7 +127,7 @@ def step_costs(
             received.get("update", 0.0) * microbatches * (objective.epochs + objective.kl_in_reward / 3),
         ),
         "optimiser step": StepCost(
-            objective.optimizer_steps * 12.0 * trained,  # AdamW: about 12 FLOPs per parameter
+            objective.optimizer_steps * 12.0 * trained,  # 12: an estimate for one parameter
             objective.optimizer_steps
             * 7
             * F32
@@ -183,7 +183,7 @@ def estimate_temporaries(
     Rollout: a copy of the parameters in bfloat16, logits, the activations of the prefill. Update: the
     new gradient, a copy of the parameters in bfloat16, the activations of each layer that the backward
     pass needs, all activations of one layer, the attention scores of one block of queries, one chunk of
-    logits. The small integer factors are counts of arrays of that size.
+    logits. The integer factors are estimates.
 
     Args:
       settings: the run.

@@ -68,8 +68,8 @@ from rrl.sft.sources import AlternatingSource, BatchSource, FixedSource, StreamS
 AGREEMENT_QUESTIONS = 200
 """Held-out questions for the agreement of a trained judge with the oracle."""
 _FIRST_WORLD_SEED = 1000
-"""First seed of the worlds of streams. It keeps them apart from the worlds of reinforcement learning, whose seeds are
-small."""
+"""First seed of the worlds of streams. It keeps them apart from the worlds of runs of reinforcement learning, if their seeds are
+below it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -302,7 +302,8 @@ class TrainingRun:
         """Log, after the first steps of a run, each reward component that was 0 for every trajectory so far."""
         for trajectory in self._sampled:
             self._nonzero_rewards.update(name for name, reward in trajectory.rewards.items() if reward)
-        if self.step == ZERO_REWARD_STEPS and self._sampled:
+        # A process that continues a run has not seen the rewards of the steps before.
+        if self.step == ZERO_REWARD_STEPS and not self._recorder.step:
             for name in sorted(self._sampled[0].rewards.keys() - self._nonzero_rewards):
                 self._recorder.progress.note(
                     f"step {self.step}: the reward component {name!r} was 0 for every trajectory so far"

@@ -110,8 +110,8 @@ def apply_overlong_penalty(trajectories: Sequence[Trajectory], longest: int, cac
 
     Args:
         trajectories: scored trajectories.
-        longest: L_max of DAPO, in policy tokens: the penalty is 1 from here on.
-        cache: L_cache of DAPO: number of last tokens before `longest` over which the penalty grows.
+        longest: L_max of DAPO, in policy tokens: the penalty is -1 from here on.
+        cache: L_cache of DAPO: number of last tokens before `longest` over which it falls from 0 to -1.
     """
     penalties = overlong_penalty(np.array([t.policy_tokens for t in trajectories]), longest, cache)
     for trajectory, penalty in zip(trajectories, penalties.tolist(), strict=True):

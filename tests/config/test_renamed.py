@@ -8,7 +8,14 @@ from ml_collections import ConfigDict
 
 from rrl.config import renamed
 from rrl.config.sections import build
+from rrl.rewards.endpoint_config import EndpointConfig
+from rrl.rl.critic import CriticConfig
+from rrl.rl.objective import ObjectiveConfig
+from rrl.rollout.config import EngineConfig
+from rrl.runs.launcher import load_config
 from rrl.runs.workdir import CONFIG, read_config
+
+TABLE = renamed.RENAMED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +61,25 @@ def test_the_config_of_an_older_workdir_is_read_under_the_new_names(tmp_path, ca
     (tmp_path / CONFIG).write_text(json.dumps({"run": {"rollout": {"feeds": 4}}, "feeds": 1}))
     assert read_config(tmp_path) == {"run": {"rollout": {"wake_threshold": 4}}, "feeds": 1}
     assert not caplog.records
+
+
+SECTION_KINDS = {
+    "rollout": EngineConfig,
+    "critic": CriticConfig,
+    "objective": ObjectiveConfig,
+    "endpoint": EndpointConfig,
+}
+
+
+def test_every_new_name_is_a_field_and_no_old_name_is():
+    assert set(TABLE) == set(SECTION_KINDS)
+    for section, names in TABLE.items():
+        fields = {field.name for field in dataclasses.fields(SECTION_KINDS[section])}
+        assert fields >= set(names.values()) and not fields & set(names)
+
+
+def test_a_command_with_old_names_sets_the_new_fields(monkeypatch, caplog):
+    monkeypatch.setattr(renamed, "RENAMED", TABLE)
+    config = load_config("configs/rsearch_grpo.py:steps=1", ["rollout.feeds=4", "objective.streams=1"])
+    assert (config.rollout.wake_threshold, config.objective.parallel_microbatches) == (4, 1)
+    assert "feeds" not in config.rollout and "config.rollout.feeds is now" in caplog.text
