@@ -320,3 +320,10 @@ def test_a_reward_component_that_is_always_0_is_named_in_the_log(parts, tmp_path
     }
     named = re.findall(r"step 3: the reward component '(\w+)' was 0 for every trajectory so far", printed)
     assert always_0 and {f"reward/{name}" for name in named} == always_0
+
+
+def test_a_continued_run_names_no_reward_component_whose_first_steps_it_has_not_seen(parts, tmp_path, capsys):
+    for steps in (2, 3):
+        optim = dataclasses.replace(CONFIG.optim, total_steps=steps)
+        run(parts, tmp_path, dataclasses.replace(CONFIG, steps=steps, optim=optim, eval_every=0))
+    assert "reward component" not in capsys.readouterr().err
