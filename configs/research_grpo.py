@@ -41,7 +41,7 @@ def get_config(arg: str = "") -> ConfigDict:
     if tiny:
         set_miniwiki_training(config, args, recipe)
         # Groups whose answers are all correct, or all have F1 0, differ only by format.
-        config.objective.drop_spread = 0.15
+        config.objective.drop_spread = "auto"
     else:
         config.recipe = recipe
         config.recipe.environment = {}

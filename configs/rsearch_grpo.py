@@ -100,9 +100,9 @@ def get_config(arg: str = "") -> ConfigDict:
         "kl_coef": 0.1 if cold_started else 0.001,
         "clip_low": 0.2,
         "clip_high": 0.28 if cold_started else 0.2,
-        # Groups whose answers are all correct or all wrong differ only by format and reader rewards, by at most 0.7.
-        # They would take a third of the update's time and add a third of its noise.
-        "drop_spread": 0.7 if cold_started and not real else None,
+        # Groups whose answers are all correct or all wrong differ only by format and reader rewards, by at most
+        # `RSearch.uninformative_spread`. They would take a third of the update's time and add a third of its noise.
+        "drop_spread": "auto" if cold_started and not real else None,
         "row_lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
         "microbatch_tokens": sized(2048, 8192, 32768),
         "parallel_microbatches": sized(2, 1, 1),

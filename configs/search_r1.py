@@ -54,8 +54,8 @@ def get_config(arg: str = "") -> ConfigDict:
         set_miniwiki_training(config, args, recipe)
         if not ppo:
             # The rewards of a correct and a wrong answer differ by at least 0.6. Those of two correct or two wrong answers differ
-            # by at most 0.2, only through their format. Groups with a spread of at most 0.3 are left out.
-            config.objective.drop_spread = 0.3
+            # by at most 0.2, only through their format (`SearchR1.uninformative_spread`). Such groups are left out.
+            config.objective.drop_spread = "auto"
     else:
         set_published(config, args, recipe)
     if ppo:

@@ -134,7 +134,7 @@ def make_answering_method(
     fields = dict(recipe or {})
     environment = fields.pop("environment", {})
     recipe_object = make_recipe(name, fields, environment)
-    if reader and not getattr(recipe_object, "answers_with_reader", False):
+    if reader and not recipe_object.answers_with_reader:
         raise UserError(unused_reader_error)
     return TrainedAgent(recipe_object, reader)
 
@@ -204,7 +204,7 @@ class TrainedAgent:
 
     @property
     def judges_short_forms(self) -> bool:
-        return bool(getattr(self.recipe, "short_answers", False))
+        return self.recipe.judges_short_forms
 
     @property
     def limits(self) -> dict[str, int]:

@@ -1,50 +1,45 @@
-"""The `Recipe` protocol: everything in which one paper differs from another.
+"""`Recipe`: everything in which one paper differs from another. Read it first."""
 
-Read `Recipe` first. Its optional features are the protocols `HasCurves`, `HasCurriculum` and `RequiresGroups`.
-"""
-
+import abc
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float
 from transformers import PreTrainedTokenizerBase
 
-from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.errors import UserError
-from rrl.miniwiki.questions import MiniQuestion
+from rrl.errors import UserError, one_of
+from rrl.rewards.functions import NO_FUNCTIONS, RewardFunctions
 from rrl.rewards.judge import AnswerFn, Judge
+from rrl.rl.advantages import ESTIMATORS
 from rrl.rollout.curriculum import Curriculum, ShuffledQuestions
-from rrl.rollout.protocol import Append, Environment, Restart, Stream
+from rrl.rollout.protocol import Environment, Stream
 from rrl.text.chat import Prompt
 from rrl.text.encoding import special_name
 from rrl.text.spans import Tag, markers
 
-RetrieveFn = Callable[[str], Sequence[Passage]]
-"""Returns the passages of a query."""
-DemonstrationSegments = list[str | Append | Restart]
-"""A demonstration as a list of segments. A string is text of the expert, and an imitation target. An `Append` is text that the
-environment adds to the context. A `Restart` replaces the context by a new prompt."""
-
 
 @dataclasses.dataclass(frozen=True)
 class ScoringContext:
-    """What scoring may use besides the trajectories: frozen models, and the position in the run."""
+    """What scoring may use besides the trajectories: frozen models, functions of the user, and the position in the run."""
 
     reader: AnswerFn | None = None
     """A frozen model that answers from evidence (R-Search: of another family than the policy) or from documents (R2AG)."""
     judge: Judge | None = None
     """Scores reasoning, documents and answers (TIRESRAG-R1, R3-RAG)."""
+    functions: RewardFunctions = NO_FUNCTIONS
+    """Reward functions of the user, added to the rewards of the recipe."""
     step: int = 0
     """Updates made before the trajectories were sampled."""
     steps: int = 0
     """Updates of the whole run; 0 outside training."""
 
     def at_step(self, step: int, steps: int) -> "ScoringContext":
-        """Return the same models at another position in the run."""
+        """Return the same models and functions at another position in the run."""
         return dataclasses.replace(self, step=step, steps=steps)
 
 
@@ -62,76 +57,123 @@ class Curves:
     """Trajectory metric -> title of its panel. Other metrics have no panel."""
 
 
-class Recipe(Protocol):
-    """One paper: its prompt, environment, rewards and advantages."""
+@dataclasses.dataclass(frozen=True)
+class Recipe(abc.ABC):
+    """One paper: its prompt, environment, rewards and advantages.
+
+    A recipe must define `tags`, `prompt` and `score`. All other members are optional features. Their defaults are those of a
+    paper with an outcome reward and group-normalised advantages.
+    """
+
+    environment: Environment = dataclasses.field(default_factory=Stream)
+    """The protocol between policy and tools."""
+    advantage: str = "grpo"
+    """How rewards become advantages if there is no critic: a name in `rrl.rl.advantages.ESTIMATORS`."""
+
+    def __post_init__(self) -> None:
+        one_of(ESTIMATORS, self, "advantage")
+
+    # -- what every recipe defines -----------------------------------------------------------------------------------
 
     @property
-    def environment(self) -> Environment:
-        """The protocol between policy and tools."""
-
-    @property
+    @abc.abstractmethod
     def tags(self) -> dict[Tag, str]:
         """Tag that the policy writes -> label of its content ("search", "evidence", "answer"). Used to show trajectories."""
 
-    @property
-    def needs_judge(self) -> bool:
-        """Whether its rewards need a judge. A run without one is then refused."""
-
+    @abc.abstractmethod
     def prompt(self, question: Question) -> str | Prompt:
         """Return the prompt of an episode; a string is the user's turn."""
 
+    @abc.abstractmethod
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Set `rewards` (one entry per component, and "total"), `metrics`, `answer` and `evidence` of each trajectory."""
 
-    def excluded(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
-        """Return the mask of trajectories to leave out of the update, based on `rewards`. `trajectories` are whole groups."""
-
-    def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
-        """Return one advantage per trajectory, based on `rewards`. `trajectories` are all that a step learns from (N >= 1)."""
-
-    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """Return a demonstration by the scripted expert of the built-in world (`rrl.miniwiki`).
-
-        The cold start (supervised fine-tuning before RL) has a loss on the strings only. An `Append` may therefore also hold
-        text of the policy that must not be imitated, such as an early wrong answer.
-        """
-
-
-@runtime_checkable
-class HasCurves(Protocol):
-    """A recipe that declares its training curves; other recipes have the default of `Curves`."""
+    # -- optional features: rewards ----------------------------------------------------------------------------------
 
     @property
-    def curves(self) -> Curves:
-        """Labels of its reward components and metrics."""
+    def needs_judge(self) -> bool:
+        """Whether the rewards need a judge. A run without one is then refused."""
+        return False
+
+    @property
+    def answers_with_reader(self) -> bool:
+        """Whether another model answers, which reads the documents found (R2AG). `rrl.eval` then accepts a reader."""
+        return False
+
+    @property
+    def judges_short_forms(self) -> bool:
+        """Whether EM and F1 are those of the short forms that a judge extracts from a long answer (R3-RAG)."""
+        return False
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """Lowest and highest possible `rewards["total"]`."""
+        return -math.inf, math.inf
+
+    @property
+    def uninformative_spread(self) -> float:
+        """Largest difference between the totals of a group from which nothing about its answers can be learned.
+
+        `objective.drop_spread="auto"` leaves such groups out. 0: only groups with equal totals.
+        """
+        return 0.0
+
+    # -- optional features: from rewards to updates ------------------------------------------------------------------
+
+    def curriculum(self, questions: Sequence[Question], size: int, seed: int) -> Curriculum:
+        """Return the curriculum of a run: shuffled questions, `size` per step, unless the next questions depend on earlier
+        rollouts (R2AG)."""
+        return ShuffledQuestions(questions, size, seed)
+
+    def check_samples(self, samples: int) -> None:  # noqa: B027
+        """Raise UserError if groups of `samples` trajectories would teach nothing. By default any number is accepted."""
+
+    def excluded(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
+        """Return the mask of trajectories to leave out of the update, based on `rewards`. `trajectories` are whole groups."""
+        return np.zeros(len(trajectories), bool)
+
+    def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
+        """Return one advantage per trajectory, based on `rewards`: by the estimator that `advantage` names.
+
+        `trajectories` are all that a step learns from (N >= 1).
+        """
+        rewards = np.array([t.rewards["total"] for t in trajectories], np.float64)
+        return ESTIMATORS[self.advantage](rewards, np.array([t.group for t in trajectories]))
+
+    # -- optional features: supervised fine-tuning on accepted trajectories, and curves --------------------------------
+
+    makes_sft_pairs: ClassVar[bool] = False
+    """Whether `rejection_reason` and `sft_pairs` are defined, so that a cold start by rejection sampling is possible (R3-RAG)."""
+
+    def rejection_reason(self, trajectory: Trajectory) -> str:
+        """Return why rejection sampling rejects a scored trajectory; "" if it accepts it."""
+        raise NotImplementedError(f"{type(self).__name__} has no cold start by rejection sampling")
+
+    def sft_pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
+        """Return (input, output) for each step of an accepted trajectory: the user's turn, and the text to learn."""
+        raise NotImplementedError(f"{type(self).__name__} has no cold start by rejection sampling")
+
+    curves: ClassVar[Curves] = Curves()
+    """Labels of the reward components and metrics."""
 
 
-@runtime_checkable
-class HasCurriculum(Protocol):
-    """A recipe whose next questions depend on its earlier rollouts (R2AG); other recipes ask shuffled questions."""
-
-    def curriculum(self, questions: Sequence[Question], seed: int) -> Curriculum:
-        """Return the curriculum of a run over these questions."""
+RecipeClass = TypeVar("RecipeClass", bound=type[Recipe])
+REGISTERED: dict[str, type[Recipe]] = {}
+"""Name -> recipe class; filled by `register`. Read `rrl.recipes.catalogue.RECIPES` instead, which imports all recipes first."""
 
 
-@runtime_checkable
-class RequiresGroups(Protocol):
-    """A recipe that checks the group size, because some of its settings need more than one sample per question."""
+def register(name: str) -> Callable[[RecipeClass], RecipeClass]:
+    """Give a recipe class of this package its name in configs. Use it as a decorator above `dataclass`.
 
-    def check_samples(self, samples: int) -> None:
-        """Raise UserError if groups of `samples` trajectories would teach nothing."""
+    Raises ValueError if another class has the name.
+    """
 
+    def decorate(recipe: RecipeClass) -> RecipeClass:
+        if REGISTERED.setdefault(name, recipe) is not recipe:
+            raise ValueError(f"recipe {name!r} is registered already, by {REGISTERED[name].__module__}")
+        return recipe
 
-def curriculum_of(recipe: Recipe, questions: Sequence[Question], size: int, seed: int) -> Curriculum:
-    """Return the curriculum of a run: the recipe's own, or shuffled questions, `size` per step."""
-    if isinstance(recipe, HasCurriculum):
-        return recipe.curriculum(questions, seed)
-    return ShuffledQuestions(questions, size, seed)
-
-
-def curves_of(recipe: Recipe) -> Curves:
-    """Return what the training curves of a recipe show."""
-    return recipe.curves if isinstance(recipe, HasCurves) else Curves()
+    return decorate
 
 
 def uses_chat(recipe: Recipe) -> bool:

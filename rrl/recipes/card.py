@@ -16,7 +16,7 @@ from rrl.recipes.catalogue import RECIPES, make_recipe, recipe_name
 
 FILE = "rrl_recipe.json"
 
-_COLD_START = re.compile(rf"(?P<workdir>runs/(?P<recipe>{'|'.join(RECIPES)})_cold_start)/model")
+_COLD_START = re.compile(r"(?P<workdir>runs/(?P<recipe>\w+)_cold_start)/model")
 """Matches the default path of a cold-started policy in the configs of the built-in world (`rrl.miniwiki`)."""
 
 
@@ -52,7 +52,7 @@ class RecipeCard:
         return make_recipe(self.recipe, self.fields, self.environment)
 
 
-def make_card(recipe: Any, context: int, top_k: int) -> RecipeCard:
+def make_card(recipe: Recipe, context: int, top_k: int) -> RecipeCard:
     """Return the card of a recipe."""
     return RecipeCard(
         recipe_name(recipe),
@@ -74,7 +74,7 @@ def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
         require_folder(field, folder)
     except UserError as error:
         match = _COLD_START.fullmatch(str(folder))
-        if match is None:
+        if match is None or match["recipe"] not in RECIPES:
             raise
         raise UserError(
             f"{field}={str(folder)!r} does not exist yet. Make it by python launch/sft.py "

@@ -1,29 +1,18 @@
-"""The recipes by name, and recipes of users by MODULE:CLASS."""
+"""The recipes by name, and recipes of users by MODULE:CLASS. A recipe registers itself where it is defined (`register`)."""
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+import inspect
+import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
+import rrl.recipes
 from rrl.errors import UserError
-from rrl.recipes.base import Recipe
-from rrl.recipes.r1_searcher import R1Searcher
-from rrl.recipes.r2ag import R2AG
-from rrl.recipes.r3rag import R3Rag
-from rrl.recipes.research import ReSearch
-from rrl.recipes.rsearch import RSearch
-from rrl.recipes.search_r1 import SearchR1
-from rrl.recipes.tiresrag import TiresRag
+from rrl.recipes.base import REGISTERED, Recipe
 
-RECIPES: Mapping[str, Callable[..., Any]] = {
-    "r2ag": R2AG,
-    "r3rag": R3Rag,
-    "rsearch": RSearch,
-    "tiresrag": TiresRag,
-    "search_r1": SearchR1,
-    "r1_searcher": R1Searcher,
-    "research": ReSearch,
-}
+RECIPES: dict[str, type[Recipe]] = {}
+"""Name -> class of each recipe in this package. Filled below, from all modules of the package."""
 
 
 def is_recipe(name: str) -> bool:
@@ -31,10 +20,10 @@ def is_recipe(name: str) -> bool:
     return name in RECIPES or ":" in name
 
 
-def recipe_class(name: str) -> Callable[..., Any]:
-    """Return the recipe class of a name; MODULE:CLASS is imported and must be a dataclass that implements `Recipe`.
+def recipe_class(name: str) -> type[Recipe]:
+    """Return the recipe class of a name; MODULE:CLASS is imported and must be a subclass of `Recipe`.
 
-    Raises UserError for an unknown name, for a failed import, and for a class that is not a dataclass.
+    Raises UserError for an unknown name, for a failed import, and for a class that is not a complete recipe.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -49,8 +38,13 @@ def recipe_class(name: str) -> Callable[..., Any]:
         raise UserError(
             f"recipe.name={name!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
         ) from error
-    if not (isinstance(imported, type) and dataclasses.is_dataclass(imported)):
-        raise UserError(f"recipe.name={name!r} must be a dataclass that implements rrl.recipes.base.Recipe")
+    if not (isinstance(imported, type) and issubclass(imported, Recipe)):
+        raise UserError(
+            f"recipe.name={name!r} must be a frozen dataclass that extends rrl.recipes.base.Recipe"
+        )
+    if inspect.isabstract(imported):
+        missing = ", ".join(sorted(imported.__abstractmethods__))
+        raise UserError(f"recipe.name={name!r} must define {missing}; see docs/your_own_recipe.md")
     return imported
 
 
@@ -74,7 +68,7 @@ def make_recipe(
 
     Raises UserError for an unknown recipe or field, and names the known ones.
     """
-    recipe = recipe_class(name)()
+    recipe: Any = recipe_class(name)()
     known = {field.name for field in dataclasses.fields(recipe)}
     for field in fields or {}:
         if field not in known:
@@ -93,3 +87,9 @@ def make_recipe(
         return dataclasses.replace(recipe, environment=changed)
     except UserError as error:
         raise UserError(f"recipe.{error}") from error
+
+
+for _module in pkgutil.iter_modules(rrl.recipes.__path__):
+    if not _module.ispkg:
+        importlib.import_module(f"rrl.recipes.{_module.name}")
+RECIPES.update(sorted(REGISTERED.items()))

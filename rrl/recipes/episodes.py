@@ -56,6 +56,7 @@ def run_questions(
         engine, params, requests, recipe, key, retriever=retriever, on_finish=on_finish
     )
     recipe.score(trajectories, scoring)
+    scoring.functions.add_to(trajectories)
     return trajectories
 
 

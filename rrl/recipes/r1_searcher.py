@@ -11,15 +11,13 @@ from typing import ClassVar
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError, at_least, one_of
-from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
-from rrl.recipes.expert import DemonstrationBuilder, thoughts
-from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_per_turn
+from rrl.recipes.base import Curves, Recipe, ScoringContext, register
+from rrl.recipes.scoring import answer_metrics, one_search_per_turn
 from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import Tag, box_sequence, boxed, has_exactly_one_box, last_box
+from rrl.text.spans import Tag, box_sequence, has_exactly_one_box, last_box
 
 INSTRUCTION = (
     "The user asks a question and you answer it. First you think it through, between <think> and </think>; then you give the "
@@ -48,8 +46,9 @@ class R1SearcherEnvironment(Stream):
     """Empty: a turn that neither searches nor answers ends the episode."""
 
 
+@register("r1_searcher")
 @dataclasses.dataclass(frozen=True)
-class R1Searcher(OutcomeRecipe):
+class R1Searcher(Recipe):
     """The protocol and the rewards of both stages. The prompt opens the thought (`<think>`) for the policy.
 
     - Stage 1 trains searching: 0.5 for at least one search, and 0.5 for the correct format; the answer does not count.
@@ -99,6 +98,12 @@ class R1Searcher(OutcomeRecipe):
     def tags(self) -> dict[Tag, str]:
         return {self.environment.search: "search", self.environment.answer: "answer"}
 
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        if self.stage == 1:
+            return 0.0, self.retrieval_reward + self.format_reward
+        return -self.malformed_penalty, 1.0
+
     def prompt(self, question: Question) -> Prompt:
         if self.opening == "base":
             text = f"{INSTRUCTION}\n\nUser: {question.text}\nAssistant: "
@@ -145,16 +150,3 @@ class R1Searcher(OutcomeRecipe):
         if self.released_form:
             return not _FOREIGN_TEXT.search(text)
         return box_sequence(after, [search, answer]) == [answer]
-
-    # -- the cold start in the built-in world ------------------------------------------------------------------------
-
-    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """See `Recipe.demonstrate`: one thought that states the facts needed, searches each hop and states what it read."""
-        builder = DemonstrationBuilder(self.environment, item, retrieve)
-        needed, *read = thoughts(item.plan)
-        for thought, hop in zip([f" {needed}", *read], item.plan.hops):
-            builder.search(f"{thought} ", hop)
-        builder.segments.append(
-            f"{read[-1]} </think>\n{boxed(self.environment.answer, item.question.answers[0])}"
-        )
-        return builder.segments

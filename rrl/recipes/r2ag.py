@@ -5,7 +5,7 @@ Sections, equations, figures and tables are numbered as in the paper. Read `R2AG
 """
 
 import dataclasses
-import zlib
+import math
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -13,22 +13,18 @@ from rrl.data.passages import Passage, render
 from rrl.data.questions import Question, with_choices
 from rrl.data.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least, one_of
-from rrl.miniwiki.questions import Hop, MiniQuestion
-from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
-from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
+from rrl.recipes.base import Curves, Recipe, ScoringContext, register
 from rrl.recipes.r2ag_forest import STOP, Forest, RetrievalTree
 from rrl.recipes.r2ag_rewards import (
     BASE,
-    NONE,
     PREDICTED,
-    STOP_RETRIEVAL,
-    THINK,
     RewardWeights,
     SteeringOutput,
     expansion_rewards,
     parse_output,
 )
 from rrl.recipes.rsearch import READER_TEMPLATE
+from rrl.recipes.scoring import answer_metrics
 from rrl.retrieval.gold import gold_hits
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.protocol import (
@@ -44,7 +40,7 @@ from rrl.rollout.protocol import (
 )
 from rrl.text.chat import Prompt
 from rrl.text.normalize import title_key
-from rrl.text.spans import boxed
+from rrl.text.spans import Tag
 
 INSTRUCTION = """\
 #Decomposition#
@@ -175,8 +171,9 @@ class R2AGEnvironment:
         return Finish("context_limit")
 
 
+@register("r2ag")
 @dataclasses.dataclass(frozen=True)
-class R2AG(OutcomeRecipe):
+class R2AG(Recipe):
     """Expansions of Definition 2.1 (Figure A.3), rewards of Eq. 5, and the forest of Algorithm 1.
 
     An episode is one expansion in training and a whole tree in inference. In inference a generator then answers from the
@@ -226,8 +223,17 @@ class R2AG(OutcomeRecipe):
     )
 
     @property
-    def tags(self) -> dict[str, str]:
+    def tags(self) -> dict[Tag, str]:
         return {BASE: "search", PREDICTED: "search"}
+
+    @property
+    def answers_with_reader(self) -> bool:
+        return True
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """The upper end depends on the number of gold documents."""
+        return 0.0, math.inf
 
     @property
     def weights(self) -> RewardWeights:
@@ -247,7 +253,7 @@ class R2AG(OutcomeRecipe):
         documents = question.documents if isinstance(question, RetrievalTree) else ()
         return self.environment.prompt(question, documents)
 
-    def curriculum(self, questions: Sequence[Question], seed: int) -> Curriculum:
+    def curriculum(self, questions: Sequence[Question], size: int, seed: int) -> Curriculum:
         """Return the forest of Algorithm 1, which starts with one empty tree per question."""
         return Forest(questions, trees=self.trees, expansions=self.environment.expansions, seed=seed)
 
@@ -267,11 +273,6 @@ class R2AG(OutcomeRecipe):
             truncated = turn == len(outputs) - 1 and (trajectory.ended == TRUNCATED or broken)
             expansions.append(Expansion(output, searches[:base], searches[base:], truncated))
         return expansions
-
-    @property
-    def answers_with_reader(self) -> bool:
-        """Whether the answer comes from another model, which reads the documents found. If so, `rrl.eval` accepts a reader."""
-        return True
 
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Set Eq. 5's rewards, summed over the expansions; 0 if the question names no gold passages.
@@ -340,42 +341,6 @@ class R2AG(OutcomeRecipe):
             trajectory.metrics |= answer_metrics(trajectory)
             trajectory.metrics |= {name: float(values[index]) for name, values in metrics.items()}
 
-    # -- the cold start in the built-in world ------------------------------------------------------------------------
-
-    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """See `Recipe.demonstrate`: state what the documents say, ask for every fact that can be looked up next, and stop when
-        no fact is missing.
-
-        There are no predicted queries, because the facts of the built-in world are random. A query that does not find its
-        passage ends the demonstration.
-        """
-        segments: DemonstrationSegments = []
-        documents: list[Passage] = []
-        draw = zlib.crc32(item.question.id.encode())
-        show_miss = draw % 1000 < 1000 * self.shown_misses
-        while True:
-            stated, wanted = _facts(item, {title_key(passage.title) for passage in documents})
-            thought = "\n".join(filter(None, [f"To find : {item.plan.facts}", " ".join(stated)]))
-            queries = [hop.query for hop in wanted] or [STOP_RETRIEVAL]
-            boxes = [(THINK, thought), *((BASE, query) for query in queries), (PREDICTED, NONE)]
-            segments.append("\n".join(boxed(tag, text) for tag, text in boxes))
-            results = [(hop, list(retrieve(hop.query))) for hop in wanted]
-            hits = [
-                bool(passages) and title_key(passages[0].title) == title_key(hop.title)
-                for hop, passages in results
-            ]
-            if not results or not all(hits):
-                return segments
-            # A miss: one of several results is missing, or an irrelevant passage (the second one) is shown too.
-            if show_miss and len(results) > 1:
-                results.pop(draw // 1000 % len(results))
-                show_miss = False
-            for _, passages in results:
-                shown = passages[: 2 if show_miss else 1]
-                documents += [passage for passage in shown if passage not in documents]
-            show_miss = False
-            segments.append(Restart(self.environment.prompt(item.question, documents)))
-
 
 def documents_of(searches: Iterable[Search]) -> list[Passage]:
     """Return all passages found, in order, each once."""
@@ -392,23 +357,3 @@ def generator_prompt(question: Question, documents: Sequence[Passage]) -> Prompt
 def _top_titles(searches: Sequence[Search]) -> list[str]:
     """Return the title of the top document of each search (Hit@Top-1); "" if it found none."""
     return [search.titles[0] if search.titles else "" for search in searches]
-
-
-def _facts(item: MiniQuestion, titles: set[str]) -> tuple[list[str], list[Hop]]:
-    """Return the known facts of a question, as sentences, and the facts to look up next.
-
-    A fact is known if `titles` contains the title of the passage that states it.
-    """
-    hops, plan = item.plan.hops, item.plan
-    # A plan with a conclusion compares two chains of facts of equal length.
-    length = len(hops) // (2 if plan.conclusion else 1)
-    stated, wanted = [], []
-    for start in range(0, len(hops), length):
-        for hop in hops[start : start + length]:
-            if title_key(hop.title) not in titles:
-                wanted.append(hop)
-                break
-            stated.append(f"The {hop.query} is {hop.value}.")
-    if not wanted and plan.conclusion:
-        stated.append(plan.conclusion)
-    return stated, list({hop.query: hop for hop in wanted}.values())

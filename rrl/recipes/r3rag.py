@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from rrl.data.questions import Question
-from rrl.data.trajectory import NOT_FINITE, POLICY, Search, Trajectory
+from rrl.data.trajectory import NOT_FINITE, POLICY, Trajectory
 from rrl.errors import UserError, at_least, one_of
-from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
-from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
-from rrl.recipes.r3rag_steps import ANSWER, QUERY, R3RagEnvironment, Step, parse_step
+from rrl.recipes.base import Curves, Recipe, ScoringContext, register
+from rrl.recipes.r3rag_steps import ANSWER, QUERY, R3RagEnvironment, parse_step
+from rrl.recipes.scoring import answer_metrics
 from rrl.rewards.judge_prompts import Correctness, JudgePrompt, Relevance, ShortAnswer
-from rrl.rollout.protocol import Episode
 from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match, exact_match
 from rrl.text.spans import Tag
@@ -35,8 +33,9 @@ LAST_STEP_REWARD = 2.0
 """Reward of the last step of a correct trajectory in Figure 2."""
 
 
+@register("r3rag")
 @dataclasses.dataclass(frozen=True)
-class R3Rag(OutcomeRecipe):
+class R3Rag(Recipe):
     """The protocol of 3.1 and the rewards of Eqs. 2-6. Each ablation of Table 2 is one field.
 
     Training uses all trajectories, right or wrong (appendix A). A critic estimates the advantages.
@@ -95,6 +94,17 @@ class R3Rag(OutcomeRecipe):
     @property
     def needs_judge(self) -> bool:
         return self.use_process or self.judge_answers or self.short_answers
+
+    @property
+    def judges_short_forms(self) -> bool:
+        return self.short_answers
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """From a malformed first step to relevant documents in every step and a right answer."""
+        scale = max(1.0, self.correct_scale, self.incorrect_scale, self.unanswered_scale)
+        last = max(LAST_STEP_REWARD, self.correct_scale)
+        return self.malformed_reward, scale * self.environment.max_steps + last
 
     def prompt(self, question: Question) -> str | Prompt:
         return self.environment.prompt(question, [])
@@ -193,6 +203,8 @@ class R3Rag(OutcomeRecipe):
 
     # -- the cold start (3.2) ----------------------------------------------------------------------------------------
 
+    makes_sft_pairs: ClassVar[bool] = True
+
     def rejection_reason(self, trajectory: Trajectory) -> str:
         """Return why rejection sampling (3.2.1) rejects a scored trajectory; "" if it accepts it."""
         outcome = outcome_of(trajectory)
@@ -217,26 +229,6 @@ class R3Rag(OutcomeRecipe):
             )
             for at, step in enumerate(steps)
         ]
-
-    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """See `Recipe.demonstrate`: state the facts needed, search each fact in one step, state what was read, answer.
-
-        The number of steps may exceed the environment's limit.
-        """
-        plan, episode = item.plan, Episode(item.question)
-        segments: DemonstrationSegments = []
-        analysis = f"To find : {plan.facts}"
-        for hop in plan.hops:
-            episode.policy_texts.append(Step(analysis, query=hop.query).to_text(episode.turn + 1))
-            passages = tuple(retrieve(hop.query))
-            episode.searches.append(Search.of(episode.turn, hop.query, passages))
-            segments += [episode.policy_texts[-1], self.environment.next_context(episode)]
-            episode.turn += 1
-            analysis = f"The {hop.query} is {hop.value}."
-        if plan.conclusion:
-            analysis += f" {plan.conclusion}"
-        segments.append(Step(analysis, answer=item.question.answers[0]).to_text(episode.turn + 1))
-        return segments
 
 
 def outcome_of(trajectory: Trajectory) -> str:

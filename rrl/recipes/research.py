@@ -10,10 +10,8 @@ from typing import ClassVar
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import at_least, one_of
-from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
-from rrl.recipes.expert import think_and_search
-from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_per_turn
+from rrl.recipes.base import Curves, Recipe, ScoringContext, register
+from rrl.recipes.scoring import answer_metrics, one_search_per_turn
 from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import token_f1
@@ -49,8 +47,9 @@ class ReSearchEnvironment(Stream):
     """Empty: a turn that neither searches nor answers ends the episode."""
 
 
+@register("research")
 @dataclasses.dataclass(frozen=True)
-class ReSearch(OutcomeRecipe):
+class ReSearch(Recipe):
     r"""The protocol and the reward of the paper: 0 if the format is wrong, else F1, or 0.1 if F1 is 0.
 
     The format is correct if there is at least one thought and all thoughts are closed, every turn but the last ends in one
@@ -79,6 +78,15 @@ class ReSearch(OutcomeRecipe):
     @property
     def tags(self) -> dict[Tag, str]:
         return {"think": "reasoning", self.environment.search: "search", self.environment.answer: "answer"}
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        return 0.0, max(1.0, self.format_reward)
+
+    @property
+    def uninformative_spread(self) -> float:
+        """One and a half times the reward of the format alone: no more than a small difference of F1."""
+        return 1.5 * self.format_reward
 
     def prompt(self, question: Question) -> Prompt:
         if self.opening == "base":
@@ -114,13 +122,6 @@ class ReSearch(OutcomeRecipe):
             and has_exactly_one_box(response, answer)
             and last_boxed(last_box(response[-1:], answer)) is not None
         )
-
-    # -- the cold start in the built-in world ------------------------------------------------------------------------
-
-    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """See `Recipe.demonstrate`: think of the facts needed, search each hop, think about what was read, answer."""
-        answer = f"\\boxed{{ {item.question.answers[0]} }}"
-        return think_and_search(self.environment, item, retrieve, answer)
 
 
 def last_boxed(text: str) -> str | None:

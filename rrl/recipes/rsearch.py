@@ -10,13 +10,11 @@ from typing import ClassVar
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import at_least
-from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import AnswerFn, Curves, DemonstrationSegments, RetrieveFn, ScoringContext
-from rrl.recipes.expert import DemonstrationBuilder, thoughts
-from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
+from rrl.recipes.base import AnswerFn, Curves, Recipe, ScoringContext, register
+from rrl.recipes.scoring import answer_metrics
 from rrl.rollout.protocol import Stream
 from rrl.text.metrics import token_f1
-from rrl.text.spans import Tag, boxed, has_exactly_one_box, last_box
+from rrl.text.spans import Tag, has_exactly_one_box, last_box
 
 SYSTEM_TEMPLATE = (
     "You are a helpful assistant that can solve the given question step by step. For each step, start by explaining "
@@ -42,8 +40,9 @@ READER_TEMPLATE = (
 """Table 5: the prompt of the cross-family model."""
 
 
+@register("rsearch")
 @dataclasses.dataclass(frozen=True)
-class RSearch(OutcomeRecipe):
+class RSearch(Recipe):
     """The protocol of section 3.2.1 (Table 1), the rewards of Eqs. 3-6, and group-normalised advantages by default."""
 
     instruction: str = SYSTEM_TEMPLATE
@@ -81,6 +80,16 @@ class RSearch(OutcomeRecipe):
     def tags(self) -> dict[Tag, str]:
         tags: dict[Tag, str] = {self.environment.search: "search", self.environment.answer: "answer"}
         return tags | ({"original_evidence": "evidence"} if self.use_evidence else {})
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        return 0.0, 1.0 + self.uninformative_spread
+
+    @property
+    def uninformative_spread(self) -> float:
+        """What a group's totals differ by at most if its answers have equal F1: format and evidence are then all that differs."""
+        evidence = self.evidence_weight + self.reader_weight if self.use_evidence else 0.0
+        return self.answer_weight + evidence
 
     def prompt(self, question: Question) -> str:
         instruction = self.instruction
@@ -134,19 +143,3 @@ class RSearch(OutcomeRecipe):
             trajectory.reader_answer = answer
             trajectory.metrics["reader_f1"] = token_f1(answer, trajectory.question.answers)
             trajectory.rewards["evidence"] = self.reader_weight * trajectory.metrics["reader_f1"]
-
-    # -- the cold start in the built-in world ------------------------------------------------------------------------
-
-    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """See `Recipe.demonstrate`: state the facts needed, search each hop, state what was read, quote evidence, answer."""
-        builder = DemonstrationBuilder(self.environment, item, retrieve)
-        needed, *read = thoughts(item.plan)
-        for text, hop in zip([f"{needed}\n", *(f"{thought} " for thought in read)], item.plan.hops):
-            builder.search(text, hop)
-        closing = [read[-1]]
-        if self.use_evidence:
-            evidence = " ".join(dict.fromkeys(hop.sentence for hop in item.plan.hops))
-            closing.append(boxed("original_evidence", evidence))
-        closing.append(boxed(self.environment.answer, item.question.answers[0]))
-        builder.segments.append("\n".join(closing))
-        return builder.segments

@@ -10,10 +10,8 @@ from typing import ClassVar
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, Trajectory
 from rrl.errors import UserError
-from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
-from rrl.recipes.expert import think_and_search
-from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
+from rrl.recipes.base import Curves, Recipe, ScoringContext, register
+from rrl.recipes.scoring import answer_metrics
 from rrl.rollout.protocol import Stream
 from rrl.text.spans import Tag, box_sequence, boxes, enclosed_content, last_box
 
@@ -39,8 +37,9 @@ class SearchR1Environment(Stream):
     observation_tokens: int = 500
 
 
+@register("search_r1")
 @dataclasses.dataclass(frozen=True)
-class SearchR1(OutcomeRecipe):
+class SearchR1(Recipe):
     """The protocol and the rewards of v0.3. GRPO by default; PPO if the config has a critic.
 
     The reward, by answer (exact match) and format:
@@ -84,6 +83,15 @@ class SearchR1(OutcomeRecipe):
     def tags(self) -> dict[Tag, str]:
         return {"think": "reasoning", self.environment.search: "search", self.environment.answer: "answer"}
 
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    @property
+    def uninformative_spread(self) -> float:
+        """What a group's totals differ by at most if its answers are all right or all wrong."""
+        return max(self.structure_reward, self.answered_reward) if self.use_format else 0.0
+
     def prompt(self, question: Question) -> str:
         return f"{self.instruction}\nQuestion: {question.text}" if self.instruction else question.text
 
@@ -117,9 +125,3 @@ class SearchR1(OutcomeRecipe):
         expected = [["think", search]] * (len(turns) - 1) + [["think", answer]]
         # A correction is the only text of the environment that has no observation tag.
         return turns == expected and all(enclosed_content(text) is not None for text in observations)
-
-    # -- the cold start in the built-in world ------------------------------------------------------------------------
-
-    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """See `Recipe.demonstrate`: think of the facts needed, search each hop, think about what was read, answer."""
-        return think_and_search(self.environment, item, retrieve, item.question.answers[0])

@@ -6,7 +6,6 @@ paper does not give.
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -16,10 +15,8 @@ from jaxtyping import Bool, Float
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError, at_least, one_of
-from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
-from rrl.recipes.expert import DemonstrationBuilder, thoughts
-from rrl.recipes.outcome import answer_metrics
+from rrl.recipes.base import Curves, Recipe, ScoringContext, register
+from rrl.recipes.scoring import answer_metrics
 from rrl.recipes.tiresrag_shaping import (
     SCHEDULES,
     auxiliary_weight,
@@ -29,11 +26,11 @@ from rrl.recipes.tiresrag_shaping import (
 )
 from rrl.rewards.judge_prompts import JudgePrompt, Sufficiency, Thinking, transcript_of
 from rrl.rl.advantages import ESTIMATORS, group_normalize
-from rrl.rollout.protocol import Append, Stream
+from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match, token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import Tag, boxed, boxes
+from rrl.text.spans import Tag, boxes
 
 _RULES = (
     "You must reason **clearly and completely** inside <think> and </think> before providing any final answer. Always identify "
@@ -95,8 +92,9 @@ class TiresRagEnvironment(Stream):
     """Empty: the paper has no message for a turn that neither searches nor answers."""
 
 
+@register("tiresrag")
 @dataclasses.dataclass(frozen=True)
-class TiresRag:
+class TiresRag(Recipe):
     """The protocol of 4.1 (Figures 9 and 10), the rewards of Eqs. 1-5 and the advantages of 4.4.
 
     Each ablation of Table 7 is one field.
@@ -151,7 +149,7 @@ class TiresRag:
         one_of(OPENINGS, self, "opening")
         one_of(SCHEDULES, self, "schedule")
         one_of(REFLECT_TABLES, self, "reflect_table")
-        one_of(ESTIMATORS, self, "advantage")
+        super().__post_init__()
         if not 0 <= self.shown_reflections <= 1:
             raise UserError(f"shown_reflections={self.shown_reflections} must lie in 0..1, a fraction")
 
@@ -171,6 +169,12 @@ class TiresRag:
     @property
     def needs_judge(self) -> bool:
         return self._uses_sufficiency or self._uses_thinking
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """With a_t = 1, and the reflection reward in -1..1."""
+        weights = self.thinking_weight + self.sufficient_weight + self.reflect_weight
+        return -self.reflect_weight, 1.0 + weights
 
     @property
     def _uses_sufficiency(self) -> bool:
@@ -242,7 +246,6 @@ class TiresRag:
     # -- advantages --------------------------------------------------------------------------------------------------
 
     def check_samples(self, samples: int) -> None:
-        """See `rrl.recipes.base.RequiresGroups`."""
         if samples == 1 and self.use_filter:
             raise UserError(
                 "recipe.use_filter excludes groups whose answers are all right or all wrong. With train.samples=1 a group has "
@@ -279,44 +282,6 @@ class TiresRag:
                 steepness=self.difficulty_steepness,
             )
         return advantages.astype(np.float32)
-
-    # -- the cold start in the built-in world ------------------------------------------------------------------------
-
-    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
-        """See `Recipe.demonstrate`: think of the facts needed, search each hop, think about what was read, answer.
-
-        Some demonstrations contain an early answer, wrong or "unknown", which carries no loss. The expert then states what
-        is still missing, continues, and answers again.
-        """
-        builder = DemonstrationBuilder(self.environment, item, retrieve)
-        early, mistake = self._mistake(item)
-        texts = [boxed("think", thought) for thought in thoughts(item.plan)]
-        texts[0] = texts[0].removeprefix("<think>")  # the prompt has opened it
-        for index, hop in enumerate(item.plan.hops):
-            if index == early:
-                builder.segments += [texts[index], Append(f"\n{boxed(self.environment.answer, mistake)}\n")]
-                texts[index] = boxed("think", f"Not yet. To find : {hop.query}")
-            builder.search(f"{texts[index]}\n", hop)
-        builder.segments.append(f"{texts[-1]}\n{boxed(self.environment.answer, item.question.answers[0])}")
-        return builder.segments
-
-    def _mistake(self, item: MiniQuestion) -> tuple[int, str]:
-        """Return the early answer and the index of the hop before which it is written; (-1, "") for no early answer.
-
-        Both are a pure function of the question. A wrong answer is the value of the last fact read (Table 2: the reasoning
-        ends too early), or the negation of a yes or no.
-        """
-        draw = zlib.crc32(item.question.id.encode())
-        hops = item.plan.hops
-        if len(hops) < 2 or draw % 1000 >= 1000 * self.shown_reflections:
-            return -1, ""
-        draw //= 1000
-        early = 1 + draw % (len(hops) - 1)
-        if draw // len(hops) % 2:
-            return early, "unknown"
-        answer = item.question.answers[0]
-        wrong = {"yes": "no", "no": "yes"}.get(answer) or hops[early - 1].value
-        return early, wrong if wrong != answer else "unknown"
 
 
 def answer_reward(answer: str, gold: Sequence[str]) -> float:

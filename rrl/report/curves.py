@@ -73,7 +73,7 @@ def plot_training(
       out_png: file to write.
       title: title of the figure.
       temperature: temperature of the held-out evaluations, which are drawn as markers.
-      curves: rewards and metrics that the recipe declares (`rrl.recipes.base.curves_of`).
+      curves: rewards and metrics that the recipe declares (`Recipe.curves`).
 
     A panel without values shows "not logged". Raises UserError for a run without steps.
     """

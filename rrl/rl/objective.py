@@ -45,7 +45,8 @@ class ObjectiveConfig:
     """Divisor of each sequence's loss sum with aggregation "constant". Dr. GRPO uses the longest output allowed."""
     drop_spread: float | None = None
     """Groups whose total rewards differ by at most this are left out of the update, including their KL; 0: groups with equal
-    rewards; None: no group is left out."""
+    rewards; None: no group is left out. A config may say "auto": `Recipe.uninformative_spread`, which follows the weights of the
+    recipe's rewards."""
     minibatches: int = 1
     """Optimiser steps per epoch, each on its share of the groups."""
     epochs: int = 1

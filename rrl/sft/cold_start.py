@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from rrl.config.renamed import rename_config
 from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
 from rrl.data.questions import Question
-from rrl.data.trajectory import POLICY, Trajectory
+from rrl.data.trajectory import POLICY
 from rrl.errors import UserError, at_least
 from rrl.files import read_json_lines, saving, write_atomically
 from rrl.models.hardware import ComputeConfig, MeshConfig
@@ -53,17 +53,6 @@ FOLDERS = ("blocks", "indexes")
 """Folders that a run creates in its workdir."""
 FILES = ("pairs.jsonl", "report.json")
 """Files that a run creates in its workdir, besides config.json."""
-
-
-@runtime_checkable
-class HasDemonstrations(Recipe, Protocol):
-    """A recipe that can turn scored trajectories into demonstrations."""
-
-    def rejection_reason(self, trajectory: Trajectory) -> str:
-        """Return why a trajectory is rejected as a demonstration; "" if it is accepted."""
-
-    def sft_pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
-        """Return (input, output) for each step of a trajectory: the user's turn, and the text to learn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +111,8 @@ class ColdStartSettings:
     """Folder of the teacher; "" if the teacher is a service."""
     endpoint: EndpointConfig | None
     """Service of the teacher; None if the teacher is a folder."""
-    recipe: Any
-    """A recipe that implements `HasDemonstrations`."""
+    recipe: Recipe
+    """A recipe that makes pairs for supervised fine-tuning (`Recipe.makes_sft_pairs`)."""
     sampling: SamplingConfig
     rollout: EngineConfig
     data: DataConfig
@@ -141,8 +130,8 @@ class ColdStartSettings:
         fields = dict(values["recipe"])
         name, environment = fields.pop("name"), fields.pop("environment", {})
         recipe = make_recipe(name, fields, environment)
-        if not isinstance(recipe, HasDemonstrations):
-            able = ", ".join(key for key in RECIPES if isinstance(make_recipe(key), HasDemonstrations))
+        if not recipe.makes_sft_pairs:
+            able = ", ".join(key for key, known in RECIPES.items() if known.makes_sft_pairs)
             raise UserError(
                 f"recipe.name={name!r} cannot turn trajectories into (input, output) pairs; choose {able}"
             )
@@ -360,7 +349,7 @@ def _write(file: pathlib.Path, text: str) -> None:
 
 def sample_block(
     teacher: Teacher,
-    recipe: HasDemonstrations,
+    recipe: Recipe,
     questions: Sequence[Question],
     first: int,
     temperatures: Sequence[float],

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rrl.data.examples import Example
 from rrl.data.passages import Passage
 from rrl.errors import at_least
+from rrl.miniwiki.experts import demonstrate
 from rrl.miniwiki.questions import MiniQuestion
 from rrl.recipes.base import Recipe, check_tags
 from rrl.recipes.catalogue import make_recipe
@@ -100,7 +101,7 @@ def demonstration_examples(
         prompt = recipe.prompt(item.question)
         contexts = [[(chat_ids(tokenizer, prompt), False)]]
         template_opens_thought = opened_by_template(tokenizer, prompt)
-        for segment in recipe.demonstrate(item, retrieve):
+        for segment in demonstrate(recipe, item, retrieve):
             if isinstance(segment, str):
                 # If the chat template already opens the thought, the expert does not open it again.
                 text = (

@@ -23,6 +23,7 @@ from rrl.errors import UserError, at_least
 from rrl.miniwiki import KINDS as QUESTION_KINDS
 from rrl.miniwiki import MiniQuestion, MiniWiki, mixed_questions
 from rrl.miniwiki.attempts import Attempt, make_attempt, wrong_answer
+from rrl.miniwiki.experts import demonstrate
 from rrl.miniwiki.lookup import WikiLookup
 from rrl.recipes.r3rag_steps import R3RagEnvironment
 from rrl.recipes.tiresrag import TiresRag
@@ -165,7 +166,7 @@ def act_out(
         item, question=dataclasses.replace(item.question, answers=(attempt.answer,)), plan=attempt
     )
     segments: list[tuple[int, str]] = []
-    for part in recipe.demonstrate(expert_item, retrieve):
+    for part in demonstrate(recipe, expert_item, retrieve):
         if isinstance(part, str):
             segments.append((POLICY, part))
         elif isinstance(part, Append):

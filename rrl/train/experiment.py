@@ -26,7 +26,7 @@ from rrl.models.lora import add_lora
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import ScoringContext, check_tags, curves_of, uses_chat
+from rrl.recipes.base import ScoringContext, check_tags, uses_chat
 from rrl.recipes.card import RecipeCard, make_card, write_card
 from rrl.recipes.episodes import find_long_prompts
 from rrl.report.article import HELD_OUT, TRAINING, UNUSED
@@ -182,7 +182,9 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
             loaded.engine,
             loaded.decoder,
             loaded.value_model,
-            ScoringContext(loaded.reader.answers if loaded.reader else None, loaded.judge),
+            ScoringContext(
+                loaded.reader.answers if loaded.reader else None, loaded.judge, settings.rewards.load()
+            ),
         ),
         workdir,
         identity=identity,
@@ -242,7 +244,7 @@ def describe_programs(settings: TrainSettings) -> str:
 def identity_of(settings: TrainSettings) -> dict[str, Any]:
     """Return what identifies a run besides `RLConfig`: models and data by content (not by path), and other settings."""
     encoder = encoder_folder(settings.retriever)
-    identity = {
+    identity: dict[str, Any] = {
         "name": settings.name,
         "policy": folder_hash(settings.policy),
         "reader": settings.reader and folder_hash(settings.reader),
@@ -252,10 +254,12 @@ def identity_of(settings: TrainSettings) -> dict[str, Any]:
         "reader_rollout": _result_fields(settings.reader_rollout),
         "lora": dataclasses.asdict(settings.lora),
         "compute": {name: getattr(settings.compute, name) for name in ("dtype", "param_dtype")},
-        "recipe": dataclasses.asdict(settings.recipe),  # type: ignore[call-overload]
+        "recipe": dataclasses.asdict(settings.recipe),
     }
     if settings.recipe.needs_judge and settings.judge is not None:
         identity["judge"] = settings.judge.identity()
+    if settings.rewards.functions:
+        identity["rewards"] = dataclasses.asdict(settings.rewards)
     if settings.data.path != "miniwiki":
         identity["data"] |= data_fingerprint(settings.data.path)
     return identity
@@ -290,7 +294,7 @@ def report(
             workdir / "curves.png",
             f"Training of {settings.name}",
             settings.train.eval_temperature,
-            curves_of(settings.recipe),
+            settings.recipe.curves,
         )
     on_page = page_trajectories(outcome)
     if outcome.eval_trajectories:

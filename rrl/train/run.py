@@ -19,7 +19,7 @@ from rrl.data.trajectory import Trajectory
 from rrl.models.decoder import Decoder
 from rrl.models.hardware import peak_memory
 from rrl.models.heads import ValueModel
-from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext, curriculum_of
+from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.engine import Engine
 from rrl.stopping import ServiceUnavailable, StopSignal, stop_requested
@@ -103,7 +103,7 @@ def open_run(
     run ends as after any signal.
     """
     learner = Learner(config, models.decoder, models.engine.mesh, models.value_model)
-    curriculum = curriculum_of(recipe, task.train, config.questions, config.seed)
+    curriculum = recipe.curriculum(task.train, config.questions, config.seed)
     before_writing()
     with stop_requested() as stop, RunRecorder(config, identity, learner, curriculum, workdir) as recorder:
         run = TrainingRun(config, recipe, task, models, recorder, stop)

@@ -14,9 +14,10 @@ from rrl.errors import UserError
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.lora import LoraConfig
 from rrl.models.weights import require_folder
-from rrl.recipes.base import Recipe, RequiresGroups
+from rrl.recipes.base import Recipe
 from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import make_recipe
+from rrl.rewards.functions import RewardConfig
 from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rl.advantages import GROUP_RELATIVE
@@ -36,6 +37,7 @@ SECTIONS = {
     "reader_rollout": EngineConfig,
     "data": DataConfig,
     "retriever": RetrieverConfig,
+    "rewards": RewardConfig,
     "lora": LoraConfig,
     "mesh": MeshConfig,
     "compute": ComputeConfig,
@@ -51,7 +53,7 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     rename_config(config)
     critic = CRITIC_SECTIONS if "critic" in config else {}
     judge = JUDGE_SECTIONS if any(name in config for name in JUDGE_SECTIONS) else {}
-    for name in judge:
+    for name in (*judge, "rewards"):
         if name not in config:
             config[name] = ConfigDict()
     for name, kind in {**SECTIONS, **critic, **judge}.items():
@@ -77,6 +79,8 @@ class TrainSettings:
     data: DataConfig
     retriever: RetrieverConfig
     recipe: Recipe
+    rewards: RewardConfig
+    """Reward functions of the user, beside the recipe's rewards."""
     reader_rollout: EngineConfig
     lora: LoraConfig
     mesh: MeshConfig
@@ -104,6 +108,7 @@ class TrainSettings:
             require_folder("reader", settings.reader)
         if settings.judge is not None:
             settings.judge.check()
+        settings.rewards.load()
         encoder_folder(settings.retriever)
         settings.retriever.identity()  # raises UserError if its index is broken
         path = settings.data.path
@@ -115,81 +120,84 @@ class TrainSettings:
     def parse(cls, config: Mapping[str, Any]) -> "TrainSettings":
         """Check the fields of a config, but not its folders. Raises UserError for a wrong field."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        sections = [*SECTIONS, *CRITIC_SECTIONS, *JUDGE_SECTIONS]
         refuse_unknown_fields(
-            [
-                *SECTIONS,
-                *CRITIC_SECTIONS,
-                *JUDGE_SECTIONS,
-                "recipe",
-                "name",
-                "policy",
-                "reader",
-                "reference",
-                "note",
-            ],
-            values,
-            "config",
+            [*sections, "recipe", "name", "policy", "reader", "reference", "note"], values, "config"
         )
-        steps = values["train"]["steps"]
-        objective = build(ObjectiveConfig, values["objective"], "objective")
-        critic = _critic_config(values, steps)
-        warmup = critic.warmup_steps if critic else 0
-        total = max(steps - warmup, 1) * objective.optimizer_steps
-        optim = build(OptimConfig, values["optim"], "optim", total_steps=total)
         recipe_values = dict(values["recipe"])
         name, environment = recipe_values.pop("name"), recipe_values.pop("environment", {})
-        rollout = build(EngineConfig, values["rollout"], "rollout")
-        if objective.row_lengths[-1] < rollout.context:
-            raise UserError(
-                f"objective.row_lengths={objective.row_lengths} is too short for rollout.context={rollout.context}: the "
-                "last length must be at least the context"
-            )
         recipe = make_recipe(name, recipe_values, environment)
-        advantage = getattr(recipe, "advantage", None)
-        default_advantage = getattr(make_recipe(name), "advantage", None)
-        if critic is not None and advantage != default_advantage:
-            raise UserError(
-                f"recipe.advantage={advantage!r} has no effect in a run with a critic, which gives the advantages: leave it at "
-                f"{default_advantage!r}, or remove the config's critic"
-            )
-        if critic is None and steps and values["train"].get("samples") == 1 and advantage in GROUP_RELATIVE:
-            raise UserError(
-                f"recipe.advantage={advantage!r} compares the samples of a question, but train.samples=1 gives only one: all "
-                "advantages would be 0. Raise train.samples, or set recipe.advantage to reinforce_plus_plus or reward, which do "
-                "not compare the samples of a question"
-            )
-        if steps and isinstance(recipe, RequiresGroups):
-            recipe.check_samples(values["train"].get("samples", RLConfig.samples))
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE_SECTIONS) else None
         if recipe.needs_judge and judge is None:
             raise UserError(
                 f"recipe.name={name!r} needs a judge for its rewards; give the section judge, with kind oracle, model "
                 "or endpoint"
             )
+        train = _train_config(values, recipe)
+        _check_advantage(recipe, make_recipe(name).advantage, train)
+        if train.steps:
+            recipe.check_samples(train.samples)
+        others = ("train", "optim", "objective", "guard")
+        built: dict[str, Any] = {
+            section: build(kind, values.get(section, {}), section)
+            for section, kind in SECTIONS.items()
+            if section not in others
+        }
+        lengths = train.objective.row_lengths
+        if lengths[-1] < built["rollout"].context:
+            raise UserError(
+                f"objective.row_lengths={lengths} is too short for rollout.context={built['rollout'].context}: the last "
+                "length must be at least the context"
+            )
         return cls(
             name=values["name"],
             policy=values["policy"],
             reader=values["reader"],
-            train=build(
-                RLConfig,
-                values["train"],
-                "train",
-                optim=optim,
-                objective=objective,
-                critic=critic,
-                guard=build(GuardConfig, values["guard"], "guard"),
-            ),
-            rollout=rollout,
-            data=build(DataConfig, values["data"], "data"),
-            retriever=build(RetrieverConfig, values["retriever"], "retriever"),
+            train=train,
             recipe=recipe,
-            reader_rollout=build(EngineConfig, values["reader_rollout"], "reader_rollout"),
-            lora=build(LoraConfig, values["lora"], "lora"),
-            mesh=build(MeshConfig, values["mesh"], "mesh"),
-            compute=build(ComputeConfig, values["compute"], "compute"),
             judge=judge,
             reference=values.get("reference"),
             note=values.get("note", ""),
+            **built,
+        )
+
+
+def _train_config(values: Mapping[str, Any], recipe: Recipe) -> RLConfig:
+    """Return the settings of the RL run itself, with those of its objective, optimisers and guard."""
+    steps = values["train"]["steps"]
+    objective_values = dict(values["objective"])
+    spread = objective_values.get("drop_spread")
+    if isinstance(spread, str):
+        if spread != "auto":
+            raise UserError(f"objective.drop_spread={spread!r} must be a number, None, or auto")
+        objective_values["drop_spread"] = recipe.uninformative_spread
+    objective = build(ObjectiveConfig, objective_values, "objective")
+    critic = _critic_config(values, steps)
+    warmup = critic.warmup_steps if critic else 0
+    total = max(steps - warmup, 1) * objective.optimizer_steps
+    return build(
+        RLConfig,
+        values["train"],
+        "train",
+        optim=build(OptimConfig, values["optim"], "optim", total_steps=total),
+        objective=objective,
+        critic=critic,
+        guard=build(GuardConfig, values["guard"], "guard"),
+    )
+
+
+def _check_advantage(recipe: Recipe, default: str, train: RLConfig) -> None:
+    """Raise UserError if `recipe.advantage` has no effect, or if all advantages would be 0."""
+    if train.critic is not None and recipe.advantage != default:
+        raise UserError(
+            f"recipe.advantage={recipe.advantage!r} has no effect in a run with a critic, which gives the advantages: leave it "
+            f"at {default!r}, or remove the config's critic"
+        )
+    if train.critic is None and train.steps and train.samples == 1 and recipe.advantage in GROUP_RELATIVE:
+        raise UserError(
+            f"recipe.advantage={recipe.advantage!r} compares the samples of a question, but train.samples=1 gives only one: all "
+            "advantages would be 0. Raise train.samples, or set recipe.advantage to reinforce_plus_plus or reward, which do "
+            "not compare the samples of a question"
         )
 
 

@@ -4,8 +4,10 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.eval.methods import make_answering_method
+from rrl.recipes.base import register
 from rrl.recipes.card import RecipeCard, make_card
 from rrl.recipes.catalogue import RECIPES, is_recipe, make_recipe, recipe_name
+from rrl.recipes.rsearch import RSearch
 from tests.recipes.user_recipe import Brief
 
 OWN = "tests.recipes.user_recipe:Brief"
@@ -31,15 +33,28 @@ def test_an_evaluation_accepts_a_user_recipe():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("none", "recipe.name='none' is unknown; choose one of r2ag"),
+        (
+            "none",
+            "recipe.name='none' is unknown; choose one of r1_searcher, r2ag, r3rag, research, rsearch, search_r1, tiresrag",
+        ),
         ("no_such_module:Brief", "cannot be imported .*PYTHONPATH"),
         ("tests.recipes.user_recipe:Absent", "cannot be imported"),
-        ("tests.recipes.user_recipe:dataclasses", "must be a dataclass"),
+        ("tests.recipes.user_recipe:Incomplete", "must define prompt, score, tags"),
+        (
+            "tests.recipes.user_recipe:dataclasses",
+            "must be a frozen dataclass that extends rrl.recipes.base.Recipe",
+        ),
     ],
 )
 def test_unknown_names_and_failed_imports_raise_user_errors(name, words):
     with pytest.raises(UserError, match=words):
         make_recipe(name)
+
+
+def test_a_recipe_registers_itself_and_a_name_can_be_taken_only_once():
+    assert RECIPES["rsearch"] is RSearch and list(RECIPES) == sorted(RECIPES)
+    with pytest.raises(ValueError, match=r"'rsearch' is registered already, by rrl\.recipes\.rsearch"):
+        register("rsearch")(Brief)
 
 
 def test_making_a_card_imports_nothing():

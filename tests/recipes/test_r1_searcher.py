@@ -8,6 +8,7 @@ import pytest
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
+from rrl.miniwiki.experts import demonstrate
 from rrl.recipes.base import uses_chat
 from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
@@ -185,7 +186,7 @@ def test_reinforce_plus_plus_advantage_is_the_reward():
 def test_expert_earns_the_full_reward_in_both_stages(kind):
     wiki = generate("train", 0, 200)
     for item in wiki.questions(kind, 10, 0):
-        shown = as_segments(RECIPE.demonstrate(item, lambda query: wiki.passages[:2]))
+        shown = as_segments(demonstrate(RECIPE, item, lambda query: wiki.passages[:2]))
         hops = len(item.plan.hops)
         found = [
             scored(recipe, *shown, question=item.question, searches=hops).rewards["total"]

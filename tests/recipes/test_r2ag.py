@@ -11,7 +11,8 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import NOT_FINITE, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
-from rrl.recipes.base import NO_MODELS, ScoringContext, curriculum_of, uses_chat
+from rrl.miniwiki.experts import demonstrate
+from rrl.recipes.base import NO_MODELS, ScoringContext, uses_chat
 from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.r2ag import INSTRUCTION, R2AG, R2AGEnvironment, generator_prompt
@@ -133,11 +134,11 @@ def test_wrong_fields_of_the_environment_are_refused(field, value):
 
 
 def test_r2ag_has_the_forest_as_curriculum_and_other_recipes_shuffle():
-    forest = curriculum_of(R2AG(trees=1), [QUESTION] * 3, 2, 7)
+    forest = R2AG(trees=1).curriculum([QUESTION] * 3, 2, 7)
     assert isinstance(forest, Forest) and (forest.expansions, forest.trees, forest.seed) == (5, 1, 7)
     (node,) = forest.select(0, 0, 2)
     assert isinstance(node, RetrievalTree) and not node.documents
-    assert isinstance(curriculum_of(RSearch(), [QUESTION], 1, 0), ShuffledQuestions)
+    assert isinstance(RSearch().curriculum([QUESTION], 1, 0), ShuffledQuestions)
 
 
 # -- rewards (Eq. 5; its terms are tested in tests/recipes/test_r2ag_rewards.py) ---------------------------------------
@@ -281,7 +282,7 @@ def test_expert_searches_in_parallel_finds_all_gold_and_stops(kind):
     hops = {"one_hop": 1, "two_hop": 2, "three_hop": 3, "comparison": 1, "bridge_comparison": 2}[kind]
     for item in wiki.questions(kind, 5, 0):
         found = {hop.query: titles[hop.title] for hop in item.plan.hops}
-        shown = recipe.demonstrate(item, lambda query, found=found: [found[query]])
+        shown = demonstrate(recipe, item, lambda query, found=found: [found[query]])
         own = [parse_output(text) for text in shown if isinstance(text, str)]
         assert len(own) == hops + 1 and own[-1].stop and not any(p.stop for p in own[:-1])
         assert all(p.has_think and not p.predicted for p in own)
@@ -297,7 +298,7 @@ def test_demonstrated_misses_are_repeated_queries_or_irrelevant_documents():
     for kind, more in (("comparison", 1), ("two_hop", 0)):
         item = wiki.questions(kind, 1, 0)[0]
         found = {hop.query: titles[hop.title] for hop in item.plan.hops}
-        shown = recipe.demonstrate(item, lambda query, found=found: [found[query], NOISE])
+        shown = demonstrate(recipe, item, lambda query, found=found: [found[query], NOISE])
         prompts = [segment.prompt.user_message for segment in shown if isinstance(segment, Restart)]
         assert len(prompts) == (2 if kind == "two_hop" else 1) + more
         assert any("(Title: Noise)" in prompt for prompt in prompts) == (not more)
@@ -305,4 +306,4 @@ def test_demonstrated_misses_are_repeated_queries_or_irrelevant_documents():
 
 def test_a_query_that_misses_its_passage_ends_the_demonstration():
     item = generate("train", 0, 200).questions("two_hop", 1, 0)[0]
-    assert len(R2AG().demonstrate(item, lambda query: [NOISE])) == 1
+    assert len(demonstrate(R2AG(), item, lambda query: [NOISE])) == 1

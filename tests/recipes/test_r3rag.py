@@ -11,6 +11,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, NOT_FINITE, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
+from rrl.miniwiki.experts import demonstrate
 from rrl.recipes.base import NO_MODELS, ScoringContext, uses_chat
 from rrl.recipes.card import make_card
 from rrl.recipes.catalogue import make_recipe
@@ -508,7 +509,7 @@ def test_expert_answers_right_in_well_formed_steps(kind):
     recipe = R3Rag(environment=R3RagEnvironment(max_steps=2))
     for item in wiki.questions(kind, 5, 0):
         hops = {hop.query: by_title[hop.title] for hop in item.plan.hops}
-        shown = recipe.demonstrate(item, lambda query, hops=hops: [hops[query], wiki.passages[0]])
+        shown = demonstrate(recipe, item, lambda query, hops=hops: [hops[query], wiki.passages[0]])
         texts, prompts = shown[::2], shown[1::2]
         assert len(texts) == len(item.plan.hops) + 1 and all(isinstance(p, Restart) for p in prompts)
         steps = [parse_step(text) for text in texts]

@@ -7,6 +7,7 @@ import pytest
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
+from rrl.miniwiki.experts import demonstrate
 from rrl.recipes.base import uses_chat
 from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
@@ -152,7 +153,7 @@ def test_last_boxed_matches_braces(text, inner):
 def test_expert_earns_the_full_reward(kind):
     wiki = generate("train", 0, 200)
     for item in wiki.questions(kind, 10, 0):
-        shown = as_segments(RECIPE.demonstrate(item, lambda query: wiki.passages[:2]))
+        shown = as_segments(demonstrate(RECIPE, item, lambda query: wiki.passages[:2]))
         one = scored(RECIPE, *shown, question=item.question)
         assert one.rewards == {"answer": 1, "format": 0, "total": 1} and one.metrics["em"] == 1
         assert len(shown) == 2 * len(item.plan.hops) + 1

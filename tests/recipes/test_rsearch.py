@@ -6,6 +6,7 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.miniwiki import generate
+from rrl.miniwiki.experts import demonstrate
 from rrl.recipes.base import ScoringContext
 from rrl.recipes.rsearch import NO_EVIDENCE_TEMPLATE, READER_TEMPLATE, SYSTEM_TEMPLATE, RSearch
 from rrl.rollout.protocol import Append
@@ -135,7 +136,7 @@ def test_expert_earns_every_format_reward_and_answers_right(kind):
     wiki = generate("train", 0, 200)
     recipe = RSearch()
     for item in wiki.questions(kind, 10, 0):
-        segments = recipe.demonstrate(item, lambda query: wiki.passages[:3])
+        segments = demonstrate(recipe, item, lambda query: wiki.passages[:3])
         own = [s for s in segments if isinstance(s, str)]
         assert recipe.format_reward(own, True) == pytest.approx(0.4)
         assert boxes(own[-1], "answer")[0].strip() == item.question.answers[0]

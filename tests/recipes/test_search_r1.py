@@ -7,6 +7,7 @@ from rrl.data.passages import Passage
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
+from rrl.miniwiki.experts import demonstrate
 from rrl.recipes.base import uses_chat
 from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
@@ -180,7 +181,7 @@ def test_advantages_are_grpo_and_no_trajectory_is_excluded():
 def test_expert_earns_the_full_reward(kind):
     wiki = generate("train", 0, 200)
     for item in wiki.questions(kind, 10, 0):
-        shown = as_segments(RECIPE.demonstrate(item, lambda query: wiki.passages[:2]))
+        shown = as_segments(demonstrate(RECIPE, item, lambda query: wiki.passages[:2]))
         one = scored(RECIPE, *shown, question=item.question)
         assert one.rewards["total"] == 1 and len(shown) == 2 * len(item.plan.hops) + 1
 

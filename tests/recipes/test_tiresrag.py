@@ -11,6 +11,8 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
+from rrl.miniwiki.experts import demonstrate
+from rrl.miniwiki.experts.tiresrag import early_answer
 from rrl.recipes.base import ScoringContext, uses_chat
 from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
@@ -376,7 +378,7 @@ def test_expert_answers_right_and_its_early_answer_is_not_a_target(kind, share):
     wiki = generate("train", 0, 200)
     recipe = TiresRag(shown_reflections=share)
     for item in wiki.questions(kind, 10, 0):
-        parts = recipe.demonstrate(item, lambda query: wiki.passages[:2])
+        parts = demonstrate(recipe, item, lambda query: wiki.passages[:2])
         own = "".join(part for part in parts if isinstance(part, str))
         answers = boxes(own, "answer")
         assert [answer.strip() for answer in answers] == [item.question.answers[0]]
@@ -398,10 +400,10 @@ def test_expert_answers_right_and_its_early_answer_is_not_a_target(kind, share):
 def test_the_fraction_of_reflecting_demonstrations_is_deterministic():
     wiki = generate("train", 0, 400)
     items = wiki.questions("two_hop", 200, 0)
-    shown = [len(TiresRag().demonstrate(item, lambda query: [])) > 5 for item in items]
+    shown = [len(demonstrate(TiresRag(), item, lambda query: [])) > 5 for item in items]
     assert 0.2 < np.mean(shown) < 0.4
-    assert shown == [len(TiresRag().demonstrate(item, lambda query: [])) > 5 for item in items]
-    mistakes = {TiresRag(shown_reflections=1.0)._mistake(item)[1] for item in items}
+    assert shown == [len(demonstrate(TiresRag(), item, lambda query: [])) > 5 for item in items]
+    mistakes = {early_answer(item, 1.0)[1] for item in items}
     assert "unknown" in mistakes and len(mistakes) > 50
 
 

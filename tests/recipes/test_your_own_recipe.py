@@ -11,6 +11,7 @@ import pytest
 
 from rrl.data.trajectory import POLICY
 from rrl.miniwiki import generate
+from rrl.miniwiki.experts import demonstrate
 from rrl.recipes.catalogue import make_recipe
 from rrl.runs.metrics import read_metrics
 from tests.recipes.sample_episodes import QUESTION, as_segments, scored
@@ -57,7 +58,7 @@ def test_the_expert_of_the_page_earns_the_full_reward(recipe):
     wiki = generate("test", 0, 200)
     for kind in ("one_hop", "three_hop", "comparison"):
         (item,) = wiki.questions(kind, 1, seed=0)
-        segments = as_segments(recipe.demonstrate(item, lambda query: wiki.passages[:2]))
+        segments = as_segments(demonstrate(recipe, item, lambda query: wiki.passages[:2]))
         assert scored(recipe, *segments, question=item.question).rewards["total"] == 1
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrl.errors import UserError
-from rrl.recipes.base import curves_of
+from rrl.recipes.base import Curves
 from rrl.recipes.catalogue import RECIPES
 from rrl.report.curves import plot_spread, plot_training, series, smooth
 
@@ -71,14 +71,10 @@ def words_in(figure):
     return {axis.get_title("left"): axis.get_legend_handles_labels()[1] for axis in figure.axes}
 
 
-class Own:
-    """A recipe that declares no curves."""
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_recipe_labels_its_rewards_and_metrics(monkeypatch, name):
     recipe = RECIPES[name]()
-    curves = curves_of(recipe)
+    curves = recipe.curves
     paid = {f"reward/{name}": 0.5 for name in ("total", *curves.rewards)}
     measured = {f"train/{name}": 0.5 for name in curves.metrics}
     words = words_in(figure_of(monkeypatch, [{"step": 1} | paid | measured], curves=curves))
@@ -88,7 +84,7 @@ def test_each_recipe_labels_its_rewards_and_metrics(monkeypatch, name):
 
 def test_undeclared_rewards_are_plotted_by_name_without_equations(monkeypatch):
     rows = [{"step": 1, "reward/total": 1.0, "reward/brief": 0.5, "reward/answer": 0.5}]
-    assert words_in(figure_of(monkeypatch, rows, curves=curves_of(Own())))["reward"] == [
+    assert words_in(figure_of(monkeypatch, rows, curves=Curves()))["reward"] == [
         "total",
         "answer",
         "brief",

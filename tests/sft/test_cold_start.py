@@ -17,6 +17,7 @@ import pytest
 from rrl.errors import UserError
 from rrl.files import SaveError, exclusive_lock
 from rrl.miniwiki import KINDS, generate, mixed_questions
+from rrl.miniwiki.experts import demonstrate
 from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.card import read_card
 from rrl.recipes.r3rag import R3Rag
@@ -439,7 +440,7 @@ def test_pairs_are_tokenised_like_demonstrations(tmp_path):
     rows = []
     for item in items:
         prompts = [recipe.prompt(item.question)]
-        for segment in recipe.demonstrate(item, lambda query: [wiki.passages[0]]):
+        for segment in demonstrate(recipe, item, lambda query: [wiki.passages[0]]):
             if isinstance(segment, str):
                 rows.append({"id": item.question.id, "input": prompts[-1], "output": segment})
             else:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rrl.miniwiki import KINDS, generate
+from rrl.miniwiki.experts import demonstrate
 from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.rsearch import RSearch
 from rrl.recipes.search_r1 import SearchR1
@@ -41,13 +42,16 @@ def test_each_context_of_a_demonstration_becomes_an_example_with_an_end_token():
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     wiki = generate("train", 0, 200)
 
-    class Expert(RSearch):
-        def demonstrate(self, item, retrieve):
-            return ["first", Append(" seen "), "more", Restart("asked again"), "second"]
+    class Own(RSearch):
+        """A recipe with an expert of its own."""
+
+    @demonstrate.register
+    def _(recipe: Own, item, retrieve):
+        return ["first", Append(" seen "), "more", Restart("asked again"), "second"]
 
     items = wiki.questions("one_hop", 2, 0)
     retriever = make_retriever(wiki.passages, "bm25")
-    examples = demonstration_examples(Expert(instruction=""), tokenizer, items, retriever, 3)
+    examples = demonstration_examples(Own(instruction=""), tokenizer, items, retriever, 3)
     assert len(examples) == 4
     targets = [tokenizer.decode(e.tokens[e.loss], skip_special_tokens=True) for e in examples]
     assert targets == ["firstmore", "second"] * 2

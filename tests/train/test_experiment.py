@@ -297,7 +297,7 @@ def test_an_unknown_section_is_refused(folders):
         ("recipe", "name", "r4", r"recipe\.name='r4' is unknown; choose one of .*rsearch"),
         ("data", "path", "nowhere", "nowhere"),
         ("retriever", "encoder", "nowhere", r"^retriever\.encoder='nowhere' is no Hugging Face folder"),
-        ("objective", "drop_spread", "x", r"^objective\.drop_spread='x' must be float or None"),
+        ("objective", "drop_spread", "x", r"^objective\.drop_spread='x' must be a number, None, or auto"),
         ("objective", "drop_spread", True, r"^objective\.drop_spread=True must be float or None"),
         (
             "objective",

@@ -1,10 +1,41 @@
-"""The scripted expert of the built-in world: helpers for demonstrations in one context to which observations are appended."""
+"""`demonstrate`, which each recipe implements, and the parts that its implementations share."""
 
+import functools
+from collections.abc import Callable, Sequence
+
+from rrl.data.passages import Passage
 from rrl.data.trajectory import Search
+from rrl.errors import UserError
 from rrl.miniwiki.questions import Hop, MiniQuestion, Plan
-from rrl.recipes.base import DemonstrationSegments, RetrieveFn
-from rrl.rollout.protocol import Episode, Stream
+from rrl.recipes.base import Recipe
+from rrl.recipes.catalogue import recipe_name
+from rrl.rollout.protocol import Append, Episode, Restart, Stream
 from rrl.text.spans import boxed
+
+RetrieveFn = Callable[[str], Sequence[Passage]]
+"""Returns the passages of a query."""
+DemonstrationSegments = list[str | Append | Restart]
+"""A demonstration as a list of segments. A string is text of the expert, and an imitation target. An `Append` is text that the
+environment adds to the context. A `Restart` replaces the context by a new prompt."""
+
+
+@functools.singledispatch
+def demonstrate(recipe: Recipe, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
+    """Return a demonstration of a recipe's protocol on a question of the built-in world.
+
+    The cold start (supervised fine-tuning before RL) has a loss on the strings only. An `Append` may therefore also hold
+    text of the policy that must not be imitated, such as an early wrong answer.
+
+    Args:
+      recipe: its class decides which implementation runs.
+      item: the question and the facts that lead to its answer.
+      retrieve: returns the passages of a query.
+
+    Raises UserError if the recipe's class has no implementation.
+    """
+    raise UserError(
+        f"recipe.name={recipe_name(recipe)!r} has no scripted expert; register one with rrl.miniwiki.experts.demonstrate.register"
+    )
 
 
 def thoughts(plan: Plan) -> list[str]:
@@ -19,11 +50,11 @@ def thoughts(plan: Plan) -> list[str]:
 
 
 class DemonstrationBuilder:
-    """Builds a demonstration step by step: what the expert writes, and how the environment answers."""
+    """Builds a demonstration in one context step by step: what the expert writes, and how the environment answers."""
 
     def __init__(self, environment: Stream, item: MiniQuestion, retrieve: RetrieveFn) -> None:
         self.segments: DemonstrationSegments = []
-        """The result of a recipe's `demonstrate`."""
+        """The result of `demonstrate`."""
         self._environment, self._retrieve = environment, retrieve
         self._episode = Episode(item.question)
 

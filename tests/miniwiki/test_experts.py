@@ -5,6 +5,7 @@ import hashlib
 import pytest
 
 from rrl.miniwiki import KINDS, generate
+from rrl.miniwiki.experts import demonstrate
 from rrl.recipes.catalogue import make_recipe
 from tests.recipes.sample_episodes import as_segments
 
@@ -18,7 +19,7 @@ def digest(recipe, wiki):
     whole = hashlib.sha256()
     for kind in KINDS:
         for item in wiki.questions(kind, 10, 0):
-            shown = recipe.demonstrate(item, lambda query: wiki.passages[len(query) % 7 :][:2])
+            shown = demonstrate(recipe, item, lambda query: wiki.passages[len(query) % 7 :][:2])
             whole.update(repr(as_segments(shown)).encode())
     return whole.hexdigest()[:16]
 
@@ -40,7 +41,7 @@ def test_demonstrations_have_the_recorded_digests(wiki, name, fields, recorded):
 def test_demonstration_of_search_r1_thinks_searches_and_answers(wiki):
     (item,) = wiki.questions("two_hop", 1, 0)
     first, second = item.plan.hops
-    shown = as_segments(make_recipe("search_r1").demonstrate(item, lambda query: []))
+    shown = as_segments(demonstrate(make_recipe("search_r1"), item, lambda query: []))
     assert [text for _, text in shown] == [
         f"<think> To find : {item.plan.facts} </think>\n<search> {first.query} </search>",
         "\n<information>\n\n</information>\n",

@@ -1,0 +1,155 @@
+"""The contract of all recipes: whatever an episode looks like, it is scored without error and within the declared range."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, NOT_FINITE, POLICY, PROMPT, Search, Trajectory
+from rrl.recipes.base import Recipe, ScoringContext
+from rrl.recipes.card import make_card
+from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.r2ag_forest import RetrievalTree
+from rrl.rewards.judge import ModelJudge
+from rrl.rl.dynamic_sampling import informative_groups
+from rrl.text.chat import Prompt
+from rrl.text.spans import markers
+
+OWN = "tests.recipes.user_recipe:Brief"
+NAMES = [*RECIPES, OWN]
+GOLD = Question(
+    "q", "Who directed Silver Harbour?", ("Marta Velikov",), gold=("Silver Harbour", "Marta Velikov")
+)
+QUESTIONS = (GOLD, dataclasses.replace(GOLD, gold=()), dataclasses.replace(GOLD, answers=("yes",)))
+ENDS = (
+    "answer",
+    "turn_limit",
+    "context_limit",
+    "length",
+    "no_action",
+    "malformed",
+    "search_limit",
+    NOT_FINITE,
+)
+WORDS = (
+    *(
+        "Marta Velikov",
+        "yes",
+        "unknown",
+        "\\boxed{Marta Velikov}",
+        "\\boxed{",
+        "the film",
+        "",
+        "\n",
+        "stop retrieval",
+    ),
+    *("none", "Step 1:", "The problem analysis:", "The retrieval query:", "The final answer:", "é 東 \u0000"),
+)
+
+
+def pieces(recipe: Recipe) -> st.SearchStrategy[str]:
+    """Return a strategy for pieces of text: words, and the recipe's tags whole, unclosed and reversed."""
+    tags = [*recipe.tags, "think", "original_evidence", "observation", "information"]
+    marks = [marker for tag in tags for marker in markers(tag)]
+    boxes = [
+        f"{opening} {word} {closing}" for tag in tags for opening, closing in [markers(tag)] for word in WORDS
+    ]
+    return st.sampled_from([*WORDS, *marks, *boxes])
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, recipe: Recipe, group: int = 0) -> Trajectory:
+    """Draw an episode of one to four turns, with any text, searches, end and question."""
+    question = draw(st.sampled_from(QUESTIONS))
+    if draw(st.booleans()):
+        question = RetrievalTree.of(question)
+    text = st.lists(pieces(recipe), max_size=6).map(" ".join)
+    turns = draw(st.integers(1, 4))
+    segments, searches = [(PROMPT, "Who directed Silver Harbour?")], []
+    for turn in range(turns):
+        segments.append((POLICY, draw(text)))
+        if turn < turns - 1:
+            segments.append((ENVIRONMENT, draw(text)))
+            titles = draw(st.lists(st.sampled_from(("Silver Harbour", "Marta Velikov", "Noise")), max_size=2))
+            found = [Passage(title, "text", title) for title in titles]
+            searches.append(Search.of(turn, "it", draw(st.sampled_from((found, None)))))
+    count = 2 * turns
+    roles = np.tile([PROMPT, POLICY], turns)
+    return Trajectory(
+        question,
+        request=0,
+        group=group,
+        tokens=np.zeros(count, np.int32),
+        roles=roles,
+        logps=np.zeros(count, np.float32),
+        sampled_logps=np.zeros(count, np.float32),
+        turns=np.repeat(np.arange(turns), 2),
+        segments=segments,
+        searches=searches,
+        ended=draw(st.sampled_from(ENDS)),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_episodes_are_scored_in_range_and_give_finite_advantages(name, data):
+    recipe = make_recipe(name)
+    group = st.lists(trajectories(recipe), min_size=1, max_size=4)
+    found = data.draw(group)
+    for index, trajectory in enumerate(found):
+        trajectory.group = index // 2
+    reply = data.draw(st.sampled_from(("1", "0.5", "Yes", "Answer: 3", "nonsense", "")))
+    recipe.score(
+        found,
+        ScoringContext(
+            lambda prompts: [reply] * len(prompts), ModelJudge(lambda prompts: [reply] * len(prompts))
+        ),
+    )
+    low, high = recipe.reward_range
+    names = {tuple(trajectory.rewards) for trajectory in found}
+    assert len(names) == 1 and "total" in names.pop()
+    for trajectory in found:
+        assert low - 1e-9 <= trajectory.rewards["total"] <= high + 1e-9
+        # Retrieval metrics of a question without gold passages are NaN.
+        metrics = trajectory.metrics.values() if trajectory.question.gold else ()
+        assert all(math.isfinite(value) for value in (*trajectory.rewards.values(), *metrics))
+        assert isinstance(trajectory.answer, str) and isinstance(trajectory.evidence, str)
+        for metric in ("em", "f1", "cem", "full_recall", "recall"):
+            assert not trajectory.metrics.get(metric, 0) < 0 and not trajectory.metrics.get(metric, 0) > 1
+        if trajectory.turn_rewards is not None:
+            assert sum(trajectory.turn_rewards.values()) == pytest.approx(trajectory.rewards["total"])
+        assert trajectory.token_rewards.sum() == pytest.approx(trajectory.rewards["total"], abs=1e-5)
+    excluded, advantages = recipe.excluded(found), recipe.advantages(found)
+    assert excluded.shape == advantages.shape == (len(found),)
+    assert excluded.dtype == bool and np.isfinite(advantages).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_declares_what_the_run_needs(name):
+    recipe = make_recipe(name)
+    low, high = recipe.reward_range
+    assert low <= 0 < high and 0 <= recipe.uninformative_spread < high - low
+    assert isinstance(recipe.prompt(GOLD), str | Prompt)
+    assert make_card(recipe, 1024, 3).make() == recipe
+    first = recipe.curriculum([GOLD] * 3, 2, 0)
+    assert 1 <= len(first.select(0, 0, 2)) <= 2
+    recipe.check_samples(4)
+    rewards = np.array([0.0, recipe.uninformative_spread, 0.0, high if math.isfinite(high) else 1.0])
+    assert informative_groups(rewards, np.array([0, 0, 1, 1]), recipe.uninformative_spread) == [1]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_declared_spread_follows_the_weights_of_the_rewards(name):
+    weights = {
+        "rsearch": {"answer_weight": 0.4, "evidence_weight": 0.4, "reader_weight": 2.0},
+        "search_r1": {"structure_reward": 0.4, "answered_reward": 0.2},
+        "research": {"format_reward": 0.2},
+    }
+    usual, changed = make_recipe(name), make_recipe(name, weights.get(name))
+    assert changed.uninformative_spread == pytest.approx(2 * usual.uninformative_spread)
