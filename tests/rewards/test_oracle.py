@@ -7,6 +7,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
+from rrl.miniwiki.experts import demonstrate
 from rrl.recipes.tiresrag import TiresRag
 from rrl.rewards.judge_prompts import (
     Correctness,
@@ -44,7 +45,7 @@ def test_expert_gets_full_sufficiency_and_thinking_scores(kind):
     for item in wiki.questions(kind, 10, 0):
         found = {hop.query: [by_title[hop.title], wiki.passages[0]] for hop in item.plan.hops}
         segments = []
-        for part in TiresRag(shown_reflections=0).demonstrate(item, found.__getitem__):
+        for part in demonstrate(TiresRag(shown_reflections=0), item, found.__getitem__):
             own = isinstance(part, str)
             segments.append(
                 (POLICY, part) if own else (ENVIRONMENT, f"{part.prefix}{part.body}{part.suffix}")
