@@ -122,6 +122,7 @@ def main(_: Sequence[str]) -> None:
 
     from rrl.retrieval.bm25 import PUBLISHED_K1_B, Bm25Config
     from rrl.retrieval.build import build_index, check_kind
+    from rrl.retrieval.build_state import BuildOptions
 
     assert _CORPUS.value is not None and _OUT.value is not None  # required flags
     for kinds, kind_flags in _FLAGS_BY_KIND:
@@ -162,10 +163,12 @@ def main(_: Sequence[str]) -> None:
         _RETRIEVER.value,
         encoder,
         bm25,
-        memory_gb=_MEMORY.value,
-        on_error="skip" if _SKIP.value else "refuse",
-        columns=_COLUMNS.value,
-        shard=_parse_shard(_SHARD.value),
+        options=BuildOptions(
+            memory_gb=_MEMORY.value,
+            on_error="skip" if _SKIP.value else "refuse",
+            columns=_COLUMNS.value,
+            shard=_parse_shard(_SHARD.value),
+        ),
         progress=StageProgress(),
     )
     print(json.dumps(manifest, indent=2))

@@ -17,7 +17,7 @@ import regex
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError, at_least, one_of
-from rrl.retrieval.disk_space import disk_full_if_no_space
+from rrl.retrieval.disk_space import detect_disk_full
 from rrl.retrieval.postings import (
     Allocate,
     PostingsBlock,
@@ -148,7 +148,7 @@ class Bm25Index:
         index = cls(_bm25s_model(blocks, blocks.vocabulary, config, allocate), config)
         matrix_bytes = sum(file.stat().st_size for file in matrix_folder.iterdir())
         folder.mkdir(exist_ok=True)
-        with disk_full_if_no_space(matrix_bytes, folder):
+        with detect_disk_full(matrix_bytes, folder):
             index.save(folder)
         shutil.rmtree(matrix_folder)
 

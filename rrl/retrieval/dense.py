@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from rrl.retrieval.disk_space import MIN_FREE_BYTES, check_free_space, disk_full_if_no_space
+from rrl.retrieval.disk_space import MIN_FREE_BYTES, check_free_space, detect_disk_full
 from rrl.retrieval.ranking import MARGIN, Ranking, rescore, top_k
 from rrl.retrieval.sizing import ScannConfig, choose_scann, codes_bytes, training_sample
 
@@ -86,7 +86,7 @@ class ScannIndex:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir()
                 searcher = _build(embeddings[start:stop], config)
-                with disk_full_if_no_space(codes_bytes(config, stop - start, embeddings.shape[1]), folder):
+                with detect_disk_full(codes_bytes(config, stop - start, embeddings.shape[1]), folder):
                     searcher.serialize(str(unfinished), relative_path=True)
                 # ScaNN does not notice when writing its last files fails.
                 check_free_space(MIN_FREE_BYTES, folder)

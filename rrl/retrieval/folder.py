@@ -20,7 +20,7 @@ import numpy as np
 from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
 from rrl.files import atomic_stream
-from rrl.retrieval.disk_space import disk_full_if_no_space
+from rrl.retrieval.disk_space import detect_disk_full
 
 KINDS = ("scann", "bm25", "exact")
 FORMAT = 3
@@ -68,7 +68,7 @@ def write_passages(folder: Path, passages: Iterable[Passage]) -> tuple[int, str]
     with atomic_stream(folder / "passages.jsonl") as stream:
         corpus = fingerprint(_write_each(stream, offsets, passages))
     offset_array = np.asarray(offsets, np.int64)
-    with disk_full_if_no_space(offset_array.nbytes, folder), atomic_stream(folder / "offsets.npy") as stream:
+    with detect_disk_full(offset_array.nbytes, folder), atomic_stream(folder / "offsets.npy") as stream:
         np.save(stream, offset_array)
     return len(offsets) - 1, corpus
 

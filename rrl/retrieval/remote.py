@@ -108,7 +108,7 @@ def open_remote(url: str, form: str = "search-r1", retry_policy: RetryPolicy | N
     """Return a retriever over the service at `url`. No request is sent yet.
 
     Args:
-      url: address of the service; or several, separated by commas, of the shards of one corpus (`shard` of `build_index`).
+      url: address of the service; or several, separated by commas, of the shards of one corpus (`BuildOptions.shard`).
       form: the format of requests and answers, one of `FORMS`.
       retry_policy: None: a failed search is tried three times in all.
 
