@@ -82,7 +82,7 @@ class StageProgress:
         threading.Thread(target=self._repeat, name="progress", daemon=True).start()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Receive progress; see `rrl.retrieval.build.Progress`."""
+        """Receive progress; see `rrl.retrieval.build_state.Progress`."""
         with self._lock:
             self._update(stage, done, total)
 

@@ -14,9 +14,9 @@ from rrl.rewards.judge_prompts import (
     ShortAnswer,
     Sufficiency,
     Thinking,
-    Transcript,
     Validation,
 )
+from rrl.rewards.transcript import Transcript
 from rrl.text.metrics import cover_exact_match
 from rrl.text.normalize import normalize_answer, title_key
 

@@ -8,16 +8,9 @@ from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
 from rrl.recipes.tiresrag import TiresRag
-from rrl.rewards.judge_prompts import (
-    Correctness,
-    Relevance,
-    ShortAnswer,
-    Sufficiency,
-    Thinking,
-    Transcript,
-    Validation,
-)
+from rrl.rewards.judge_prompts import Correctness, Relevance, ShortAnswer, Sufficiency, Thinking, Validation
 from rrl.rewards.oracle import Oracle, groundedness
+from rrl.rewards.transcript import Transcript
 
 QUESTION = Question(
     "q",
