@@ -1,6 +1,7 @@
 """The judge prompts of the papers: each class has the prompt for one judgement, and parses the judge's reply to it.
 
-The texts are in `rrl.rewards.judge_instructions`.
+The texts of the prompts are in `rrl.rewards.judge_instructions`.
+
 `parse` returns a score in 0..1, or None if the reply contains no score. Callers count None as 0 and report how often it occurs.
 """
 
