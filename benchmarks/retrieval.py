@@ -25,7 +25,8 @@ import numpy as np
 from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
 from rrl.miniwiki import KINDS, MiniWiki, generate
 from rrl.retrieval.dense import ScannIndex
-from rrl.retrieval.encode import TextEncoder, load_text_encoder
+from rrl.retrieval.encode import TextEncoder
+from rrl.retrieval.encoder_folder import load_text_encoder
 from rrl.retrieval.folder import read_manifest
 from rrl.retrieval.index import open_index
 from rrl.retrieval.ranking import ranking_recall

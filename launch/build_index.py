@@ -150,7 +150,7 @@ def main(_: Sequence[str]) -> None:
     if _ENCODER.value:
         import jax
 
-        from rrl.retrieval.encode import load_text_encoder
+        from rrl.retrieval.encoder_folder import load_text_encoder
 
         devices = tuple(jax.local_devices())
         encoder = dataclasses.replace(

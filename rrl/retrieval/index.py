@@ -144,7 +144,7 @@ def open_with_encoder(index: str | Path, encoder: str | Path | None) -> Retrieve
     """Open an index folder, with the encoder of the folder `encoder` unless that is None or empty."""
     if not encoder:
         return open_index(index)
-    from rrl.retrieval.encode import load_text_encoder
+    from rrl.retrieval.encoder_folder import load_text_encoder
 
     return open_index(index, load_text_encoder(encoder))
 
