@@ -34,7 +34,15 @@ class RemoteIndex:
     needs_embeddings = False
 
     def __init__(self, urls: Sequence[str], form: str = "search-r1", time_out: float = TIME_OUT):
-        """Address the services at `urls`. `form` is the format of requests and answers, `time_out` is in seconds."""
+        """Make an index over the services at `urls`.
+
+        Args:
+          urls: addresses of the services, with or without the path of `form`.
+          form: the format of requests and answers, one of `FORMS`.
+          time_out: time limit of one request, in seconds.
+
+        Raises UserError for an unknown form, or a url that is not http or https.
+        """
         self.form = form
         one_of(FORMS, self, "form")
         for url in urls or [""]:

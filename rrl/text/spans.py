@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 
 Tag = str | tuple[str, str]
-"""The name of a tag, or its pair of markers, the texts that open and close a box: ("<a>", "</a>") for the name "a". If the closing
+"""The name of a tag, or the pair of its markers, which open and close a box: ("<a>", "</a>") for the name "a". If the closing
 marker is "", the opening marker is a heading (R3-RAG), such as "The final answer:". A heading opens no box; the text that belongs
 to it ends at the next heading."""
 

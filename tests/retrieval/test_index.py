@@ -312,7 +312,7 @@ def test_the_passage_file_is_closed_when_the_interpreter_exits(
 ) -> None:
     build_index(CORPUS, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
     passages = PassageFile(tmp_path / "index", len(CORPUS))
-    opened = passages._file
+    opened = passages._descriptor
     monkeypatch.setattr("rrl.retrieval.folder.os", None)  # as at interpreter exit, when modules are cleared
     del passages
     with pytest.raises(OSError, match="Bad file descriptor"):
