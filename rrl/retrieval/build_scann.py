@@ -40,12 +40,13 @@ def build_scann(
     progress: Progress,
 ) -> dict[str, Any]:
     """Build and tune the ScaNN index; return its settings and their measured recall and speed, for the manifest."""
-    folder, config = unfinished / "scann", choose_scann(*embeddings.shape, memory_gb)
+    count, dim = embeddings.shape
+    folder, config = unfinished / "scann", choose_scann(count, dim, memory_gb)
     started = time.monotonic()
     _discard_other_config(folder, config)
-    progress("ScaNN", 0, len(embeddings))
+    progress("ScaNN", 0, count)
     for done in ScannIndex.build_folder(folder, embeddings, config):
-        progress("ScaNN", done, len(embeddings))
+        progress("ScaNN", done, count)
     build_seconds = round(time.monotonic() - started, 1)
     queries = text_encoder.embed_queries(sample_queries(passages))
     index, measured = tune_recall(ScannIndex.load(folder, embeddings, config), queries)
