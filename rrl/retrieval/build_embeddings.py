@@ -35,18 +35,19 @@ def write_embeddings(
     Returns all embeddings, memory-mapped, and the number of passages that were truncated because they have more tokens than the
     encoder takes.
     """
-    file = VectorFile(unfinished / "embeddings.npy", len(passages), text_encoder.dim, block)
+    vectors_file = VectorFile(unfinished / "embeddings.npy", len(passages), text_encoder.dim, block)
     truncated_counts, partial = unfinished / TRUNCATED_COUNTS, unfinished / PARTIAL_BLOCK
-    _drop_counts_of_later_blocks(truncated_counts, file.rows, block)
+    _drop_counts_of_later_blocks(truncated_counts, vectors_file.rows, block)
 
     def report(rows_of_block: int) -> None:
-        progress("embed", file.rows + rows_of_block, len(passages))
+        """Report the complete blocks and this many passages of the next one."""
+        progress("embed", vectors_file.rows + rows_of_block, len(passages))
 
     def tokenize(start: int) -> tuple[list[list[int]], int]:
         return text_encoder.tokenize_passages(passages[start : start + block])
 
     report(0)
-    starts = range(file.rows, len(passages), block)
+    starts = range(vectors_file.rows, len(passages), block)
     with ThreadPoolExecutor(1) as pool:
         # The next block is read and tokenised while the device works on this one.
         tokenized = pool.submit(tokenize, starts[0]) if starts else None
@@ -58,7 +59,7 @@ def write_embeddings(
             vectors = _embed_block(partial, start, ids, text_encoder, report)
             with truncated_counts.open("a") as stream:
                 stream.write(f"{truncated}\n")
-            file.append(vectors)
+            vectors_file.append(vectors)
             partial.unlink(missing_ok=True)
             report(0)
     truncated = sum(map(int, truncated_counts.read_text().split()))

@@ -62,7 +62,7 @@ class Endpoint:
         return ["" if reply.truncated else reply.text for reply in self.replies(prompts)]
 
     def replies(self, prompts: Sequence[str | Prompt]) -> list[EndpointReply]:
-        """Return the reply to each prompt, in order; its flags tell whether it was truncated or refused.
+        """Return the reply to each prompt, in order; its flags state whether it was truncated or refused.
 
         Equal prompts are sent once. With several processes each one sends a part of the prompts, and all get every reply.
 
