@@ -18,7 +18,8 @@ from rrl.miniwiki import generate
 from rrl.models.config import EncoderConfig
 from rrl.models.encoder import Encoder
 from rrl.models.tokenizer import load_tokenizer
-from rrl.retrieval.encode import TextEncoder, save_text_encoder
+from rrl.retrieval.encode import TextEncoder
+from rrl.retrieval.encoder_folder import save_text_encoder
 from rrl.retrieval.settings import TextSettings
 
 BERT_BASE = {

@@ -25,7 +25,8 @@ import numpy as np
 from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
 from rrl.miniwiki import KINDS, MiniWiki, generate
 from rrl.retrieval.dense import ScannIndex
-from rrl.retrieval.encode import TextEncoder, load_text_encoder
+from rrl.retrieval.encode import TextEncoder
+from rrl.retrieval.encoder_folder import load_text_encoder
 from rrl.retrieval.folder import read_manifest
 from rrl.retrieval.index import open_index
 from rrl.retrieval.ranking import ranking_recall
@@ -43,6 +44,7 @@ import json, resource, sys, time
 from pathlib import Path
 from benchmarks.retrieval import text_encoder
 from rrl.retrieval.build import build_index
+from rrl.retrieval.build_state import BuildOptions
 folder, dim, memory_gb = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 last, stages = "start", {"start": time.monotonic()}
 def progress(stage, done, total):
@@ -50,7 +52,8 @@ def progress(stage, done, total):
         print(f"  {stage}: {done}/{total} {time.monotonic() - stages['start']:.0f} s", file=sys.stderr)
     stages.setdefault(stage, time.monotonic())
 continued = (folder / "index.unfinished").exists()
-build_index(folder / "corpus.jsonl", folder / "index", "scann", text_encoder(dim), memory_gb=memory_gb, progress=progress)
+options = BuildOptions(memory_gb)
+build_index(folder / "corpus.jsonl", folder / "index", "scann", text_encoder(dim), options=options, progress=progress)
 times = [*stages.values(), time.monotonic()]
 took = {stage: later - sooner for stage, sooner, later in zip(stages, times, times[1:])}
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

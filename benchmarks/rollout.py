@@ -36,7 +36,7 @@ from rrl.parallel.runtime import use_huge_pages
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.episodes import run_questions
-from rrl.retrieval.encode import load_text_encoder
+from rrl.retrieval.encoder_folder import load_text_encoder
 from rrl.retrieval.index import make_retriever
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine

@@ -82,7 +82,7 @@ class StageProgress:
         threading.Thread(target=self._repeat, name="progress", daemon=True).start()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Receive progress; see `rrl.retrieval.build.Progress`."""
+        """Receive progress; see `rrl.retrieval.build_state.Progress`."""
         with self._lock:
             self._update(stage, done, total)
 
@@ -122,6 +122,7 @@ def main(_: Sequence[str]) -> None:
 
     from rrl.retrieval.bm25 import PUBLISHED_K1_B, Bm25Config
     from rrl.retrieval.build import build_index, check_kind
+    from rrl.retrieval.build_state import BuildOptions
 
     assert _CORPUS.value is not None and _OUT.value is not None  # required flags
     for kinds, kind_flags in _FLAGS_BY_KIND:
@@ -149,7 +150,7 @@ def main(_: Sequence[str]) -> None:
     if _ENCODER.value:
         import jax
 
-        from rrl.retrieval.encode import load_text_encoder
+        from rrl.retrieval.encoder_folder import load_text_encoder
 
         devices = tuple(jax.local_devices())
         encoder = dataclasses.replace(
@@ -162,10 +163,12 @@ def main(_: Sequence[str]) -> None:
         _RETRIEVER.value,
         encoder,
         bm25,
-        memory_gb=_MEMORY.value,
-        on_error="skip" if _SKIP.value else "refuse",
-        columns=_COLUMNS.value,
-        shard=_parse_shard(_SHARD.value),
+        options=BuildOptions(
+            memory_gb=_MEMORY.value,
+            on_error="skip" if _SKIP.value else "refuse",
+            columns=_COLUMNS.value,
+            shard=_parse_shard(_SHARD.value),
+        ),
         progress=StageProgress(),
     )
     print(json.dumps(manifest, indent=2))

@@ -37,7 +37,7 @@ def main(_: Sequence[str]) -> None:
     settings = JudgeSettings.parse(judge_sections(_JUDGE.value, _MODEL.value, _CONTEXT.value))
     settings.check()
     if settings.judge.kind == "model":  # check before the first judgement
-        (read_judge_card(settings.judge.folder) or JudgeCard()).check(Sufficiency, ErrorAnalysis)
+        (read_judge_card(settings.judge.folder) or JudgeCard()).require_trained_on(Sufficiency, ErrorAnalysis)
     judge = settings.load([t.question for t in trajectories], ComputeConfig(), MeshConfig().make())
     print(report(diagnose(trajectories, judge, tag_named(_TAG.value))))
 

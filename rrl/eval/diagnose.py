@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from rrl.data.trajectory import Trajectory
 from rrl.report.summary import table
 from rrl.rewards.judge import Judge
-from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency, shown_searches, transcript_of
+from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency
+from rrl.rewards.transcript import shown_searches, transcript_of
 from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 
@@ -43,7 +44,7 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
 
     Appendix B, for a trajectory with n searches: overthinking means that the gold answer can be inferred after fewer than n of
     them, good thinking only after the n-th, and underthinking never. For wrong answers, three further judge prompts
-    (`rrl.rewards.judge_prompts.ERROR_ASPECTS`) distinguish the kinds of error. An answer is right by cover exact match.
+    (`rrl.rewards.judge_instructions.ERROR_ASPECTS`) distinguish the kinds of error. An answer is right by cover exact match.
 
     Args:
       trajectories: `answer`, `segments`, `searches` and the question are read.
@@ -53,7 +54,7 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
     Returns the diagnoses, in the order of the trajectories.
     """
     prompts = [
-        (index, Sufficiency(t.question, transcript_of(t, answer, searches=searches)))
+        (index, Sufficiency(t.question, transcript_of(t, answer, max_searches=searches)))
         for index, t in enumerate(trajectories)
         for searches in range(len(t.searches) + 1)
     ]

@@ -97,7 +97,9 @@ def retrieval_report(
     if key:
         pairs = [(q, hits) for q, hits in zip(measured, found, strict=True) if gold_of(q, key)]
         measured, found = [question for question, _ in pairs], [hits for _, hits in pairs]
-        hits = hits_by_key(key, _names(found, "id"), _names(found, "title"), measured, repeats=True)
+        hits = hits_by_key(
+            key, _names(found, "id"), _names(found, "title"), measured, repeats_take_ranks=True
+        )
     else:
         texts = [[f"{hit.passage.title} {hit.passage.text}" for hit in hits] for hits in found]
         hits = hits_by_answer(texts, [question.answers for question in measured], RULES["flashrag"])

@@ -141,7 +141,7 @@ def scorable(questions: Sequence[Question], rule: Rule) -> list[bool]:
     evaluation of answers.
     """
     answered = {question.id for question in questions if question.answers != EMPTY_ANSWER}
-    unanswerable_counts = rule.empty == "equal"
+    unanswerable_counts = rule.empty_gold == "equal"
     return [q.answers != EMPTY_ANSWER or (unanswerable_counts and q.id not in answered) for q in questions]
 
 
@@ -251,7 +251,7 @@ def score(
     Raises UserError if some questions are multiple choice and others are not.
     """
     # If an empty answer can be right, a missing answer counts as an empty one.
-    no_answer = ("",) if rule.empty == "equal" else ()
+    no_answer = ("",) if rule.empty_gold == "equal" else ()
     answers = [(prediction.answers or no_answer) if prediction else () for prediction in predictions]
     present = [prediction for prediction in predictions if prediction]
     metrics: dict[str, np.ndarray] = {}

@@ -347,8 +347,8 @@ def load_encoder(
 
     Args:
         pooling: how embeddings are computed; config.json does not contain it. None: `Pooling()`, the mean scaled to norm 1.
-            `rrl.retrieval.encode.load_text_encoder` reads it from the folder. The other arguments and the errors are those of
-            `load_decoder`.
+            `rrl.retrieval.encoder_folder.load_text_encoder` reads it from the folder. The other arguments and the errors are
+            those of `load_decoder`.
     """
     config = read_encoder_config(folder, pooling)
     prefix = ENCODER_FAMILIES[config.model_type].prefix

@@ -19,7 +19,7 @@ from rrl.rl.advantages import ESTIMATORS
 from rrl.rollout.curriculum import Curriculum, ShuffledQuestions
 from rrl.rollout.protocol import Environment, Stream
 from rrl.text.chat import Prompt
-from rrl.text.encoding import special_name
+from rrl.text.encoding import find_special_token
 from rrl.text.spans import Tag, markers
 
 
@@ -193,7 +193,7 @@ def check_tags(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     if isinstance(environment, Stream):
         tags += [environment.search, environment.observation, environment.answer]
     for marker in (marker for tag in tags for marker in markers(tag)):
-        if special_token := special_name(tokenizer, marker):
+        if special_token := find_special_token(tokenizer, marker):
             raise UserError(
                 f"the tag {marker!r} of the recipe would never be recognised: {special_token!r} is a special token of the "
                 f"tokenizer {tokenizer.name_or_path!r}, and decoded text leaves special tokens out. Make it an ordinary token "

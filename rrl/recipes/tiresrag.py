@@ -24,7 +24,8 @@ from rrl.recipes.tiresrag_shaping import (
     difficulty_weight,
     saturated,
 )
-from rrl.rewards.judge_prompts import JudgePrompt, Sufficiency, Thinking, transcript_of
+from rrl.rewards.judge_prompts import JudgePrompt, Sufficiency, Thinking
+from rrl.rewards.transcript import transcript_of
 from rrl.rl.advantages import ESTIMATORS, group_normalize
 from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt

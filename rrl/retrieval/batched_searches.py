@@ -4,10 +4,17 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from rrl.retrieval.retriever import Hit, Retriever
 
-SearchRequest = tuple[list[str], int, "Future[list[list[Hit]]]"]
+
+class SearchRequest(NamedTuple):
+    """A call of `BatchedSearches.search` that waits for its result."""
+
+    queries: list[str]
+    k: int
+    result: "Future[list[list[Hit]]]"
 
 
 class BatchedSearches:
@@ -20,36 +27,38 @@ class BatchedSearches:
         """Put at most `max_queries` queries into one search, unless a single request has more."""
         self.retriever, self.max_queries = retriever, max_queries
         self._requests: queue.SimpleQueue[SearchRequest] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="rrl-batched-searches", daemon=True).start()
+        threading.Thread(target=self._answer_requests, name="rrl-batched-searches", daemon=True).start()
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Return the k best passages of each query; raise what the search raised."""
-        future: Future[list[list[Hit]]] = Future()
-        self._requests.put((list(queries), k, future))
-        return future.result()
+        """Return the k best passages of each query. Raises the errors of `Retriever.search`."""
+        request = SearchRequest(list(queries), k, Future())
+        self._requests.put(request)
+        return request.result.result()
 
-    def _work(self) -> None:
+    def _answer_requests(self) -> None:
+        """Answer requests without end: all that wait, up to `max_queries` queries, in one search for each k."""
         while True:
             batch = [self._requests.get()]
-            size = len(batch[0][0])
+            size = len(batch[0].queries)
             while size < self.max_queries:
                 try:
                     batch.append(self._requests.get_nowait())
                 except queue.Empty:
                     break
-                size += len(batch[-1][0])
-            for k in dict.fromkeys(k for _, k, _ in batch):
-                self._search_batch([request for request in batch if request[1] == k], k)
+                size += len(batch[-1].queries)
+            for k in dict.fromkeys(request.k for request in batch):
+                self._search_batch([request for request in batch if request.k == k], k)
 
     def _search_batch(self, batch: list[SearchRequest], k: int) -> None:
         """Search for all requests at once. If that fails, search for each alone, so that a bad request fails alone."""
         try:
-            hits = iter(self.retriever.search([query for queries, *_ in batch for query in queries], k))
-            for queries, _, future in batch:
-                future.set_result([next(hits) for _ in queries])
+            queries = [query for request in batch for query in request.queries]
+            hits = iter(self.retriever.search(queries, k))
+            for request in batch:
+                request.result.set_result([next(hits) for _ in request.queries])
         except BaseException as error:
             if len(batch) == 1:
-                batch[0][2].set_exception(error)
+                batch[0].result.set_exception(error)
                 return
             for request in batch:
                 self._search_batch([request], k)

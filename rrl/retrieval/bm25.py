@@ -17,7 +17,7 @@ import regex
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError, at_least, one_of
-from rrl.retrieval.disk_space import disk_full_if_no_space
+from rrl.retrieval.disk_space import detect_disk_full
 from rrl.retrieval.postings import (
     Allocate,
     PostingsBlock,
@@ -49,7 +49,7 @@ _ASCII_WORD = re.compile(
     r"_*[a-z0-9]\w*(?:(?:(?<=[a-z])[.:'](?=[a-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*", re.ASCII
 )
 """Matches what `WORD` matches in lower-case ASCII, in half the time (rules WB6, WB7, WB11, WB12)."""
-_CHARACTERS = str.maketrans("’‘`", "'''", "\u00ad\ufeff")
+_CHARACTER_MAP = str.maketrans("’‘`", "'''", "\u00ad\ufeff")
 """Maps all apostrophes to one; removes soft hyphens and byte order marks."""
 _ALPHANUMERIC = re.compile(r"\w+")
 """Matches a run of letters and digits: a word of the tokenizer `words`."""
@@ -131,9 +131,9 @@ class Bm25Index:
         )
 
     @classmethod
-    def build_folder(cls, blocks: PostingsFolder, folder: Path, config: Bm25Config) -> None:
-        """Write the files that `load` opens, from the word counts in `blocks`. All large arrays are memory-mapped."""
-        matrix_folder = blocks.folder / "matrix"
+    def build_folder(cls, postings: PostingsFolder, folder: Path, config: Bm25Config) -> None:
+        """Write the files that `load` opens, from the word counts in `postings`. All large arrays are memory-mapped."""
+        matrix_folder = postings.folder / "matrix"
         shutil.rmtree(matrix_folder, ignore_errors=True)
         matrix_folder.mkdir()
 
@@ -145,10 +145,10 @@ class Bm25Index:
                 os.posix_fallocate(stream.fileno(), 0, size * np.dtype(dtype).itemsize)
             return np.memmap(matrix_folder / name, dtype, "r+", shape=(size,))[:length]
 
-        index = cls(_bm25s_model(blocks, blocks.vocabulary, config, allocate), config)
+        index = cls(_bm25s_model(postings.blocks, postings.vocabulary, config, allocate), config)
         matrix_bytes = sum(file.stat().st_size for file in matrix_folder.iterdir())
         folder.mkdir(exist_ok=True)
-        with disk_full_if_no_space(matrix_bytes, folder):
+        with detect_disk_full(matrix_bytes, folder):
             index.save(folder)
         shutil.rmtree(matrix_folder)
 
@@ -216,11 +216,11 @@ def analyse(text: str, stem: bool = True) -> list[str]:
 
     The rules: word boundaries of UAX #29, lower case, no possessive 's, no stop words, Porter2 stems. The text is normalised to
     NFKC first, so that composed, decomposed and full-width characters are the same. As in Lucene's StandardTokenizer, each
-    Chinese or Hiragana character is a word, and runs of Katakana or Hangul are words. Unlike there, each character of a script
-    without spaces (Thai, Lao, Khmer, Burmese) is a word too, and emoji are dropped.
+    Chinese or Hiragana character is a word, and runs of Katakana, Hangul, Thai, Lao, Khmer or Burmese are words. Unlike there,
+    emoji are dropped.
     """
     ascii_only = text.isascii()
-    text = (text if ascii_only else unicodedata.normalize("NFKC", text)).lower().translate(_CHARACTERS)
+    text = (text if ascii_only else unicodedata.normalize("NFKC", text)).lower().translate(_CHARACTER_MAP)
     # NFKC may turn other text into ASCII; the slower pattern finds the same words in it.
     matches = (_ASCII_WORD if ascii_only else WORD).findall(text)
     words = (match.removesuffix("'s") for match in matches)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from rrl.retrieval.disk_space import MIN_FREE_BYTES, check_free_space, disk_full_if_no_space
+from rrl.retrieval.disk_space import MIN_FREE_BYTES, check_free_space, detect_disk_full
 from rrl.retrieval.ranking import MARGIN, Ranking, rescore, top_k
 from rrl.retrieval.sizing import ScannConfig, choose_scann, codes_bytes, training_sample
 
@@ -35,16 +35,18 @@ class ExactIndex:
     def search(self, queries: Sequence[str], k: int, embeddings: Float[np.ndarray, "Q E"]) -> Ranking:
         """Rank all passages by inner product with each query's embedding."""
         candidate_count = k + MARGIN
-        best: list[list[np.ndarray]] = [[] for _ in range(len(embeddings))]
-        scores: list[list[np.ndarray]] = [[] for _ in range(len(embeddings))]
+        # Of each query: the best passages of each chunk, and their scores.
+        best_positions: list[list[np.ndarray]] = [[] for _ in range(len(embeddings))]
+        best_scores: list[list[np.ndarray]] = [[] for _ in range(len(embeddings))]
         for start in range(0, len(self.embeddings), CHUNK):
-            block = embeddings @ self.embeddings[start : start + CHUNK].T
-            for row, values in enumerate(block):
-                positions = top_k(values, candidate_count)
-                best[row].append(positions + start)
-                scores[row].append(values[positions])
+            chunk_scores = embeddings @ self.embeddings[start : start + CHUNK].T
+            for query, scores in enumerate(chunk_scores):
+                positions = top_k(scores, candidate_count)
+                best_positions[query].append(positions + start)
+                best_scores[query].append(scores[positions])
         candidates = [
-            np.concatenate(b)[top_k(np.concatenate(s), candidate_count)] for b, s in zip(best, scores)
+            np.concatenate(positions)[top_k(np.concatenate(scores), candidate_count)]
+            for positions, scores in zip(best_positions, best_scores)
         ]
         return rescore(self.embeddings, embeddings, candidates, k)
 
@@ -86,7 +88,7 @@ class ScannIndex:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir()
                 searcher = _build(embeddings[start:stop], config)
-                with disk_full_if_no_space(codes_bytes(config, stop - start, embeddings.shape[1]), folder):
+                with detect_disk_full(codes_bytes(config, stop - start, embeddings.shape[1]), folder):
                     searcher.serialize(str(unfinished), relative_path=True)
                 # ScaNN does not notice when writing its last files fails.
                 check_free_space(MIN_FREE_BYTES, folder)
@@ -118,14 +120,15 @@ class ScannIndex:
     def _candidates(
         self, searcher: Any, count: int, k: int, vectors: np.ndarray
     ) -> list[Int[np.ndarray, "C"]]:
+        """Return the candidates of each query in one part, as positions in it; `count` is the number of its passages."""
         config = self.config
         candidate_count = min(k + MARGIN, count)
         options: dict[str, Any] = {"final_num_neighbors": candidate_count}
         if config.leaves:
             options = {"final_num_neighbors": min(max(config.reorder, 2 * candidate_count), count)}
             # A large k needs enough leaves to hold `2 * candidate_count` passages.
-            enough = math.ceil(2 * config.leaves * candidate_count / count)
-            options |= {"leaves_to_search": min(config.leaves, max(config.leaves_to_search, enough))}
+            least_leaves = math.ceil(2 * config.leaves * candidate_count / count)
+            options |= {"leaves_to_search": min(config.leaves, max(config.leaves_to_search, least_leaves))}
         search = searcher.search_batched
         if len(vectors) >= PARALLEL_QUERIES:
             search = searcher.search_batched_parallel

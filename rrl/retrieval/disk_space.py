@@ -14,7 +14,7 @@ MIN_FREE_BYTES = 64 << 10
 
 
 @contextlib.contextmanager
-def disk_full_if_no_space(size: int, folder: Path) -> Iterator[None]:
+def detect_disk_full(size: int, folder: Path) -> Iterator[None]:
     """Raise the system's disk-full error for writers whose errors do not name the cause (NumPy, ScaNN).
 
     If the body fails and `folder` has no space for `size` more bytes, OSError is raised instead of the writer's error.
@@ -33,7 +33,7 @@ def check_free_space(size: int, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_full_error(folder: Path) -> Iterator[None]:
+def explain_disk_full(folder: Path) -> Iterator[None]:
     """Turn "no space left" into a UserError that names the unfinished folder and how to continue."""
     try:
         yield

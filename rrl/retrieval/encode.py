@@ -6,13 +6,10 @@ Batches are padded to a few shapes, so that few programs are compiled. Read `Tex
 import collections
 import dataclasses
 import functools
-import hashlib
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,22 +17,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
-from tokenizers import normalizers
 
 from rrl.data.passages import Passage
-from rrl.errors import UserError
-from rrl.files import shipped
-from rrl.models.config import Pooling
 from rrl.models.encoder import Encoder
-from rrl.models.hf import folder_hash, load_encoder, save_encoder
-from rrl.models.tokenizer import check_tokenizer, load_tokenizer
-from rrl.models.weights import require_folder
 from rrl.parallel.mesh import make_mesh
-from rrl.retrieval.settings import SETTINGS_FILE, FolderSettings, TextSettings, read_settings
+from rrl.retrieval.settings import TextSettings
 from rrl.text.characters import replace_lone_surrogates
-
-FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_FILE)
-"""The files on which an embedding depends."""
 
 SMALLEST_BUCKET = 16
 """Smallest number of rows to which a batch is padded, and smallest width in tokens."""
@@ -70,8 +57,9 @@ class TextEncoder:
     tokenizer: Any
     settings: TextSettings
     name: str = "encoder"
+    """Name of the folder it was loaded from."""
     fingerprint: str = ""
-    """SHA-256 of the folder it was loaded from; an index records it."""
+    """SHA-256 of that folder (see `folder_fingerprint`); an index records it."""
     devices: tuple[jax.Device, ...] = ()
     """Devices over which batches are split. Empty: JAX's default device."""
     titles: bool = True
@@ -89,7 +77,7 @@ class TextEncoder:
         return NamedSharding(make_mesh(data=len(self.devices), devices=self.devices), PartitionSpec("data"))
 
     @functools.cached_property
-    def _split(self) -> tuple[Any, Any]:
+    def _graph_and_state(self) -> tuple[Any, Any]:
         graph, state = nnx.split(self.encoder)
         if self._sharding is not None:
             state = jax.device_put(state, NamedSharding(self._sharding.mesh, PartitionSpec()))
@@ -165,7 +153,7 @@ class TextEncoder:
         devices = max(1, len(self.devices))
         padding = math.ceil(min_rows / devices) * devices - len(tokens)
         tokens = np.pad(tokens, ((0, padding), (0, 0)), constant_values=self.tokenizer.pad_token_id)
-        graph, state = self._split
+        graph, state = self._graph_and_state
         mask = tokens != self.tokenizer.pad_token_id
         if self._sharding is not None:
             tokens, mask = jax.device_put((tokens, mask), self._sharding)
@@ -247,66 +235,3 @@ def _width(length: int) -> int:
     """Round up to a multiple of an eighth of the next power of two, and of 8: at most four widths per doubling."""
     step = max(8, (1 << max(0, length - 1).bit_length()) // 8)
     return max(SMALLEST_BUCKET, -(-length // step) * step)
-
-
-def load_text_encoder(folder: str | Path, settings: Mapping[str, Any] | None = None) -> TextEncoder:
-    """Open an encoder folder: Hugging Face weights and tokenizer, and the settings of its texts (see `read_settings`).
-
-    The settings come from `text_encoder.json`, the files of sentence-transformers, or the published name of a known model.
-    `settings` has the keys of text_encoder.json and overrides them: `{"family": "bge-en-v1.5", "passage_tokens": 256}`.
-
-    Raises UserError naming what is missing or not supported.
-    """
-    require_folder("encoder", folder)
-    folder = shipped(folder)
-    resolved = read_settings(folder, settings)
-    tokenizer, encoder = load_tokenizer(folder), load_encoder(folder, pooling=resolved.pooling)
-    check_tokenizer(tokenizer, encoder.config, "encoder")
-    if tokenizer.pad_token_id is None:
-        raise UserError(f"encoder={str(folder)!r}: the tokenizer has no padding token; set pad_token for it")
-    if resolved.lower_case:
-        _add_lowercasing(tokenizer)
-    return TextEncoder(encoder, tokenizer, resolved.text, folder.name, folder_fingerprint(folder, resolved))
-
-
-def _add_lowercasing(tokenizer: Any) -> None:
-    """Make a tokenizer lower-case its texts first."""
-    backend = tokenizer.backend_tokenizer
-    lower = normalizers.Lowercase()
-    backend.normalizer = (
-        normalizers.Sequence([lower, backend.normalizer]) if backend.normalizer is not None else lower
-    )
-
-
-def save_text_encoder(folder: str | Path, text_encoder: TextEncoder) -> TextEncoder:
-    """Write a folder for `load_text_encoder`; return the encoder with the folder's name and fingerprint."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_encoder(folder, text_encoder.encoder, text_encoder.tokenizer)
-    pooling, settings = text_encoder.encoder.config.pooling, dataclasses.asdict(text_encoder.settings)
-    if pooling != Pooling():
-        settings |= {"pooling": pooling.mode, "normalize": pooling.normalize}
-    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
-    return dataclasses.replace(text_encoder, name=folder.name, fingerprint=folder_fingerprint(folder))
-
-
-def folder_fingerprint(folder: Path, settings: FolderSettings | None = None) -> str:
-    """Return a SHA-256 over the files on which an embedding depends.
-
-    It also covers `settings` if any of them comes from elsewhere than text_encoder.json (`FolderSettings.derived`).
-    """
-    digest = hashlib.sha256()
-    for name in FINGERPRINTED:
-        file = folder / name
-        size = file.stat().st_size if file.is_file() else 0
-        digest.update(f"{name} {size} ".encode())
-        if size:
-            with file.open("rb") as stream:
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-    if not (folder / "model.safetensors").is_file():
-        # The weights are in several files or another format.
-        digest.update(folder_hash(folder).encode())
-    if settings and settings.derived:
-        digest.update(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
-    return digest.hexdigest()

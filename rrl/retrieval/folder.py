@@ -20,15 +20,15 @@ import numpy as np
 from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
 from rrl.files import atomic_stream
-from rrl.retrieval.disk_space import disk_full_if_no_space
+from rrl.retrieval.disk_space import detect_disk_full
 
 KINDS = ("scann", "bm25", "exact")
 FORMAT = 3
 """Version of the folder's layout; other versions are not read."""
 HASHED_BYTES = 64 << 20
-"""Files up to this size are hashed completely. Larger files are hashed in `SAMPLES` places."""
+"""Files up to this size are hashed completely. Of larger files only `SAMPLES` chunks are hashed."""
 SAMPLES, SAMPLE_BYTES = 64, 256 << 10
-"""Number and size of the places that are hashed in a large file, evenly spaced from its first to its last byte."""
+"""Number and size of the chunks that are hashed of a large file, evenly spaced from its first to its last byte."""
 
 
 class PassageFile(Sequence[Passage]):
@@ -38,9 +38,9 @@ class PassageFile(Sequence[Passage]):
         self._offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         if self._offsets.shape != (count + 1,):
             raise damaged_error(folder, f"offsets.npy has shape {self._offsets.shape}")
-        self._file = os.open(folder / "passages.jsonl", os.O_RDONLY)
+        self._descriptor = os.open(folder / "passages.jsonl", os.O_RDONLY)
         # Not in __del__: `os` may be gone by then when the interpreter exits.
-        weakref.finalize(self, os.close, self._file)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -56,7 +56,7 @@ class PassageFile(Sequence[Passage]):
             raise IndexError(index)
         start, end = self._offsets[index % len(self)], self._offsets[index % len(self) + 1]
         # pread does not move the shared file position, so it is thread-safe.
-        return Passage(**json.loads(os.pread(self._file, int(end - start), int(start))))
+        return Passage(**json.loads(os.pread(self._descriptor, int(end - start), int(start))))
 
     def __iter__(self) -> Iterator[Passage]:
         return (self[i] for i in range(len(self)))
@@ -68,7 +68,7 @@ def write_passages(folder: Path, passages: Iterable[Passage]) -> tuple[int, str]
     with atomic_stream(folder / "passages.jsonl") as stream:
         corpus = fingerprint(_write_each(stream, offsets, passages))
     offset_array = np.asarray(offsets, np.int64)
-    with disk_full_if_no_space(offset_array.nbytes, folder), atomic_stream(folder / "offsets.npy") as stream:
+    with detect_disk_full(offset_array.nbytes, folder), atomic_stream(folder / "offsets.npy") as stream:
         np.save(stream, offset_array)
     return len(offsets) - 1, corpus
 
@@ -122,9 +122,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def index_identity(folder: str | Path) -> dict[str, Any]:
     """Return the entries of the manifest that determine the search results: kind, corpus, encoder and BM25 settings.
 
-    Two folders with equal entries return the same passages.
-
-    `title_weight` is 0 if passages were embedded without their titles, and missing otherwise.
+    If passages were embedded without their titles, there is a further entry: `title_weight`, which is 0. Two folders with equal
+    entries return the same passages.
     """
     manifest = read_manifest(Path(folder))
     identity = {name: manifest.get(name) for name in ("kind", "corpus", "encoder", "bm25")}
@@ -137,7 +136,7 @@ def damaged_error(folder: Path, what: str) -> UserError:
 
 
 def size_and_hash(file: Path) -> dict[str, Any]:
-    """Return the size of a file and a hash of its content; a large file is hashed in `SAMPLES` places."""
+    """Return the size of a file and a hash of its content; of a large file, a hash of `SAMPLES` chunks."""
     size, digest = file.stat().st_size, hashlib.sha256()
     starts: Iterable[int] = range(0, size, SAMPLE_BYTES)
     if size > HASHED_BYTES:

@@ -16,7 +16,8 @@ from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule, title_key
 
 IDS, TITLES = "gold ids", "gold titles"
-"""Keys of `gold_key`: a passage is gold if its id, or its title, is one of the question's gold ids or titles."""
+"""The two ways to recognise a gold passage: its id, or its title, is one of the question's gold ids or titles. `gold_key` chooses
+between them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +107,8 @@ def gold_key(questions: Sequence[Question], passages: Iterable[tuple[str, str]])
     """Choose how to recognise gold passages: by `IDS` or by `TITLES`.
 
     Ids are better, because passages may share a title. They are chosen if at least as many questions have gold ids as have gold
-    titles, and some passage of the corpus has a gold id. If a question has both gold ids and gold titles, that passage must also
-    have one of its gold titles, because ids of another corpus are often the same numbers.
+    titles, and some passage of the corpus has a gold id. If the question with that gold id also has gold titles, the passage must
+    have one of them, because ids of another corpus are often the same numbers.
 
     Args:
       questions: with `gold` and `gold_ids` where the data has them.
@@ -124,10 +125,10 @@ def gold_key(questions: Sequence[Question], passages: Iterable[tuple[str, str]])
         return (TITLES if with_titles else ""), warning
     titles_by_id: dict[str, set[str]] = {}
     for question in questions:
-        for identity in question.gold_ids:
-            titles_by_id.setdefault(identity, set()).update(map(title_key, question.gold))
-    for identity, title in passages:
-        gold_titles = titles_by_id.get(identity)
+        for gold_id in question.gold_ids:
+            titles_by_id.setdefault(gold_id, set()).update(map(title_key, question.gold))
+    for passage_id, title in passages:
+        gold_titles = titles_by_id.get(passage_id)
         if gold_titles is not None and (not gold_titles or not title or title_key(title) in gold_titles):
             return IDS, ""
     with_title = ", and a gold title of the same question" if with_titles else ""
@@ -137,7 +138,7 @@ def gold_key(questions: Sequence[Question], passages: Iterable[tuple[str, str]])
 
 
 def gold_of(question: Question, key: str) -> tuple[str, ...]:
-    """Return the ids or titles of a question's gold passages, by a key of `gold_key`."""
+    """Return the gold ids of a question if `key` is `IDS`, its gold titles otherwise."""
     return question.gold_ids if key == IDS else question.gold
 
 
@@ -146,18 +147,22 @@ def hits_by_key(
     ids: Sequence[Sequence[str]],
     titles: Sequence[Sequence[str]],
     questions: Sequence[Question],
-    repeats: bool = False,
+    repeats_take_ranks: bool = False,
 ) -> GoldHits:
     """Return the hits of retrieved passages, best first, by their ids or titles (see `gold_key`, `gold_hits`)."""
     gold = [gold_of(question, key) for question in questions]
-    return gold_hits(ids, gold, str, repeats) if key == IDS else gold_hits(titles, gold, title_key, repeats)
+    return (
+        gold_hits(ids, gold, str, repeats_take_ranks)
+        if key == IDS
+        else gold_hits(titles, gold, title_key, repeats_take_ranks)
+    )
 
 
 def gold_hits(
     retrieved: Sequence[Sequence[str]],
     gold: Sequence[Sequence[str]],
     normalize: Callable[[str], str] = title_key,
-    repeats: bool = False,
+    repeats_take_ranks: bool = False,
 ) -> GoldHits:
     """Return the hits of retrieved passages.
 
@@ -166,8 +171,8 @@ def gold_hits(
       gold: names of the gold passages of each question, of the same sort.
       normalize: two names are equal if this maps them to the same text. By default, titles match
         regardless of case and white space.
-      repeats: whether a repeated name takes a rank. True for a single search, where a repeated title
-        is another passage.
+      repeats_take_ranks: whether a name that occurs again takes a rank. Set it for a single search, where a repeated title
+        belongs to another passage; leave it for several searches, which may return the same passage.
 
     Raises ValueError if `retrieved` and `gold` differ in length.
     """
@@ -180,7 +185,7 @@ def gold_hits(
             [
                 name in gold_set and first_rank[name] == rank
                 for rank, name in enumerate(keys)
-                if repeats or first_rank[name] == rank
+                if repeats_take_ranks or first_rank[name] == rank
             ]
         )
     return _hits(rows, [len(names) for names in gold_names])

@@ -72,30 +72,30 @@ def stored_retriever(
         *([] if text_encoder.titles else ["text"]),  # "text": passages are embedded without their titles
     ]
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()
-    index = folder / key[:16]
+    index_folder = folder / key[:16]
     folder.mkdir(parents=True, exist_ok=True)
     with wait_for_lock(folder):
-        if os.path.lexists(index):
+        if os.path.lexists(index_folder):
             try:
-                return open_index(index, text_encoder)
+                return open_index(index_folder, text_encoder)
             except UserError as error:
                 logging.getLogger(__name__).warning(
                     "%s It is built again; a resumed run may find other passages for a few queries in a hundred.",
                     error,
                 )
-                if index.is_dir() and not index.is_symlink():
-                    shutil.rmtree(index)
+                if index_folder.is_dir() and not index_folder.is_symlink():
+                    shutil.rmtree(index_folder)
                 else:
-                    index.unlink()
+                    index_folder.unlink()
         elif any(folder.parent.glob("checkpoints/[0-9]*")):
             # `folder` is in a workdir with checkpoints: this run is resumed, so an earlier process built an index.
             logging.getLogger(__name__).warning(
                 "%s is missing: it was removed, or an older version of rrl named it differently. It is built again; a "
                 "resumed run may find other passages for a few queries in a hundred.",
-                index,
+                index_folder,
             )
-        build_index(passages, index, kind, text_encoder)
-        return open_index(index, text_encoder)
+        build_index(passages, index_folder, kind, text_encoder)
+        return open_index(index_folder, text_encoder)
 
 
 def open_index(
@@ -144,7 +144,7 @@ def open_with_encoder(index: str | Path, encoder: str | Path | None) -> Retrieve
     """Open an index folder, with the encoder of the folder `encoder` unless that is None or empty."""
     if not encoder:
         return open_index(index)
-    from rrl.retrieval.encode import load_text_encoder
+    from rrl.retrieval.encoder_folder import load_text_encoder
 
     return open_index(index, load_text_encoder(encoder))
 

@@ -85,8 +85,8 @@ def score_matrix(
     Args:
       blocks: returns an iterator over all blocks; called twice.
       vocabulary_size: number of words, W.
-      k1: see `Bm25Config`.
-      b: see `Bm25Config`.
+      k1: saturation of repeated words (`Bm25Config.k1`).
+      b: strength of length normalisation (`Bm25Config.b`).
       allocate: makes the three arrays, in memory or on disk.
       idf: see `inverse_frequencies`.
 
@@ -145,8 +145,8 @@ class PostingsFolder:
             np.savez(stream, new=np.frombuffer(new, np.uint8), **vars(block))
         self.passages_counted += len(passages)
 
-    def __call__(self) -> Iterator[PostingsBlock]:
-        """Yield all blocks in order, so that the folder itself serves as `blocks` of `score_matrix`."""
+    def blocks(self) -> Iterator[PostingsBlock]:
+        """Yield all blocks in order."""
         for file in self._files():
             with np.load(file) as block:
                 yield PostingsBlock(*(block[field.name] for field in dataclasses.fields(PostingsBlock)))

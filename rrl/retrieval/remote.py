@@ -34,7 +34,15 @@ class RemoteIndex:
     needs_embeddings = False
 
     def __init__(self, urls: Sequence[str], form: str = "search-r1", time_out: float = TIME_OUT):
-        """Address the services at `urls`. `form` is the format of requests and answers, `time_out` is in seconds."""
+        """Make an index over the services at `urls`.
+
+        Args:
+          urls: addresses of the services, with or without the path of `form`.
+          form: the format of requests and answers, one of `FORMS`.
+          time_out: time limit of one request, in seconds.
+
+        Raises UserError for an unknown form, or a url that is not http or https.
+        """
         self.form = form
         one_of(FORMS, self, "form")
         for url in urls or [""]:
@@ -108,7 +116,7 @@ def open_remote(url: str, form: str = "search-r1", retry_policy: RetryPolicy | N
     """Return a retriever over the service at `url`. No request is sent yet.
 
     Args:
-      url: address of the service; or several, separated by commas, of the shards of one corpus (`shard` of `build_index`).
+      url: address of the service; or several, separated by commas, of the shards of one corpus (`BuildOptions.shard`).
       form: the format of requests and answers, one of `FORMS`.
       retry_policy: None: a failed search is tried three times in all.
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from rrl.data.passages import Passage
 from rrl.errors import UserError, at_least
 from rrl.retrieval.ranking import NO_PASSAGE, Ranking
-from rrl.retrieval.stats import Meter, RetrieverStats
+from rrl.retrieval.stats import RetrieverStats, StatsRecorder
 
 if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
     from rrl.retrieval.encode import TextEncoder
@@ -53,7 +53,7 @@ class SearchFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RetryPolicy:
-    """How a retriever handles slow and failing searches."""
+    """How a retriever splits its queries into searches, and handles slow and failing ones."""
 
     time_out: float | None = None
     """Time limit of one attempt, in seconds. None: no limit."""
@@ -97,7 +97,7 @@ class Retriever:
         self._cache: collections.OrderedDict[tuple[str, int], RankedPassages] = collections.OrderedDict()
         self._cache_size = cache_size
         self._lock = threading.Lock()
-        self._meter = Meter()
+        self._recorder = StatsRecorder()
         self.retry_policy = retry_policy or RetryPolicy()
 
     @property
@@ -108,7 +108,7 @@ class Retriever:
     @property
     def stats(self) -> RetrieverStats:
         """A snapshot of counts and latencies."""
-        return self._meter.read()
+        return self._recorder.read()
 
     def tokenize(self, queries: Sequence[str]) -> Int[np.ndarray, "Q T"]:
         """Return encoder tokens of the queries with prefix, int32, padded to the fixed width `query_tokens`."""
@@ -139,6 +139,7 @@ class Retriever:
         started = time.perf_counter()
         self._check(queries, k, embeddings)
         texts = [query[:MAX_QUERY_CHARACTERS].strip() for query in queries]
+        # Backwards, so that the first row of a repeated query remains.
         first_row = {text: row for row, text in reversed(list(enumerate(texts))) if text}
         results: dict[str, RankedPassages] = {"": ()}  # a query without text has no hits
         with self._lock:
@@ -146,18 +147,18 @@ class Retriever:
                 if (text, k) in self._cache:
                     self._cache.move_to_end((text, k))
                     results[text] = self._cache[text, k]
-        self._meter.add(queries=len(texts), cache_hits=len(results) - 1)
+        self._recorder.add(queries=len(texts), cache_hits=len(results) - 1)
         missing = sorted((row, text) for text, row in first_row.items() if text not in results)
         try:
             self._search_batches(missing, k, embeddings, results)
             empty = sum(not results[text] for text in texts)
-            self._meter.add(searched=len(missing), empty=empty)
+            self._recorder.add(searched=len(missing), empty=empty)
             return [[Hit(self.passages[i], score) for i, score in results[text]] for text in texts]
         except SearchFailed:
-            self._meter.add(failures=len(missing))
+            self._recorder.add(failures=len(missing))
             raise
         finally:
-            self._meter.record_call(time.perf_counter() - started)
+            self._recorder.record_call(time.perf_counter() - started)
 
     def cached_hits(self, query: str, k: int) -> list[Hit] | None:
         """Return the hits of a query from the cache, without embedding it; None if they are not cached."""
@@ -168,7 +169,7 @@ class Retriever:
             results = self._cache[text, k] if text else ()
             if text:
                 self._cache.move_to_end((text, k))
-        self._meter.add(queries=1, cache_hits=int(bool(text)), empty=int(not results))
+        self._recorder.add(queries=1, cache_hits=int(bool(text)), empty=int(not results))
         return [Hit(self.passages[i], score) for i, score in results]
 
     def _search_batches(
@@ -178,7 +179,7 @@ class Retriever:
         embeddings: np.ndarray | None,
         results: dict[str, RankedPassages],
     ) -> None:
-        """Search (row, text) pairs batch by batch; add what is found to `results` and the cache."""
+        """Search for (row, text) pairs batch by batch; add their passages to `results` and the cache."""
         size = self.retry_policy.batch
         batches = [missing[start : start + size] for start in range(0, len(missing), size)]
         if len(batches) <= 1:
@@ -194,6 +195,7 @@ class Retriever:
                 self._add_to_cache(batch, k, job.result(), results)
 
     def _vectors(self, batch: Sequence[tuple[int, str]], embeddings: np.ndarray | None) -> np.ndarray | None:
+        """Return the embeddings of a batch, from `embeddings` or computed here; None if the index needs none."""
         if not self.needs_embeddings:
             return None
         if embeddings is None:
@@ -201,12 +203,13 @@ class Retriever:
         return np.asarray(embeddings, np.float32)[[row for row, _ in batch]]
 
     def _search(self, batch: Sequence[tuple[int, str]], k: int, vectors: np.ndarray | None) -> Ranking:
+        """Search the index for a batch, with the attempts of `retry_policy`. Raises SearchFailed if all of them fail."""
         texts, retry_policy = [text for _, text in batch], self.retry_policy
         if self.kind != "http":  # the size of a service's corpus is unknown
             k = min(k, max(1, len(self.passages)))
         for attempt in range(retry_policy.retries + 1):
             if attempt:
-                self._meter.add(retries=1)
+                self._recorder.add(retries=1)
                 time.sleep(retry_policy.pause * 2 ** (attempt - 1))
             try:
                 ids, scores = run_with_timeout(

@@ -28,7 +28,7 @@ def read_sentence_transformers(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: modules or a pooling that the encoder does not support, or a broken file.
     """
-    config = _optional(folder / "config_sentence_transformers.json")
+    config = _read_if_present(folder / "config_sentence_transformers.json")
     prompts = config.get("prompts") or {}
     prefixes = {
         ours: next((prompts[name] for name in theirs if prompts.get(name)), "")
@@ -36,15 +36,15 @@ def read_sentence_transformers(folder: Path) -> dict[str, Any]:
     }
     # Newer versions write empty prompts if none were set.
     given_prefixes = prefixes if any(prefixes.values()) else {}
-    lower_case = bool(_optional(folder / "sentence_bert_config.json").get("do_lower_case"))
+    lower_case = bool(_read_if_present(folder / "sentence_bert_config.json").get("do_lower_case"))
     return _pooling(folder) | given_prefixes | text_lengths(folder) | {"lower_case": lower_case}
 
 
 def text_lengths(folder: Path) -> dict[str, int]:
     """Return the `query_tokens` and `passage_tokens` that the model and its files allow, queries at most QUERY_TOKENS."""
     max_tokens = read_encoder_config(folder).max_tokens
-    config = _optional(folder / "sentence_bert_config.json")
-    length = config.get("max_seq_length") or _optional(folder / "tokenizer_config.json").get(
+    config = _read_if_present(folder / "sentence_bert_config.json")
+    length = config.get("max_seq_length") or _read_if_present(folder / "tokenizer_config.json").get(
         "model_max_length"
     )
     length = min(max_tokens, int(length or max_tokens))
@@ -53,37 +53,37 @@ def text_lengths(folder: Path) -> dict[str, int]:
 
 
 def _pooling(folder: Path) -> dict[str, Any]:
+    """Return `pooling` and `normalize` from modules.json and the configuration of its Pooling module."""
     file = folder / MODULES_FILE
     try:
-        modules = [
-            (module["type"], module["path"]) for module in json.loads(file.read_text(encoding="utf-8"))
-        ]
+        modules = json.loads(file.read_text(encoding="utf-8"))
+        types, paths = [module["type"] for module in modules], [module["path"] for module in modules]
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(
             f"{file} is not a list of modules ({error!r}); download or export the folder again"
         ) from error
-    kinds = tuple(kind.rpartition(".")[2] for kind, _ in modules if kind.startswith("sentence_transformers."))
-    if len(kinds) < len(modules) or kinds not in (_MODULES[:2], _MODULES):
+    names = tuple(kind.rpartition(".")[2] for kind in types if kind.startswith("sentence_transformers."))
+    if len(names) < len(types) or names not in (_MODULES[:2], _MODULES):
         raise UserError(
-            f"{file} asks for {', '.join(kind for kind, _ in modules)}, which is not supported; it must be "
+            f"{file} asks for {', '.join(types)}, which is not supported; it must be "
             "sentence_transformers' Transformer and Pooling, with or without Normalize"
         )
-    if modules[0][1]:
-        raise UserError(f"{file}: the model is in {modules[0][1]!r}; move it beside {MODULES_FILE}, path ''")
-    pooling = folder / modules[1][1] / "config.json"
+    if paths[0]:
+        raise UserError(f"{file}: the model is in {paths[0]!r}; move it beside {MODULES_FILE}, path ''")
+    pooling = folder / paths[1] / "config.json"
     config = read_json(pooling, what="which sets the pooling")
-    # Before version 5 there was a flag for each mode.
+    # Before version 5 there was a flag for each mode, such as pooling_mode_cls_token.
     flags = [name.removeprefix(_POOLING_FLAG) for name, on in config.items() if _POOLING_FLAG in name and on]
-    old = {"cls_token": "cls", "mean_tokens": "mean"}
-    mode = config.get("pooling_mode") or [old.get(flag, flag) for flag in flags] or "mean"
+    mode_of_flag = {"cls_token": "cls", "mean_tokens": "mean"}
+    mode = config.get("pooling_mode") or [mode_of_flag.get(flag, flag) for flag in flags] or "mean"
     if mode not in ("mean", "cls", ["mean"], ["cls"]):
         raise UserError(f"{pooling}: pooling {mode} is not supported; it must be mean or cls")
     if config.get("include_prompt") is False:
         raise UserError(
             f"{pooling}: include_prompt=false is not supported; prefixes are pooled like the text"
         )
-    return {"pooling": mode if isinstance(mode, str) else mode[0], "normalize": kinds == _MODULES}
+    return {"pooling": mode if isinstance(mode, str) else mode[0], "normalize": names == _MODULES}
 
 
-def _optional(file: Path) -> dict[str, Any]:
+def _read_if_present(file: Path) -> dict[str, Any]:
     return read_json(file, "") if file.is_file() else {}

@@ -91,7 +91,7 @@ class FolderSettings:
     lower_case: bool = False
     """Whether texts are lower-cased before the tokenizer."""
     derived: bool = False
-    """Whether any setting came from elsewhere than text_encoder.json."""
+    """Whether a setting comes from another source: the files of sentence-transformers, a model family, or the caller."""
 
 
 def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> FolderSettings:
@@ -99,8 +99,8 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
 
     text_encoder.json holds the fields of TextSettings, `pooling` (mean or cls), `normalize`, and `family` (a key of
     TEXT_FAMILIES, with its `task`) in place of prefixes. `given` has the same keys and overrides the file. A key that is
-    missing there is looked up in this order: the files of sentence-transformers; the family, which the folder's name may tell;
-    the defaults of TextSettings and Pooling.
+    missing there is looked up in this order: the files of sentence-transformers; the family (the given one, or the one whose
+    models have the folder's name); the defaults of TextSettings and Pooling.
 
     Raises:
         UserError: the prefixes are unknown, a key or value is unknown, or the files of sentence-transformers ask for something
@@ -116,9 +116,9 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
         raise UserError(
             f"{where}: {', '.join(sorted(unknown))} unknown. Allowed: {', '.join(_KEYS)}, family, task"
         )
-    # Then text_encoder.json and `given` alone determine the settings.
+    # Whether text_encoder.json and `given` determine all settings, without other files or a family.
     complete = PREFIXES.keys() <= values.keys() and family is None and not (folder / MODULES_FILE).is_file()
-    derived, source, is_stated = ({}, where, True) if complete else _deduce(folder, values, family)
+    derived, source, is_certain = ({}, where, True) if complete else _derive(folder, values, family)
     values = derived | values
     defaults = Pooling()
     mode, normalize = values.pop("pooling", defaults.mode), values.pop("normalize", defaults.normalize)
@@ -134,7 +134,7 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
     prefix = text.query_prefix.replace("{task}", str(task or SEARCH_TASK))
     text = dataclasses.replace(text, query_prefix=prefix)
     logging.getLogger(__name__).log(
-        logging.INFO if is_stated else logging.WARNING,
+        logging.INFO if is_certain else logging.WARNING,
         "encoder %s: prefixes %r and %r (%s); %s pooling, %s; at most %d tokens per query, %d per passage",
         folder,
         text.query_prefix,
@@ -148,33 +148,37 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
     return FolderSettings(text, pooling, lower_case, derived=bool(given) or not complete)
 
 
-def _deduce(folder: Path, values: Mapping[str, Any], family: str | None) -> tuple[dict[str, Any], str, bool]:
-    """Return settings for keys that `values` lacks, the source of the prefixes, and whether they are stated, not guessed."""
+def _derive(folder: Path, values: Mapping[str, Any], family: str | None) -> tuple[dict[str, Any], str, bool]:
+    """Derive settings from the files of sentence-transformers and the model family.
+
+    Returns the settings, a description of the source of the prefixes, and whether the prefixes are certain. They are not if they
+    follow from the folder's name, or if they are empty because no file gives any.
+    """
     modules = (folder / MODULES_FILE).is_file()
     from_files = read_sentence_transformers(folder) if modules else {}
     guess = next((name for name in TEXT_FAMILIES if _is_named_after(folder, name)), None)
     chosen = TEXT_FAMILIES.get(family or guess or "")
     prefixes: dict[str, Any] = {}
     if PREFIXES.keys() <= values.keys():
-        source, is_stated = "as given", True
+        source, is_certain = "as given", True
     elif family is None and PREFIXES.keys() <= from_files.keys():
-        source, is_stated = "the prompts of its sentence-transformers files", True
+        source, is_certain = "the prompts of its sentence-transformers files", True
     elif chosen:
         prefixes = {"query_prefix": chosen.query_prefix, "passage_prefix": chosen.passage_prefix}
-        source, is_stated = (
+        source, is_certain = (
             f"family {family}" if family else f"family {guess}, by the folder's name",
             bool(family),
         )
     elif modules:
         prefixes = dict.fromkeys(PREFIXES, "")
-        source, is_stated = f"no file gives prefixes; if the model needs some, add {_EXAMPLE}", False
+        source, is_certain = f"no file gives prefixes; if the model needs some, add {_EXAMPLE}", False
     else:
         raise UserError(
             f"encoder folder {folder}: no {SETTINGS_FILE} with its prefixes (query_prefix, passage_prefix), and no "
             f"{MODULES_FILE} of sentence-transformers. Add {_EXAMPLE}, or give another folder."
         )
     base = {"pooling": chosen.pooling} if chosen else {}
-    return base | text_lengths(folder) | from_files | prefixes, source, is_stated
+    return base | text_lengths(folder) | from_files | prefixes, source, is_certain
 
 
 _EXAMPLE = f'a {SETTINGS_FILE} such as {{"family": "e5"}} (families: {", ".join(TEXT_FAMILIES)})'

@@ -18,7 +18,7 @@ INITIAL_REORDER = 100
 _OVERHEAD = 12
 """Bytes per passage in addition to its codes: its leaf in ScaNN's tables, its entry in the file of offsets."""
 
-_LEVELS = ((2, True), (2, False), (4, False), (8, False))
+_ACCURACY_LEVELS = ((2, True), (2, False), (4, False), (8, False))
 """(code_dims, spilled) of `ScannConfig`, from the most to the least accurate, which is also from the most to the least memory."""
 
 
@@ -30,14 +30,15 @@ class ScannConfig:
     """Partitions of the tree; 0: no tree, every passage is scored."""
     leaves_to_search: int
     reorder: int
-    """Candidates whose quantised scores are replaced by exact ones, from the embeddings on disk. (With the vectors in memory, a
-    search had a tenth of the queries/s, and opening took three times the memory and time.)"""
+    """Candidates whose quantised scores are replaced by exact ones, computed from the embeddings on disk. ScaNN can also hold
+    the vectors in memory, but then a search had a tenth of the queries/s, and opening took three times the memory and time."""
     code_dims: int = 2
     """Dimensions that share one code of 4 bits."""
     spilled: bool = False
     """Whether each passage is also stored in a second leaf (SOAR, Sun et al. 2023): the same recall from half the leaves."""
     part: int = 0
-    """Passages in one part of the index, which bounds memory: ScaNN holds the vectors of a part while it builds. 0: one part."""
+    """Number of passages in each part of the index; 0: the index is one part. Parts bound the memory of a build, because ScaNN
+    holds the vectors of one part at a time."""
 
     def parts(self, passages: int) -> list[tuple[int, int]]:
         """Return the (start, stop) of each part, in order."""
@@ -106,7 +107,7 @@ def choose_scann(passages: int, dim: int, memory_gb: float | None = None) -> Sca
         return ScannConfig(leaves=0, leaves_to_search=0, reorder=0)
     budget = (memory_gb if memory_gb is not None else machine_gb()) * GB
     least = math.inf
-    for code_dims, spilled in _LEVELS:
+    for code_dims, spilled in _ACCURACY_LEVELS:
         for parts in range(1, 65):
             part = math.ceil(passages / parts)
             leaves = round(2 * math.sqrt(part))
@@ -142,7 +143,7 @@ def sizing_table(sizes: Iterable[int] = (10**6, 21 * 10**6, 10**8), dim: int = 7
             except UserError:
                 lines.append(f"| {size:,} | {budget} | too little | | | | | | |")
                 continue
-            sums = (
+            gigabytes = (
                 f"{needed_bytes(config, size, dim) / GB:.1f}"
                 for needed_bytes in (serving_bytes, building_bytes, disk_bytes)
             )
@@ -153,7 +154,7 @@ def sizing_table(sizes: Iterable[int] = (10**6, 21 * 10**6, 10**8), dim: int = 7
                 len(config.parts(size)),
                 f"{config.code_dims} dimensions",
                 "yes" if config.spilled else "no",
-                *sums,
+                *gigabytes,
             )
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

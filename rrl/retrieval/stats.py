@@ -40,7 +40,7 @@ class RetrieverStats:
         )
 
 
-class Meter:
+class StatsRecorder:
     """Collect the counts and latencies of `RetrieverStats`. Thread-safe."""
 
     def __init__(self) -> None:

@@ -26,6 +26,7 @@ class VectorFile:
             file.write_bytes(header)
         row_bytes = dim * DTYPE.itemsize
         present = (file.stat().st_size - len(header)) // row_bytes
+        # The last block of a complete file may be shorter than the others.
         self.rows = present if present == rows else present - present % block
         """Number of rows written so far."""
         os.truncate(file, len(header) + self.rows * row_bytes)

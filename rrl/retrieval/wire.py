@@ -22,11 +22,20 @@ from rrl.data.tables import PASSAGE_ID_FIELDS
 from rrl.retrieval.retriever import Hit
 
 FORMS = {"search-r1": "/retrieve", "flashrag": "/batch_search", "r1-searcher": "/queries"}
-"""The URL path of each format."""
+"""Formats of requests and answers by name, and the URL path of each."""
+
+_REQUEST_FIELDS = {
+    "/retrieve": ("queries", "topk", "return_scores"),
+    "/batch_search": ("query", "top_n", "return_score"),
+    "/search": ("query", "top_n", "return_score"),
+    "/queries": ("queries", "k", ""),
+}
+"""By URL path: the fields of a request that hold its queries, the number of passages, and whether to return scores. An empty
+name is no field."""
 
 _R1_SEARCHER_DOCUMENT = re.compile(r"(?:(\S+)\t)?(?:Title:[ ]*(.*?)[ ]*Text:[ ]*)?(.*)", re.DOTALL)
 """Matches the id, title and text of a document of R1-Searcher's service."""
-_TEXTS = ("title", "contents", "text", "body")
+_TEXT_FIELDS = ("title", "contents", "text", "body")
 """Fields of a document that may hold its title or text."""
 
 
@@ -111,11 +120,11 @@ def _passage(doc: Any) -> Passage | None:
     doc = {"contents": doc} if isinstance(doc, str) else doc
     if not isinstance(doc, dict):
         raise ValueError(f"a document must be an object or a string, got {doc!r:.60}")
-    texts = [doc[name] for name in _TEXTS if name in doc]
+    texts = [doc[name] for name in _TEXT_FIELDS if name in doc]
     if texts and all(text is None or (isinstance(text, str) and not text.strip()) for text in texts):
         return None
     given = {name: value for name, value in doc.items() if value is not None}
-    passage = passage_of(0, given)  # 0: id of a document without one, replaced below
+    passage = passage_of(0, given)  # a document without an id gets the id 0, which is replaced below
     if any(name in given for name in PASSAGE_ID_FIELDS):
         return passage
     content = hashlib.sha256(f"{passage.title}\n{passage.text}".encode("utf-8", "surrogatepass"))
@@ -126,24 +135,18 @@ def handle_request(
     path: str, body: Any, k: int, search: Callable[[list[str], int], list[list[Hit]]]
 ) -> dict[str, Any] | list[Any]:
     """Return the answer of a service to a request. Raises ValueError for a bad request, KeyError for an unknown path."""
-    names = {
-        "/retrieve": ("queries", "topk", "return_scores"),
-        "/batch_search": ("query", "top_n", "return_score"),
-        "/search": ("query", "top_n", "return_score"),
-        "/queries": ("queries", "k", ""),
-    }[path]
+    queries_field, top_k_field, scores_field = _REQUEST_FIELDS[path]
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
-    queries, top_k, return_scores = (
-        body.get(name, default) for name, default in zip(names, (None, None, False))
-    )
+    queries, top_k = body.get(queries_field), body.get(top_k_field)
+    return_scores = body.get(scores_field, False)
     single = path == "/search"
     queries = [queries] if single else queries
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise ValueError(f"{names[0]}: must be a {'string' if single else 'list of strings'}")
+        raise ValueError(f"{queries_field}: must be a {'string' if single else 'list of strings'}")
     top_k = k if top_k is None else top_k
     if type(top_k) is not int or top_k < 1:
-        raise ValueError(f"{names[1]}={top_k!r} must be a whole number of at least 1")
+        raise ValueError(f"{top_k_field}={top_k!r} must be a whole number of at least 1")
     hits = search(queries, top_k)
     if path == "/queries":
         return {

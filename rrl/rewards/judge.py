@@ -24,7 +24,7 @@ class Judge(Protocol):
 
 
 class ModelJudge:
-    """Sends each prompt to a model, in the form that the model's card requires, and parses its reply."""
+    """Sends each prompt to a model, with or without instructions as the model's card says, and parses its reply."""
 
     def __init__(self, answers: AnswerFn, card: JudgeCard | None = None) -> None:
         self.answers = answers

@@ -1,7 +1,7 @@
-"""The judge card: a file in a judge's folder that says which prompts the judge takes, and in which form.
+"""The judge card: a file in a judge's folder that says on which prompts the judge was trained, and whether with instructions.
 
-A small judge cannot follow the papers' instructions, so it is trained without them. A judge without a card takes every prompt
-as the paper prints it.
+A small judge cannot follow the papers' instructions, so it is trained without them. A judge without a card gets every prompt as
+the paper prints it.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ class JudgeCard:
     """The content of `rrl_judge.json`."""
 
     instructions: bool = True
-    """Whether prompts keep their system turn, which holds the paper's criteria. False: the judge was trained without it."""
+    """Whether prompts have their system message, which holds the paper's criteria. False: the judge was trained without it."""
     context: int = 8192
     """Maximum number of tokens of a prompt and its reply."""
     answer_tokens: int = 1024
     """Maximum number of tokens of a reply. TIRESRAG-R1's sufficiency prompt asks for reasoning before the score."""
     cases: tuple[str, ...] = ()
-    """Kinds of judge prompts that the judge was trained on, by the class names in `rrl.rewards.judge_prompts`. It refuses other
-    kinds. Empty: all."""
+    """Kinds of judge prompts that the judge was trained on: names of classes in `rrl.rewards.judge_prompts`, such as
+    "Sufficiency". Other kinds raise an error. Empty: all."""
 
     def __post_init__(self) -> None:
         for name, expected in (("instructions", bool), ("context", int), ("answer_tokens", int)):
@@ -38,12 +38,12 @@ class JudgeCard:
         at_least(1, self, "context", "answer_tokens")
 
     def prompt_for(self, judge_prompt: JudgePrompt) -> Prompt:
-        """Return the prompt in the judge's form. Raises UserError for a kind that the judge was not trained on."""
-        self.check(type(judge_prompt))
+        """Return the prompt, without its system message if `instructions` is False. Raises the error of `require_trained_on`."""
+        self.require_trained_on(type(judge_prompt))
         prompt = judge_prompt.prompt
         return prompt if self.instructions else dataclasses.replace(prompt, system="")
 
-    def check(self, *kinds: type) -> None:
+    def require_trained_on(self, *kinds: type) -> None:
         """Raise UserError for a kind of prompt that the judge was not trained on."""
         for kind in kinds:
             if self.cases and kind.__name__ not in self.cases:

@@ -18,7 +18,7 @@ from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rewards.judge import Judge, ModelJudge
 from rrl.rewards.judge_card import JudgeCard, read_judge_card
 from rrl.rewards.oracle import Oracle, require_gold
-from rrl.rewards.reader import Reader
+from rrl.rewards.reader import MIN_PROMPT_TOKENS, SPARE_TOKENS, Reader
 from rrl.rollout.config import EngineConfig
 
 KINDS = ("oracle", "model", "endpoint")
@@ -32,9 +32,9 @@ class JudgeConfig:
     """"oracle": scores by the gold passages that the data names. "model": a frozen decoder in the rollout engine. "endpoint": a
     service, see section judge_endpoint."""
     folder: str = ""
-    """kind="model": its Hugging Face folder. A judge card in it (`rrl.rewards.judge_card`) determines the form of the prompts."""
+    """kind="model": Hugging Face folder of the model. A judge card in it (`rrl.rewards.judge_card`) determines the prompts."""
     answer_tokens: int = JudgeCard.answer_tokens
-    """kind="model": maximum number of tokens of a reply, with its thoughts."""
+    """kind="model": maximum number of tokens of a reply, including the model's thoughts."""
     thinking: bool = False
     """kind="model": whether a model that can think before it answers (Qwen3) does so. Raise `answer_tokens` then."""
 
@@ -66,8 +66,7 @@ class JudgeSettings:
         """Read the sections of a config. Raises UserError for a wrong field."""
         judge = build(JudgeConfig, values.get("judge", {}), "judge")
         rollout = build(EngineConfig, values.get("judge_rollout", {}), "judge_rollout")
-        # Room for the reply and at least three more tokens, as `Reader` requires.
-        if judge.kind == "model" and rollout.context < judge.answer_tokens + 3:
+        if judge.kind == "model" and rollout.context < judge.answer_tokens + MIN_PROMPT_TOKENS + SPARE_TOKENS:
             raise UserError(
                 f"judge_rollout.context={rollout.context} must hold judge.answer_tokens={judge.answer_tokens} and a prompt"
             )

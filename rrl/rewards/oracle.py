@@ -14,9 +14,9 @@ from rrl.rewards.judge_prompts import (
     ShortAnswer,
     Sufficiency,
     Thinking,
-    Transcript,
     Validation,
 )
+from rrl.rewards.transcript import Transcript
 from rrl.text.metrics import cover_exact_match
 from rrl.text.normalize import normalize_answer, title_key
 
@@ -28,8 +28,8 @@ class Oracle:
     """Scores by the gold passages and the gold answers of each question.
 
     - `Sufficiency`: 1 if all gold passages were found.
-    - `Thinking`: the fraction of gold passages that the reasoning names (is the chain complete?) times the fraction of its
-      names and numbers that appeared before in the question or a document (is it grounded?), in tenths.
+    - `Thinking`: `chain_coverage`, the fraction of gold passages that the reasoning names, times `groundedness`, the fraction of
+      the names and numbers in the reasoning that appeared before in the question or a document; rounded to tenths.
     - `Relevance`: the fraction of the question's gold passages among the documents, rounded to tenths as in the papers'
       judges (one of four passages gives 0.2, as Python rounds 0.25 to 0.2).
     - `Correctness`, `Validation`: cover exact match.
@@ -45,18 +45,20 @@ class Oracle:
     def _grade(self, prompt: JudgePrompt) -> float:
         match prompt:
             case Sufficiency(question, transcript):
-                return float(_keys(gold_titles(question)) <= _keys(transcript.titles))
+                return float(_title_keys(gold_titles(question)) <= _title_keys(transcript.titles))
             case Thinking(question, transcript):
                 return round(chain_coverage(question, transcript) * groundedness(question, transcript), 1)
             case Relevance(question, passages):
-                gold = _keys(gold_titles(question))
-                return round(len(_keys(passage.title for passage in passages) & gold) / len(gold), 1)
+                gold = _title_keys(gold_titles(question))
+                return round(len(_title_keys(passage.title for passage in passages) & gold) / len(gold), 1)
             case Correctness(question, predicted) | Validation(question, predicted):
                 return cover_exact_match(predicted, question.answers)
             case ShortAnswer():
                 return prompt.score([prompt.predicted])
             case ErrorAnalysis(question, _, _, "mistaken", last_titles):
-                return float(bool(last_titles) and not _keys(last_titles) & _keys(gold_titles(question)))
+                return float(
+                    bool(last_titles) and not _title_keys(last_titles) & _title_keys(gold_titles(question))
+                )
             case ErrorAnalysis(question, transcript, _, "faithful"):
                 return float(groundedness(question, transcript) == 1.0)
             case ErrorAnalysis(question, transcript, _, "reached"):
@@ -64,7 +66,7 @@ class Oracle:
         raise TypeError(f"the oracle has no rule for {type(prompt).__name__}")
 
 
-def _keys(titles: Iterable[str]) -> set[str]:
+def _title_keys(titles: Iterable[str]) -> set[str]:
     return {title_key(title) for title in titles}
 
 

@@ -24,6 +24,12 @@ from rrl.text.chat import Prompt, after_thought, chat_ids, fitting_ids
 
 log = logging.getLogger(__name__)
 
+SPARE_TOKENS = 2
+"""Tokens of the context beyond the prompt and the answer, so that an answer that is too long ends at its own limit and not at the
+end of the context."""
+MIN_PROMPT_TOKENS = 1
+"""Tokens that the answer must leave for the prompt."""
+
 
 class ReaderReply(NamedTuple):
     """An answer, and the number of tokens of its prompt and of the answer."""
@@ -63,9 +69,11 @@ class Reader:
 
         Raises UserError if the answer leaves the prompt no room in the context.
         """
-        if config.context < answer_tokens + 3:
+        reserved = MIN_PROMPT_TOKENS + SPARE_TOKENS
+        if config.context < answer_tokens + reserved:
             raise UserError(
-                f"context={config.context} must be at least answer_tokens={answer_tokens} plus 3, to leave room for the prompt"
+                f"context={config.context} must be at least answer_tokens={answer_tokens} plus {reserved}, to leave room for "
+                "the prompt"
             )
         self.engine = Engine(decoder, tokenizer, config, mesh=mesh)
         self.params = nnx.state(decoder)
@@ -82,7 +90,7 @@ class Reader:
         self.engine.close()
 
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
-        """Return the model's answer to each prompt; a string is the user's turn of the chat template.
+        """Return the model's answer to each prompt; a string is the user message of the chat template.
 
         A prompt that does not fit the context loses its first part: a `Prompt` the first part of its body, a string its first
         tokens. `truncated` counts such prompts, and the first occurrence logs a warning.
@@ -94,8 +102,7 @@ class Reader:
         keys = [hashlib.sha256(repr(prompt).encode()).digest() for prompt in prompts]
         new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.cache}
         truncated_before = self.truncated
-        # Two spare tokens, so that an answer that is too long ends at its own limit and not at the end of the context.
-        room = self.engine.config.context - self.environment.turn_tokens - 2
+        room = self.engine.config.context - self.environment.turn_tokens - SPARE_TOKENS
         requests = [
             Request(
                 Question(str(i), prompt if isinstance(prompt, str) else prompt.user_message, ()),
@@ -132,6 +139,7 @@ class Reader:
         return after_thought("".join(responses(trajectory.segments))).strip()
 
     def _fitted(self, prompt: str | Prompt, room: int) -> Int[np.ndarray, "T"]:
+        """Return the token ids of a prompt, truncated to `room` tokens; count it in `truncated` if it is too long."""
         ids = chat_ids(self.engine.tokenizer, prompt, self.thinking)
         if len(ids) <= room:
             return ids

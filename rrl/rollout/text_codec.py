@@ -7,7 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rrl.models.tokenizer import token_bytes
-from rrl.text.encoding import plain_ids, special_name, text_ids
+from rrl.text.encoding import find_special_token, plain_ids, text_ids
 
 CACHED_TEXTS, MAX_CACHED_CHARACTERS = 4096, 4096
 """Size of the cache of encoded texts, and the maximum length of a text in it. Samples of a question read the same passages, and
@@ -34,7 +34,9 @@ class TextCodec:
 
     def encode_plain(self, text: str) -> np.ndarray:
         """Return the token ids of text from outside, such as a passage: names of special tokens are encoded as ordinary text."""
-        return plain_ids(self.tokenizer, text) if special_name(self.tokenizer, text) else self.encode(text)
+        return (
+            plain_ids(self.tokenizer, text) if find_special_token(self.tokenizer, text) else self.encode(text)
+        )
 
     def _encode(self, text: str) -> np.ndarray:
         ids = text_ids(self.tokenizer, text)

@@ -18,7 +18,8 @@ from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.miniwiki.names import SPLITS
 from rrl.models.weights import require_folder
 from rrl.retrieval.bm25 import Bm25Config
-from rrl.retrieval.encode import TextEncoder, load_text_encoder
+from rrl.retrieval.encode import TextEncoder
+from rrl.retrieval.encoder_folder import load_text_encoder
 from rrl.retrieval.folder import KINDS as INDEXES
 from rrl.retrieval.folder import index_identity, size_and_hash
 from rrl.retrieval.index import make_retriever, open_index, stored_retriever

@@ -17,7 +17,7 @@ from rrl.recipes.base import Recipe, check_tags
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.protocol import Append, message_ids
-from rrl.text.chat import chat_ids, opened_by_template
+from rrl.text.chat import chat_ids, template_adds_think_tag
 from rrl.text.encoding import plain_ids, text_ids
 
 
@@ -100,7 +100,7 @@ def demonstration_examples(
     for item in items:
         prompt = recipe.prompt(item.question)
         contexts = [[(chat_ids(tokenizer, prompt), False)]]
-        template_opens_thought = opened_by_template(tokenizer, prompt)
+        template_opens_thought = template_adds_think_tag(tokenizer, prompt)
         for segment in demonstrate(recipe, item, retrieve):
             if isinstance(segment, str):
                 # If the chat template already opens the thought, the expert does not open it again.
@@ -115,7 +115,7 @@ def demonstration_examples(
                 contexts[-1].append((body, False))
             else:
                 next_prompt = segment.prompt
-                template_opens_thought = not isinstance(next_prompt, np.ndarray) and opened_by_template(
+                template_opens_thought = not isinstance(next_prompt, np.ndarray) and template_adds_think_tag(
                     tokenizer, next_prompt
                 )
                 contexts.append(

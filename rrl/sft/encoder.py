@@ -24,7 +24,8 @@ from rrl.models.config import EncoderConfig
 from rrl.models.encoder import Encoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.retrieval.bm25 import Bm25Config
-from rrl.retrieval.encode import TextEncoder, make_truncating_tokenizer, pad, save_text_encoder
+from rrl.retrieval.encode import TextEncoder, make_truncating_tokenizer, pad
+from rrl.retrieval.encoder_folder import save_text_encoder
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.settings import TextSettings
 from rrl.sft.encoder_pairs import QUERY_KINDS, EncoderPairs, make_pairs

@@ -17,9 +17,10 @@ from rrl.miniwiki import KINDS, generate
 from rrl.models.hardware import ComputeConfig
 from rrl.report.summary import table
 from rrl.rewards.judge import Judge
-from rrl.rewards.judge_prompts import Correctness, JudgePrompt, Sufficiency, Thinking, transcript_of
+from rrl.rewards.judge_prompts import Correctness, JudgePrompt, Sufficiency, Thinking
 from rrl.rewards.judge_settings import JudgeSettings, judge_sections
 from rrl.rewards.oracle import Oracle
+from rrl.rewards.transcript import transcript_of
 from rrl.sft.judge_examples import JudgeExample, JudgeExamplesConfig, make_judge_examples
 from rrl.text.spans import Tag
 

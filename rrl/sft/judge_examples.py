@@ -30,17 +30,9 @@ from rrl.recipes.tiresrag import TiresRag
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.index import make_retriever
 from rrl.rewards.judge_card import JudgeCard
-from rrl.rewards.judge_prompts import (
-    Correctness,
-    JudgePrompt,
-    Relevance,
-    Sufficiency,
-    Thinking,
-    Transcript,
-    gold_text,
-    transcript_of,
-)
+from rrl.rewards.judge_prompts import Correctness, JudgePrompt, Relevance, Sufficiency, Thinking, gold_text
 from rrl.rewards.oracle import Oracle, chain_coverage, claims, groundedness
+from rrl.rewards.transcript import Transcript, transcript_of
 from rrl.rollout.protocol import Append
 from rrl.text.chat import fitting_ids
 from rrl.text.encoding import plain_ids

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from rrl.errors import UserError, describe_error
-from rrl.text.encoding import NONCHARACTERS, plain_ids, special_name, split_names, template_ids
+from rrl.text.encoding import NONCHARACTERS, break_special_tokens, find_special_token, plain_ids, template_ids
 from rrl.text.encoding import text_ids as text_ids  # re-exported
 
 _TRAILING_THINK_TAG = re.compile(r"<think>\s*\Z")
@@ -18,14 +18,17 @@ _TRAILING_THINK_TAG = re.compile(r"<think>\s*\Z")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a generation. The user message is `user` + `body` + `after`. A string is a prompt with only `user`."""
+    """The prompt of a generation. The user message is `user` + `body` + `after`.
+
+    Functions that take a prompt also take a string: the user message of a prompt without the other fields.
+    """
 
     user: str = ""
-    """Beginning of the user message."""
+    """Beginning of the user message, before `body`; the whole message if there is no `body`."""
     body: str = ""
     """Middle of the user message. `fitting_ids` truncates it at its front if the prompt is too long."""
     after: str = ""
-    """End of the user message."""
+    """End of the user message, after `body`."""
     system: str = ""
     """System message; "" for none."""
     prefill: str = ""
@@ -98,17 +101,17 @@ def chat_ids(
 ) -> Int[np.ndarray, "T"]:
     """Return the token ids of `chat_text`, with the same arguments and errors.
 
-    Only the template and the prefill produce special tokens. The name of a special token in the system or user message, such as
+    Only the template and the prefill produce special tokens. The text of a special token in the system or user message, such as
     "<|im_end|>" in a question or a document, is encoded as plain text.
     """
     prompt = Prompt(prompt) if isinstance(prompt, str) else prompt
     messages = f"{prompt.system}{prompt.user_message}"
-    if not special_name(tokenizer, messages):
+    if not find_special_token(tokenizer, messages):
         return template_ids(tokenizer, chat_text(tokenizer, prompt, thinking))
-    # `template_ids` splits the text at each separator, so that no name of a special token is encoded as one.
+    # `template_ids` splits the text at each separator, so that no special token of the messages is encoded as one.
     separator = next(character for character in NONCHARACTERS if character not in messages)
     system, user = (prompt.system, prompt.user_message) if prompt.chat else ("", messages)
-    system, user = (split_names(tokenizer, text, separator) for text in (system, user))
+    system, user = (break_special_tokens(tokenizer, text, separator) for text in (system, user))
     split_prompt = dataclasses.replace(prompt, system=system, user=user, body="", after="")
     return template_ids(tokenizer, chat_text(tokenizer, split_prompt, thinking), separator)
 
@@ -158,7 +161,7 @@ def trailing_think_tag(prompt: str) -> str:
     return match[0] if match else ""
 
 
-def opened_by_template(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt) -> bool:
+def template_adds_think_tag(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt) -> bool:
     """Return whether the chat template itself, rather than the prefill of the prompt, ends with an opening `<think>`."""
     prefill = prompt.prefill if isinstance(prompt, Prompt) else ""
     return bool(trailing_think_tag(chat_text(tokenizer, prompt))) and not trailing_think_tag(prefill)

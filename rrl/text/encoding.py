@@ -1,7 +1,8 @@
 """Encode texts into token ids. Read `text_ids` first.
 
-- `text_ids`: the exact text; names of special tokens become special tokens.
-- `plain_ids`: the exact text of users or documents; names of special tokens stay text.
+The text of a special token, such as "<|im_end|>", may occur in a question or a document. It must then be encoded like other text.
+- `text_ids`: the exact text; texts of special tokens become special tokens.
+- `plain_ids`: the exact text of users or documents; texts of special tokens are encoded like other text.
 - `template_ids`: the beginning of a sequence, such as the output of a chat template.
 """
 
@@ -20,8 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from rrl.text.characters import replace_lone_surrogates
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode noncharacters. Texts do not contain them, so `split_names` inserts one where the name of a special token is to be
-split."""
+"""Unicode noncharacters. Texts do not contain them, so one can mark where `break_special_tokens` splits a special token."""
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
@@ -30,7 +30,7 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "
     No space is put before the text, even if the tokenizer usually adds one (SentencePiece's dummy prefix): the text may be
     appended to another text.
     """
-    prefixless = _facts(tokenizer).without_prefix
+    prefixless = _properties(tokenizer).without_prefix
     if prefixless is None:
         return template_ids(tokenizer, text)
     # Set only when it differs, because other threads may be encoding.
@@ -42,27 +42,30 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
-    """Return `text_ids` of a text in which names of special tokens are plain text, such as a question or a document."""
-    parts = [text_ids(tokenizer, part) for part in _split_at_names(tokenizer, text)]
+    """Return `text_ids` of a text in which no special token counts as one, such as a question or a document."""
+    parts = [text_ids(tokenizer, part) for part in _parts_without_special_tokens(tokenizer, text)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def special_name(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return the first name of a special token in a text; "" if there is none."""
-    names = _facts(tokenizer).special_names
-    match = names.search(text) if names is not None else None
+def find_special_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return the text of the first special token in a text, such as "<|im_end|>"; "" if there is none."""
+    special_tokens = _properties(tokenizer).special_tokens
+    match = special_tokens.search(text) if special_tokens is not None else None
     return match[0] if match else ""
 
 
-def split_names(tokenizer: PreTrainedTokenizerBase, text: str, separator: str) -> str:
-    """Return the text with `separator`, one of `NONCHARACTERS`, inside the name of each special token."""
-    return separator.join(_split_at_names(tokenizer, text))
+def break_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str, separator: str) -> str:
+    """Return the text with `separator`, one of `NONCHARACTERS`, inside the text of each special token.
+
+    `template_ids` with the same separator then encodes them like other text.
+    """
+    return separator.join(_parts_without_special_tokens(tokenizer, text))
 
 
 def template_ids(tokenizer: PreTrainedTokenizerBase, text: str, separator: str = "") -> Int[np.ndarray, "T"]:
     """Return the token ids of a text at the beginning of a sequence, with the tokenizer's dummy prefix if it has one.
 
-    Names of special tokens become special tokens, except those with `separator` inside (`split_names`).
+    Texts of special tokens become special tokens, except those with `separator` inside (see `break_special_tokens`).
     """
     if separator and separator in text:
         first, *others = text.split(separator)
@@ -83,39 +86,42 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, text: str, separator: str =
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _TokenizerFacts:
+class _TokenizerProperties:
     """Properties of a tokenizer that are computed once."""
 
     vocabulary_size: int
     """Number of tokens when the properties were computed. If it has changed, tokens were added and the entry is stale."""
     without_prefix: Tokenizer | None
     """The tokenizer without its dummy prefix; None if it has no dummy prefix."""
-    special_names: re.Pattern[str] | None
-    """Matches the names of its special tokens; None if it has none. Names of a single character cannot be split and are
+    special_tokens: re.Pattern[str] | None
+    """Matches the texts of its special tokens; None if it has none. Texts of a single character cannot be split and are
     omitted."""
 
 
-_CACHE: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerFacts]" = weakref.WeakKeyDictionary()
+_CACHE: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerProperties]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _facts(tokenizer: PreTrainedTokenizerBase) -> _TokenizerFacts:
+def _properties(tokenizer: PreTrainedTokenizerBase) -> _TokenizerProperties:
     """Return the properties of a tokenizer, from the cache unless tokens were added to it."""
-    facts = _CACHE.get(tokenizer)
-    if facts is None or facts.vocabulary_size != len(tokenizer):
+    properties = _CACHE.get(tokenizer)
+    if properties is None or properties.vocabulary_size != len(tokenizer):
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(tokenizer.all_special_tokens)
         longest_first = sorted(
-            (name for name in special if len(name) > 1), key=lambda name: (-len(name), name)
+            (token for token in special if len(token) > 1), key=lambda token: (-len(token), token)
         )
-        names = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        facts = _CACHE[tokenizer] = _TokenizerFacts(len(tokenizer), _without_prefix(tokenizer), names)
-    return facts
+        pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        properties = _TokenizerProperties(len(tokenizer), _without_prefix(tokenizer), pattern)
+        _CACHE[tokenizer] = properties
+    return properties
 
 
-def _split_at_names(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
-    """Yield parts of the text that contain no name of a special token: each name is split after its first character."""
-    names, start = _facts(tokenizer).special_names, 0
-    while names is not None and (match := names.search(text, start)):
+def _parts_without_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
+    """Yield parts of the text that contain no special token: each special token is split after its first character."""
+    special_tokens, start = _properties(tokenizer).special_tokens, 0
+    while special_tokens is not None and (match := special_tokens.search(text, start)):
         yield text[start : match.start() + 1]
         start = match.start() + 1
     yield text[start:]

@@ -77,7 +77,7 @@ def _best_scores(
 ) -> AnswerScores:
     """Return the best scores of the predictions for the gold `answers`.
 
-    `texts` and `gold_texts` are the normalised predictions and gold answers. Metrics that must be 0 are not computed.
+    `texts` and `gold_texts` are the normalised `predictions` and `answers`. Metrics that must be 0 are not computed.
     """
     em = f1 = cem = 0.0
     for raw, text in zip(predictions, texts):
@@ -119,13 +119,15 @@ def cover_exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL)
 
 
 _Metric = Callable[[str, str, str, str, Rule], float]
-"""A function of the prediction (`raw`), its normalised form (`text`), the gold answer, its normalised form, and the rule."""
+"""`_exact`, `_f1` or `_cover`: (raw, text, gold, gold_text, rule) -> score. `raw` and `gold` are the prediction and a gold answer
+as they are; `text` and `gold_text` are their normalised forms."""
 
 
-def _best(score: _Metric, prediction: str, answers: Sequence[str], rule: Rule) -> float:
+def _best(metric: _Metric, prediction: str, answers: Sequence[str], rule: Rule) -> float:
+    """Return the metric of the prediction, the maximum over the gold answers."""
     _check_gold(answers)
     text = rule.normalize(prediction)
-    return max(score(prediction, text, gold, rule.normalize(gold), rule) for gold in answers)
+    return max(metric(prediction, text, gold, rule.normalize(gold), rule) for gold in answers)
 
 
 def _check_gold(answers: Sequence[str]) -> None:
@@ -147,17 +149,21 @@ def _unnormalized_match(raw: str, gold: str, rule: Rule) -> float:
 
 
 def _exact(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
-    if not gold_text and rule.empty == "written":
+    if not gold_text and rule.empty_gold == "unnormalized":
         return _unnormalized_match(raw, gold, rule)
     return float(text == gold_text)
 
 
 def _f1(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
-    if not gold_text or not text:  # see `Rule.empty`
-        if gold_text or rule.empty == "zero":
+    if not gold_text or not text:  # see `Rule.empty_gold`
+        if gold_text or rule.empty_gold == "zero":
             return 0.0
-        return _unnormalized_match(raw, gold, rule) if rule.empty == "written" else float(text == gold_text)
-    if rule.yes_no_whole and text != gold_text and (text in YES_NO or gold_text in YES_NO):
+        return (
+            _unnormalized_match(raw, gold, rule)
+            if rule.empty_gold == "unnormalized"
+            else float(text == gold_text)
+        )
+    if rule.yes_no_exact and text != gold_text and (text in YES_NO or gold_text in YES_NO):
         return 0.0
     predicted, gold_words = text.split(), gold_text.split()
     if not (shared := _overlap(predicted, gold_words)):
@@ -177,7 +183,7 @@ def _overlap(predicted: list[str], gold_words: list[str]) -> int:
 
 
 def _cover(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
-    if not gold_text and rule.empty == "written":
+    if not gold_text and rule.empty_gold == "unnormalized":
         return _unnormalized_match(raw, gold, rule)
     if rule.cover == "substring":
         return float(gold_text in text)  # every text contains "", as in FlashRAG's and Search-R1's scripts

@@ -21,12 +21,12 @@ _SPACE_QUOTES = str.maketrans(dict.fromkeys(string.punctuation + _QUOTES, " "))
 _BOOLEANS = {"True": "yes", "False": "no"}
 
 YES_NO = ("yes", "no", "noanswer")
-"""Answers for which a rule with `yes_no_whole` gives F1 only if both sides are equal (HotpotQA's script)."""
+"""Answers for which a rule with `yes_no_exact` gives F1 only if both sides are equal (HotpotQA's script)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """How answers are compared. The default is SQuAD's, except for gold answers that normalise to the empty string (`empty`)."""
+    """How answers are compared. The default is SQuAD's, except for gold answers that normalise to nothing (`empty_gold`)."""
 
     punctuation: Literal["drop", "space", "quotes"] = "drop"
     """How to treat ASCII punctuation: "drop" removes it ("U.S." is "us"); "space" replaces it by spaces ("u s"); "quotes"
@@ -35,36 +35,37 @@ class Rule:
     """Remove articles before punctuation: "A-team" is "team", not "ateam" (R3-RAG's released code)."""
     booleans: bool = False
     """Read the answers "True" and "False" as yes and no (TIRESRAG-R1's released code)."""
-    yes_no_whole: bool = False
-    """F1 is 0 if one side is yes, no or noanswer and the other side differs (HotpotQA, TIRESRAG-R1)."""
+    yes_no_exact: bool = False
+    """F1 is 0 if the prediction or the gold answer is yes, no or noanswer and the other differs (HotpotQA, TIRESRAG-R1)."""
     cover: Literal["phrase", "substring", "words"] = "phrase"
     """What cover-EM requires of the prediction: "phrase": the gold words, consecutive and in order; "substring": the gold
     characters ("art" in "party" counts); "words": all gold words in any order."""
-    empty: Literal["written", "equal", "zero"] = "written"
-    """How to score a gold answer that normalises to nothing ("The The", "A", "!!!"). "written": compare the texts before
-    normalisation, in lower case, so that an empty prediction never scores. "equal": two empty sides are equal (SQuAD 2.0).
-    "zero": they are equal for EM, but F1 is 0 (SQuAD 1.1)."""
+    empty_gold: Literal["unnormalized", "equal", "zero"] = "unnormalized"
+    """How to score a gold answer that normalises to nothing ("The The", "A", "!!!"). "unnormalized": compare the texts before
+    normalisation, in lower case, so that an empty prediction never scores. "equal": a prediction that also normalises to nothing
+    is equal to it (SQuAD 2.0). "zero": it is equal for EM, but F1 is 0 (SQuAD 1.1)."""
     f1_decimals: int | None = None
     """Decimals to which F1 is rounded (R-Search's released code: 2); None: not rounded."""
     canonical_unicode: bool = False
     """Compare texts in NFKC with HTML character references such as `&amp;` resolved. No published rule does this."""
 
     def __post_init__(self) -> None:
-        one_of(_TABLES, self, "punctuation")
+        one_of(_PUNCTUATION_TABLES, self, "punctuation")
         one_of(("phrase", "substring", "words"), self, "cover")
-        one_of(("written", "equal", "zero"), self, "empty")
+        one_of(("unnormalized", "equal", "zero"), self, "empty_gold")
 
     def normalize(self, text: str) -> str:
         """Return the text in lower case, without punctuation and articles, with single spaces."""
-        text = self._stripped(self.canonicalize(_BOOLEANS.get(text, text) if self.booleans else text))
+        text = self._lower_and_strip(self.canonicalize(_BOOLEANS.get(text, text) if self.booleans else text))
         return " ".join(text.split())
 
     def canonicalize(self, text: str) -> str:
         """Return the text in canonical Unicode if the rule requires it, otherwise unchanged."""
         return canonical_unicode(text) if self.canonical_unicode else text
 
-    def _stripped(self, text: str) -> str:
-        text, table = text.lower(), _TABLES[self.punctuation]
+    def _lower_and_strip(self, text: str) -> str:
+        """Return the text in lower case, without punctuation and articles."""
+        text, table = text.lower(), _PUNCTUATION_TABLES[self.punctuation]
         if self.articles_first:
             return _ARTICLES.sub(" ", text).translate(table)
         return _ARTICLES.sub(" ", text.translate(table))
@@ -77,37 +78,41 @@ class Rule:
         if lines.count("\n") != len(texts) - 1:
             return [self.normalize(text) for text in texts]
         # Normalising the joined lines equals normalising each: a line break is neither part of a word nor punctuation.
-        lines = self._stripped(lines)
+        lines = self._lower_and_strip(lines)
         return [" ".join(line.split()) for line in lines.split("\n")]
 
 
-_TABLES: dict[str, dict[int, Any]] = {
+_PUNCTUATION_TABLES: dict[str, dict[int, Any]] = {
     "drop": _DROP_PUNCTUATION,
     "space": _SPACE_PUNCTUATION,
     "quotes": _SPACE_QUOTES,
 }
 
 RRL = Rule(canonical_unicode=True)
-"""The rule that rrl uses for rewards and training metrics: SQuAD's, with canonical Unicode and `empty` as "written"."""
+"""The rule that rrl uses for rewards and training metrics: SQuAD's, with canonical Unicode and `empty_gold` as "unnormalized"."""
 
 RULES: Mapping[str, Rule] = {
     "rrl": RRL,
-    "squad": Rule(empty="zero"),
-    "squad2": Rule(empty="equal"),
-    "hotpotqa": Rule(yes_no_whole=True, empty="zero"),
-    "triviaqa": Rule(punctuation="quotes", empty="zero"),
-    "flashrag": Rule(yes_no_whole=True, cover="substring", empty="zero"),
-    "search-r1": Rule(cover="substring", empty="zero"),
-    "r-search": Rule(empty="zero"),
-    "r-search-released": Rule(empty="zero", f1_decimals=2),
-    "r3-rag": Rule(empty="zero"),
-    "r3-rag-released": Rule(articles_first=True, empty="zero"),
-    "tiresrag-r1": Rule(punctuation="quotes", booleans=True, yes_no_whole=True, cover="words", empty="zero"),
-    "r2ag": Rule(empty="zero"),
+    # The scripts of the data sets.
+    "squad": Rule(empty_gold="zero"),  # SQuAD 1.1
+    "squad2": Rule(empty_gold="equal"),  # SQuAD 2.0, also MuSiQue
+    "hotpotqa": Rule(yes_no_exact=True, empty_gold="zero"),  # also 2WikiMultiHopQA
+    "triviaqa": Rule(punctuation="quotes", empty_gold="zero"),
+    # Other projects.
+    "flashrag": Rule(yes_no_exact=True, cover="substring", empty_gold="zero"),
+    "search-r1": Rule(cover="substring", empty_gold="zero"),
+    # The four papers, and their released code where it differs. R2AG and R-Search's paper state SQuAD's rule. R3-RAG takes the
+    # best of all extracted short answers: give `score_answer` a list of predictions.
+    "r-search": Rule(empty_gold="zero"),
+    "r-search-released": Rule(empty_gold="zero", f1_decimals=2),
+    "r3-rag": Rule(empty_gold="zero"),
+    "r3-rag-released": Rule(articles_first=True, empty_gold="zero"),
+    "tiresrag-r1": Rule(
+        punctuation="quotes", booleans=True, yes_no_exact=True, cover="words", empty_gold="zero"
+    ),
+    "r2ag": Rule(empty_gold="zero"),
 }
-"""Rules by name: SQuAD 1.1; SQuAD 2.0, also MuSiQue's; HotpotQA's script, also 2WikiMultiHopQA's; those of TriviaQA, FlashRAG,
-Search-R1 and the four papers. R3-RAG takes the best of all extracted short answers: give `score_answer` a list of predictions.
-R2AG and R-Search's paper state SQuAD's rule. Names with "-released" are the rules of released code."""
+"""Rules by the name that a config gives."""
 
 
 def rule_named(name: str) -> Rule:

@@ -39,10 +39,10 @@ def listed_answers(reply: str) -> list[str] | None:
 
     None if there is no such list, or if it holds anything but strings and numbers.
     """
-    for match in re.finditer(r"(?<!\[)\[", reply):  # of "[[", only the first
+    for match in re.finditer(r"(?<!\[)\[", reply):  # "[[" starts one list, not two
         items = _list_at(reply[match.start() :])
         if items is None:
-            continue  # "Short answers [all equal]: [...]"
+            continue  # brackets that are not a list, as in 'Short answers [all equal]: ["4 July"]'
         if not all(isinstance(item, str | int | float) for item in items):
             return None
         return [str(item).strip() for item in items if str(item).strip()]
@@ -63,9 +63,9 @@ def _list_at(text: str) -> list[Any] | None:
 def chosen_letter(text: str, choices: int) -> str:
     """Return the letter that a reply to a multiple-choice question gives; "" if it gives none of the first `choices` letters.
 
-    A letter named as the answer ("the answer is (B)") has priority over one named as a choice, and that over one at the beginning
-    of a line. Of several, the last counts. The texts of the choices are not searched for: a reply without a letter is wrong
-    (LongBench-v2).
+    The first of these patterns that occurs gives the letter; if it occurs several times, the last time: a letter named as the
+    answer ("the answer is (B)"), one named as a choice ("option B"), one at the beginning of a line. The texts of the choices are
+    not searched for: a reply without a letter is wrong (LongBench-v2).
     """
     allowed = {chr(ord("A") + at) for at in range(choices)}
     for pattern in _LETTERS:

@@ -1,6 +1,7 @@
-"""Find tagged spans ("boxes") such as `<tag>...</tag>` in a text, with one rule for malformed ones. Read `boxes` first.
+"""Find tagged spans such as `<tag>...</tag>` in a text, with one rule for malformed ones. Read `boxes` first.
 
-A box is an opening tag and the nearest closing tag after it, without another opening tag of the same name between them:
+A tagged span is called a box here. A box is an opening tag and the nearest closing tag after it, without another opening tag of
+the same name between them:
 - `<a>x</a>` is one box, and so is an empty `<a></a>`;
 - in `<a>x<a>y</a>` only `y` is in a box: the first opening tag is never closed;
 - in `<a>x<a>y</a>z</a>` only `y` is in a box: boxes of one tag do not nest, and the last closing tag is stray;
@@ -14,8 +15,9 @@ import re
 from collections.abc import Sequence
 
 Tag = str | tuple[str, str]
-"""The name of a tag, or its opening and closing markers. If the closing marker is "", the opening marker is a heading (R3-RAG),
-such as "The final answer:". A heading has no box: the text that belongs to it ends at the next heading."""
+"""The name of a tag, or the pair of its markers, which open and close a box: ("<a>", "</a>") for the name "a". If the closing
+marker is "", the opening marker is a heading (R3-RAG), such as "The final answer:". A heading opens no box; the text that belongs
+to it ends at the next heading."""
 
 MARKER = re.compile(r"<[^<>\s]+>")
 """Matches any marker, opening or closing."""
@@ -90,12 +92,12 @@ def box_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
 
     No box may contain a marker of `tags`. Takes time linear in the length of the text.
     """
-    # (tag, whether it closes) by marker.
-    meanings = {marker: (tag, bool(at)) for tag in tags for at, marker in enumerate(markers(tag))}
+    # By marker: its tag, and whether it is the closing marker.
+    meanings = {marker: (tag, closes) for tag in tags for closes, marker in zip((False, True), markers(tag))}
     sequence: list[Tag] = []
     inside: Tag | None = None
-    for at, part in enumerate(re.split(f"({'|'.join(map(re.escape, meanings))})", text)):
-        if at % 2 == 0:
+    for index, part in enumerate(re.split(f"({'|'.join(map(re.escape, meanings))})", text)):
+        if index % 2 == 0:  # text between two markers
             if inside is None and part.strip():
                 return None
             continue

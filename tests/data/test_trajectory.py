@@ -7,7 +7,7 @@ import pytest
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
-from rrl.rewards.judge_prompts import transcript_of
+from rrl.rewards.transcript import transcript_of
 from rrl.rollout.episodes import EpisodeState, Request
 
 ROLES = np.array([PROMPT, POLICY, POLICY, ENVIRONMENT, POLICY, POLICY, ENVIRONMENT])
@@ -58,5 +58,7 @@ def test_an_empty_turn_separates_two_segments_of_the_environment():
     done = state.trajectory("no_action")
     assert [role for role, _ in done.segments] == [PROMPT, POLICY, ENVIRONMENT, POLICY, ENVIRONMENT]
     assert done.response == ["<search> x </search>", ""]
-    found = [text for role, text in transcript_of(done, "answer", searches=1).segments if role == ENVIRONMENT]
+    found = [
+        text for role, text in transcript_of(done, "answer", max_searches=1).segments if role == ENVIRONMENT
+    ]
     assert found == ["<observation> T </observation>", "Write a tag."]

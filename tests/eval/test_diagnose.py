@@ -6,8 +6,9 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.eval.diagnose import ERRORS, GOOD, OVER, UNDER, Diagnosis, diagnose, report
-from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency, transcript_of
+from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency
 from rrl.rewards.oracle import Oracle
+from rrl.rewards.transcript import transcript_of
 
 QUESTION = Question(
     "q", "Who is the spouse of the director of Silver Harbour?", ("Ivo Danes",), gold=("Film", "Director")

@@ -10,7 +10,7 @@ from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.r1_searcher import R1Searcher
 from rrl.recipes.research import ReSearch
 from rrl.recipes.search_r1 import SearchR1
-from rrl.rewards.judge_prompts import transcript_of
+from rrl.rewards.transcript import transcript_of
 from tests.recipes.sample_episodes import scored, trajectory, turns
 
 OPENED = (PROMPT, "system\nuser\nWho directed Silver Harbour?\nassistant\n<think>\n")

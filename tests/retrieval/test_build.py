@@ -14,13 +14,11 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError
-from rrl.retrieval.build import build_index, sample_queries, tune_recall
-from rrl.retrieval.dense import ScannIndex
+from rrl.retrieval.build import build_index
+from rrl.retrieval.build_state import BuildOptions
 from rrl.retrieval.folder import KINDS, index_identity
 from rrl.retrieval.index import open_index
-from rrl.retrieval.sizing import ScannConfig
 from tests.retrieval.fakes import WordEncoder
-from tests.retrieval.test_dense import clustered
 
 PASSAGES = [Passage(f"p{i}", f"Name {i}", f"fact {i * i} of {chr(97 + i % 26)}") for i in range(100)]
 
@@ -28,6 +26,7 @@ KILLED = """
 import os, signal, sys
 from rrl.retrieval.index import open_index
 from rrl.retrieval.build import build_index
+from rrl.retrieval.build_state import BuildOptions
 from tests.retrieval.fakes import WordEncoder
 
 def killed(stage, done, total):
@@ -35,7 +34,8 @@ def killed(stage, done, total):
         os.kill(os.getpid(), signal.SIGKILL)
 
 kind = sys.argv[3]
-build_index(sys.argv[1], sys.argv[2], kind, None if kind == "bm25" else WordEncoder(), block=10, progress=killed)
+encoder = None if kind == "bm25" else WordEncoder()
+build_index(sys.argv[1], sys.argv[2], kind, encoder, options=BuildOptions(block=10), progress=killed)
 """
 
 
@@ -71,11 +71,11 @@ def test_a_build_killed_at_60_percent_continues_to_the_same_index(tmp_path: Path
         out,
         kind,
         encoder_for(kind),
-        block=10,
+        options=BuildOptions(block=10),
         progress=lambda stage, done, _: progress_calls.append((stage, done)),
     )
     assert progress_calls[0] == ("count words" if kind == "bm25" else "embed", 60)
-    build_index(PASSAGES, tmp_path / "whole", kind, encoder_for(kind), block=10)
+    build_index(PASSAGES, tmp_path / "whole", kind, encoder_for(kind), options=BuildOptions(block=10))
     assert contents(out) == contents(tmp_path / "whole")
 
 
@@ -83,7 +83,7 @@ def test_a_build_killed_at_60_percent_continues_to_the_same_index(tmp_path: Path
 def test_a_build_killed_within_a_block_keeps_the_embeddings_it_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: float
 ) -> None:
-    monkeypatch.setattr("rrl.retrieval.build.SAVE_SECONDS", after)
+    monkeypatch.setattr("rrl.retrieval.build_embeddings.SAVE_SECONDS", after)
     embedded: list[str] = []
 
     class Counting(WordEncoder):
@@ -108,7 +108,7 @@ def test_a_build_killed_within_a_block_keeps_the_embeddings_it_saved(
 def test_a_damaged_partial_block_of_a_killed_build_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
 ) -> None:
-    monkeypatch.setattr("rrl.retrieval.build.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("rrl.retrieval.build_embeddings.SAVE_SECONDS", 0.0)
     out, partial = tmp_path / "index", tmp_path / "index.unfinished" / "begun.npz"
 
     def killed(stage: str, done: int, total: int) -> None:
@@ -135,9 +135,9 @@ def test_a_changed_corpus_is_embedded_again(tmp_path: Path) -> None:
 
     file, out = corpus(tmp_path), tmp_path / "index"
     with pytest.raises(RuntimeError):
-        build_index(file, out, "exact", Failing(), block=10)  # type: ignore[arg-type]
+        build_index(file, out, "exact", Failing(), options=BuildOptions(block=10))  # type: ignore[arg-type]
     file.write_text(file.read_text().replace('Name 3"', 'Other 3"'))
-    build_index(file, out, "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
+    build_index(file, out, "exact", WordEncoder(), options=BuildOptions(block=10))  # type: ignore[arg-type]
     build_index(open_index(out, WordEncoder()).passages, tmp_path / "whole", "exact", WordEncoder())  # type: ignore[arg-type]
     assert contents(out) == contents(tmp_path / "whole")
 
@@ -214,11 +214,11 @@ def test_the_error_names_a_cut_txt_with_a_line_that_is_not_a_number(tmp_path: Pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_index(file, out, "exact", WordEncoder(), block=10, progress=killed)  # type: ignore[arg-type]
+        build_index(file, out, "exact", WordEncoder(), options=BuildOptions(block=10), progress=killed)  # type: ignore[arg-type]
     cuts = tmp_path / "index.unfinished" / "cut.txt"
     cuts.write_bytes(b"\xff" + cuts.read_bytes()[1:])
     with pytest.raises(UserError, match=r"index\.unfinished: damaged, cut\.txt .*build again"):
-        build_index(file, out, "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
+        build_index(file, out, "exact", WordEncoder(), options=BuildOptions(block=10))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("kind", "last"), [("exact", "embed"), ("exact", "read"), ("bm25", "count words")])
@@ -241,10 +241,11 @@ import resource, sys
 from rrl.errors import UserError
 from rrl.retrieval.index import open_index
 from rrl.retrieval.build import build_index
+from rrl.retrieval.build_state import BuildOptions
 from tests.retrieval.fakes import WordEncoder
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), -1))
 try:
-    build_index(sys.argv[1], sys.argv[2], "exact", WordEncoder(), block=10)
+    build_index(sys.argv[1], sys.argv[2], "exact", WordEncoder(), options=BuildOptions(block=10))
 except UserError as error:
     sys.exit(str(error))
 """
@@ -262,8 +263,8 @@ def test_a_full_disk_raises_an_error_and_the_build_can_be_continued(tmp_path: Pa
     )
     assert "the disk is full" in full.stderr and "index.unfinished" in full.stderr
     assert "same command again" in full.stderr and "Traceback" not in full.stderr
-    build_index(file, out, "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
-    build_index(PASSAGES, tmp_path / "whole", "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
+    build_index(file, out, "exact", WordEncoder(), options=BuildOptions(block=10))  # type: ignore[arg-type]
+    build_index(PASSAGES, tmp_path / "whole", "exact", WordEncoder(), options=BuildOptions(block=10))  # type: ignore[arg-type]
     assert contents(out) == contents(tmp_path / "whole")
 
 
@@ -271,7 +272,9 @@ FILLING = """
 import subprocess, sys
 from pathlib import Path
 from rrl.errors import UserError
-from rrl.retrieval import build
+from rrl.retrieval import build_scann
+from rrl.retrieval.build import build_index
+from rrl.retrieval.build_state import BuildOptions
 from rrl.retrieval.index import open_index
 from rrl.retrieval.sizing import ScannConfig
 from rrl.data.passages import Passage
@@ -279,13 +282,13 @@ from tests.retrieval.test_build import contents, encoder_for
 
 disk, kind = Path(sys.argv[1]), sys.argv[2]
 passages = [Passage(f"p{i}", f"Name {i}", f"fact {i * i} of {chr(97 + i % 26)}") for i in range(600)]
-build.choose_scann = lambda *_: ScannConfig(5, 5, 50, spilled=True, part=400)
+build_scann.choose_scann = lambda *_: ScannConfig(5, 5, 50, spilled=True, part=400)
 
 def mount(options):
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=True)
 
 def build_in(folder):
-    build.build_index(passages, folder, kind, encoder_for(kind), block=200)
+    build_index(passages, folder, kind, encoder_for(kind), options=BuildOptions(block=200))
 
 size = 8
 mount(f"size={size}k")
@@ -359,11 +362,11 @@ def test_a_continued_build_still_counts_the_records_left_out_before(
     file.write_text('{"id": 1, "text": "x"}\nbroken\n{"id": 1, "text": "y"}\n{"id": 2, "text": "z"}\n')
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        build_index(file, tmp_path / "index", "bm25", on_error="skip")
+        build_index(file, tmp_path / "index", "bm25", options=BuildOptions(on_error="skip"))
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"line 2: not JSON.*--skip_broken"):
         build_index(file, tmp_path / "index", "bm25")
-    manifest = build_index(file, tmp_path / "index", "bm25", on_error="skip")
+    manifest = build_index(file, tmp_path / "index", "bm25", options=BuildOptions(on_error="skip"))
     assert (manifest["passages"], manifest["skipped"]) == (2, 2)
 
 
@@ -377,9 +380,11 @@ def test_other_columns_make_a_continued_build_read_the_corpus_again(
     file.write_text("1\tA long title\tshort text\n2\t\t\n")
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        build_index(file, tmp_path / "index", "bm25", columns=["id", "text", "title"])
+        build_index(file, tmp_path / "index", "bm25", options=BuildOptions(columns=["id", "text", "title"]))
     monkeypatch.undo()
-    manifest = build_index(file, tmp_path / "index", "bm25", columns=["id", "title", "text"])
+    manifest = build_index(
+        file, tmp_path / "index", "bm25", options=BuildOptions(columns=["id", "title", "text"])
+    )
     assert (manifest["passages"], manifest["left_out"]) == (1, 1)
     index = open_index(tmp_path / "index")
     assert index.search(["title"], 1)[0][0].passage == Passage("1", "A long title", "short text")
@@ -387,63 +392,8 @@ def test_other_columns_make_a_continued_build_read_the_corpus_again(
 
 def test_the_manifest_counts_cut_passages(tmp_path: Path) -> None:
     long = [Passage("long", "Long", "word " * 60), *PASSAGES, Passage("longer", "Longer", "word " * 70)]
-    manifest = build_index(long, tmp_path / "index", "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
+    manifest = build_index(long, tmp_path / "index", "exact", WordEncoder(), options=BuildOptions(block=10))  # type: ignore[arg-type]
     assert manifest["cut"] == 2
-
-
-def test_tuning_searches_more_leaves_until_the_target_recall() -> None:
-    points, queries = clustered(5000, 50)
-    index = ScannIndex.build(points, ScannConfig(leaves=100, leaves_to_search=1, reorder=20))
-    better, measured = tune_recall(index, queries)
-    assert measured["recall"] >= 0.99 and measured["queries"] == 50
-    assert 1 < better.config.leaves_to_search <= 100
-
-
-def test_the_manifest_records_the_recall_of_scann(tmp_path: Path) -> None:
-    manifest = build_index(PASSAGES, tmp_path / "index", "scann", WordEncoder())  # type: ignore[arg-type]
-    assert manifest["scann"]["measured"]["recall"] == 1
-    assert manifest == {
-        name: value
-        for name, value in json.loads((tmp_path / "index/manifest.json").read_text()).items()
-        if name not in ("format", "versions", "files")
-    }
-
-
-def test_a_build_that_lacked_memory_can_be_continued_with_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    progress_calls: list[int] = []
-
-    def killed(stage: str, done: int, total: int) -> None:
-        if stage == "ScaNN" and 0 < done < total:
-            raise KeyboardInterrupt
-
-    def build(
-        memory_gb: float, progress=lambda stage, done, _: stage == "ScaNN" and progress_calls.append(done)
-    ):
-        return build_index(
-            PASSAGES,
-            tmp_path / "index",
-            "scann",
-            WordEncoder(),  # type: ignore[arg-type]
-            memory_gb=memory_gb,
-            progress=progress,
-        )
-
-    monkeypatch.setattr(
-        "rrl.retrieval.build.choose_scann", lambda _, __, gb: ScannConfig(5, 5, 50, part=int(gb))
-    )
-    for memory_gb in (60, 50):
-        with pytest.raises(KeyboardInterrupt):
-            build(memory_gb, killed)
-    assert build(50)["scann"]["part"] == 50
-    assert progress_calls == [0, 50, 100]
-    assert len(open_index(tmp_path / "index", WordEncoder()).search(["Name 3"], 100)[0]) == 100  # type: ignore[arg-type]
-
-
-def test_sample_queries_are_titles_or_first_words() -> None:
-    passages = [Passage("0", "", "one two " * 20), Passage("1", "Title", "text")]
-    assert sorted(sample_queries(passages)) == sorted(["Title", " ".join(["one two"] * 6)])  # type: ignore[arg-type]
 
 
 def test_opening_and_searching_reads_only_the_returned_passages(tmp_path: Path) -> None:
@@ -459,32 +409,16 @@ def test_opening_and_searching_reads_only_the_returned_passages(tmp_path: Path) 
     assert len(read) == 2 == len(hits)
 
 
-def test_embeddings_continue_after_the_last_complete_block(tmp_path: Path) -> None:
-    from rrl.retrieval.vectors import VectorFile
-
-    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
-    file = VectorFile(tmp_path / "e.npy", 8, 3, block=3)
-    file.append(rows[:3])
-    with (tmp_path / "e.npy").open("ab") as stream:
-        stream.write(b"half a block")
-    again = VectorFile(tmp_path / "e.npy", 8, 3, block=3)
-    assert again.rows == 3
-    again.append(rows[3:6])
-    again.append(rows[6:])
-    np.testing.assert_array_equal(np.load(tmp_path / "e.npy"), rows)
-    assert VectorFile(tmp_path / "e.npy", 8, 3, block=3).rows == 8
-
-
 def test_shards_share_the_corpus(tmp_path: Path) -> None:
     ids: list[str] = []
     for part in range(3):
-        build_index(PASSAGES, tmp_path / str(part), "bm25", shard=(part, 3))
+        build_index(PASSAGES, tmp_path / str(part), "bm25", options=BuildOptions(shard=(part, 3)))
         ids += [passage.id for passage in open_index(tmp_path / str(part)).passages]
     assert sorted(ids) == sorted(passage.id for passage in PASSAGES)
     with pytest.raises(UserError, match="no passages for shard 100/101"):
-        build_index(PASSAGES, tmp_path / "more", "bm25", shard=(100, 101))
+        build_index(PASSAGES, tmp_path / "more", "bm25", options=BuildOptions(shard=(100, 101)))
     with pytest.raises(UserError, match="shard=3/3 must be"):
-        build_index(PASSAGES, tmp_path / "more", "bm25", shard=(3, 3))
+        build_index(PASSAGES, tmp_path / "more", "bm25", options=BuildOptions(shard=(3, 3)))
 
 
 @pytest.mark.parametrize("kind", ["scann", "exact"])

@@ -51,7 +51,7 @@ def test_a_moved_folder_returns_the_hits_of_the_index_in_memory(
 
 
 def test_a_folder_with_a_scann_tree_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.retrieval.build.choose_scann", lambda *_: ScannConfig(5, 5, 50))
+    monkeypatch.setattr("rrl.retrieval.build_scann.choose_scann", lambda *_: ScannConfig(5, 5, 50))
     build_index(CORPUS, tmp_path / "index", "scann", WordEncoder())  # type: ignore[arg-type]
     assert str(tmp_path).encode() not in b"".join(
         file.read_bytes() for file in (tmp_path / "index").rglob("*") if file.is_file()
@@ -165,7 +165,7 @@ def test_embeddings_are_memory_mapped(tmp_path: Path) -> None:
 def a_tree_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ScaNN use a tree for the 60 passages of `CORPUS`."""
     monkeypatch.setattr("rrl.retrieval.index.BRUTE_FORCE_BELOW", 60)
-    monkeypatch.setattr("rrl.retrieval.build.choose_scann", lambda *_: ScannConfig(5, 1, 10))
+    monkeypatch.setattr("rrl.retrieval.build_scann.choose_scann", lambda *_: ScannConfig(5, 1, 10))
 
 
 def stored(folder: Path, kind: str = "scann", passages: list[Passage] = CORPUS, **encoder: Any) -> Retriever:
@@ -312,7 +312,7 @@ def test_the_passage_file_is_closed_when_the_interpreter_exits(
 ) -> None:
     build_index(CORPUS, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
     passages = PassageFile(tmp_path / "index", len(CORPUS))
-    opened = passages._file
+    opened = passages._descriptor
     monkeypatch.setattr("rrl.retrieval.folder.os", None)  # as at interpreter exit, when modules are cleared
     del passages
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from rrl.data.passages import Passage
-from rrl.retrieval.encode import load_text_encoder, save_text_encoder
+from rrl.retrieval.encoder_folder import load_text_encoder, save_text_encoder
 
 torch = pytest.importorskip("torch", reason="torch is not installed; parity needs the extra [parity]")
 library = pytest.importorskip("sentence_transformers", reason="parity needs the extra [parity]")

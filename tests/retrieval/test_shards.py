@@ -10,6 +10,7 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.retrieval.build import build_index
+from rrl.retrieval.build_state import BuildOptions
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.remote import open_remote
 from rrl.retrieval.retriever import RetryPolicy, SearchFailed
@@ -37,7 +38,7 @@ def test_two_shards_together_return_the_hits_of_one_index(tmp_path: Path) -> Non
     try:
         for part in range(2):
             folder = tmp_path / str(part)
-            build_index(PASSAGES, folder, "exact", WordEncoder(), shard=(part, 2))  # type: ignore[arg-type]
+            build_index(PASSAGES, folder, "exact", WordEncoder(), options=BuildOptions(shard=(part, 2)))  # type: ignore[arg-type]
             command = [sys.executable, "-c", SERVE, str(folder)]
             processes.append(
                 subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)

@@ -16,7 +16,8 @@ import pytest
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.rewards.endpoint import TOKEN_LIMIT_FIELDS, Endpoint, EndpointReply
+from rrl.rewards.chat_requests import TOKEN_LIMIT_FIELDS, EndpointReply, request_body
+from rrl.rewards.endpoint import Endpoint
 from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rewards.judge import ModelJudge
 from rrl.rewards.judge_prompts import Correctness
@@ -163,12 +164,12 @@ def test_backoff_doubles_and_retry_after_replaces_it_up_to_the_maximum(service):
     endpoint = Endpoint(service.config(backoff=1.0, max_backoff=5.0, retries=5))
     busy = (500, {}, "")
     service.script = [busy, busy, busy, busy, (429, {"Retry-After": "3"}, "")]
-    endpoint._send_with_retries(endpoint._body("a"), stop)
+    endpoint._send_with_retries(request_body(endpoint.config, "a"), stop)
     low, high = 0.75, 1.25
     assert all(low * 2**i <= waited[i] <= high * 2**i for i in range(2)), waited
     assert 3.0 <= waited[2] <= 5.0 and waited[3] == 5.0 and waited[4] == 3.0
     service.script, waited[:] = [(429, {"Retry-After": "3600"}, "")], []
-    endpoint._send_with_retries(endpoint._body("b"), stop)
+    endpoint._send_with_retries(request_body(endpoint.config, "b"), stop)
     assert waited == [5.0]
 
 
@@ -429,7 +430,7 @@ def test_the_key_is_in_no_message_log_file_or_attribute(service, caplog, tmp_pat
             endpoint.answers([f"prompt {len(messages)}"])
         except (UserError, OSError) as error:
             messages.append(f"{error!r} {error.__cause__!r} {error.__context__!r}")
-        messages.append(f"{endpoint.__dict__}")
+        messages.append(f"{endpoint.__dict__} {endpoint.client.__dict__}")
     output = capfd.readouterr()
     files = [file.read_text() for file in (tmp_path / "answers").rglob("*.json")]
     assert "bad key ***" in caplog.text and "".join(messages).count("bad key ***") >= 2

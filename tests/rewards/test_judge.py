@@ -6,8 +6,9 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.errors import UserError
 from rrl.rewards.judge import ModelJudge
-from rrl.rewards.judge_prompts import Correctness, Sufficiency, Thinking, Transcript
+from rrl.rewards.judge_prompts import Correctness, Sufficiency, Thinking
 from rrl.rewards.reader import Reader
+from rrl.rewards.transcript import Transcript
 from rrl.rollout.config import EngineConfig
 from tests.rollout.world import make_world
 

@@ -7,7 +7,8 @@ from rrl.data.trajectory import POLICY
 from rrl.errors import UserError
 from rrl.rewards.judge import ModelJudge
 from rrl.rewards.judge_card import FILE, JudgeCard, read_judge_card, write_judge_card
-from rrl.rewards.judge_prompts import Correctness, Sufficiency, Transcript, Validation
+from rrl.rewards.judge_prompts import Correctness, Sufficiency, Validation
+from rrl.rewards.transcript import Transcript
 
 QUESTION = Question("q", "Who?", ("Ivo Danes",), gold=("A",))
 CASE = Sufficiency(QUESTION, Transcript(((POLICY, "thought"),)))

@@ -14,9 +14,10 @@ from rrl.models.tokenizer import load_tokenizer
 from rrl.parallel.mesh import make_mesh
 from rrl.rewards.judge import ModelJudge
 from rrl.rewards.judge_card import FILE, JudgeCard, write_judge_card
-from rrl.rewards.judge_prompts import Thinking, Transcript
+from rrl.rewards.judge_prompts import Thinking
 from rrl.rewards.judge_settings import JudgeSettings, judge_sections
 from rrl.rewards.oracle import Oracle
+from rrl.rewards.transcript import Transcript
 from tests.rollout.world import make_world
 
 KNOWN = Question("q", "Who?", ("x",), gold=("A",))

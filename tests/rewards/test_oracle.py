@@ -9,16 +9,9 @@ from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
 from rrl.miniwiki.experts import demonstrate
 from rrl.recipes.tiresrag import TiresRag
-from rrl.rewards.judge_prompts import (
-    Correctness,
-    Relevance,
-    ShortAnswer,
-    Sufficiency,
-    Thinking,
-    Transcript,
-    Validation,
-)
+from rrl.rewards.judge_prompts import Correctness, Relevance, ShortAnswer, Sufficiency, Thinking, Validation
 from rrl.rewards.oracle import Oracle, groundedness
+from rrl.rewards.transcript import Transcript
 
 QUESTION = Question(
     "q",

@@ -21,7 +21,7 @@ from rrl.models.cpu.layers import can_attend
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
-from rrl.retrieval.encode import load_text_encoder
+from rrl.retrieval.encoder_folder import load_text_encoder
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.retriever import Hit
 from rrl.rl.logprobs import token_logprobs

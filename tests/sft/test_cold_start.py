@@ -22,6 +22,7 @@ from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.card import read_card
 from rrl.recipes.r3rag import R3Rag
 from rrl.recipes.r3rag_steps import R3RagEnvironment, Step
+from rrl.rewards.chat_requests import request_body
 from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rollout.protocol import Append
 from rrl.runs.workdir import refuse_other_config
@@ -284,7 +285,7 @@ def test_a_repeated_temperature_uses_another_seed():
         (1.0, None),
         (0.5, 1),
     ]
-    bodies = [e._body("x") for e in service.endpoints]
+    bodies = [request_body(e.config, "x") for e in service.endpoints]
     assert "seed" not in bodies[0] and bodies[2]["seed"] == 1
 
 

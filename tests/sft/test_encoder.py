@@ -11,9 +11,10 @@ from rrl.errors import UserError
 from rrl.miniwiki import generate
 from rrl.models.tokenizer import load_tokenizer
 from rrl.retrieval.bm25 import Bm25Config
-from rrl.retrieval.encode import TextSettings, load_text_encoder
+from rrl.retrieval.encoder_folder import load_text_encoder
 from rrl.retrieval.folder import KINDS
 from rrl.retrieval.index import make_retriever
+from rrl.retrieval.settings import TextSettings
 from rrl.sft.encoder import (
     EncoderTrainingConfig,
     batches,

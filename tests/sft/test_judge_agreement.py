@@ -6,8 +6,9 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
-from rrl.rewards.judge_prompts import Correctness, Thinking, Transcript
+from rrl.rewards.judge_prompts import Correctness, Thinking
 from rrl.rewards.oracle import Oracle
+from rrl.rewards.transcript import Transcript
 from rrl.sft.judge_agreement import agreement, agreement_table, held_out_judge_examples, judge_examples_of
 from rrl.sft.judge_examples import PROMPT_KINDS, JudgeExample, JudgeExamplesConfig
 from rrl.text.spans import tag_named

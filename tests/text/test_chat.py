@@ -10,7 +10,7 @@ from rrl.text.chat import (
     chat_text,
     end_of_turn,
     fitting_ids,
-    opened_by_template,
+    template_adds_think_tag,
     trailing_think_tag,
 )
 from rrl.text.encoding import text_ids
@@ -144,11 +144,11 @@ def test_every_template_error_names_the_folder_and_the_fix(changed, template, re
 
 
 def test_a_thought_is_not_opened_twice_by_template_and_prefill(changed):
-    assert not opened_by_template(changed, "Who?")
+    assert not template_adds_think_tag(changed, "Who?")
     changed.chat_template = changed.chat_template.replace("assistant\n'", "assistant\n<think>\n'")
     for prompt in (Prompt("Who?"), Prompt("Who?", prefill="<think>")):
         assert chat_text(changed, prompt).endswith(f"{OPENING}<think>\n")
-    assert opened_by_template(changed, "Who?") and not opened_by_template(
+    assert template_adds_think_tag(changed, "Who?") and not template_adds_think_tag(
         changed, Prompt("", prefill="<think>")
     )
     assert chat_text(changed, Prompt("Who?", prefill="Answer:")).endswith(f"{OPENING}<think>\nAnswer:")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrl.models.tokenizer import load_tokenizer, token_bytes
-from rrl.text.encoding import plain_ids, special_name, split_names, template_ids, text_ids
+from rrl.text.encoding import break_special_tokens, find_special_token, plain_ids, template_ids, text_ids
 from tests.text.tokenizers import sentence_piece
 
 KINDS = ("legacy", "always", "first", "never")
@@ -40,9 +40,9 @@ def test_template_ids_begin_as_the_tokenizer_begins_a_text(kind):
 
 def test_special_tokens_added_later_are_recognised():
     tokenizer = sentence_piece("first")
-    assert special_name(tokenizer, "a <tool> b") == ""
+    assert find_special_token(tokenizer, "a <tool> b") == ""
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
-    assert special_name(tokenizer, "a <tool> b") == "<tool>"
+    assert find_special_token(tokenizer, "a <tool> b") == "<tool>"
     assert decoded(tokenizer, plain_ids(tokenizer, "a <tool> b")) == "a <tool> b"
     assert tokenizer.convert_tokens_to_ids("<tool>") in text_ids(tokenizer, "a <tool> b")
 
@@ -56,7 +56,7 @@ def test_plain_ids_encode_special_token_names_as_text(tokenizer, text):
     ids = plain_ids(tokenizer, text)
     assert not np.isin(ids, control).any() and np.isin(text_ids(tokenizer, text), control).any()
     assert decoded(tokenizer, ids) == text
-    marked = split_names(tokenizer, text, "\ufdd0")
+    marked = break_special_tokens(tokenizer, text, "\ufdd0")
     assert template_ids(tokenizer, marked, "\ufdd0").tolist() == ids.tolist()
 
 

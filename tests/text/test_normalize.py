@@ -48,7 +48,7 @@ def test_rules_are_found_by_name_and_their_fields_checked() -> None:
     assert normalize_answer("U.S.", rule_named("triviaqa")) == "u s"
     with pytest.raises(UserError, match=r"normalization='squat' is unknown; choose one of rrl, squad"):
         rule_named("squat")
-    for field in ("punctuation", "cover", "empty"):
+    for field in ("punctuation", "cover", "empty_gold"):
         with pytest.raises(UserError, match=f"{field}='x' is unknown"):
             Rule(**{field: "x"})
 

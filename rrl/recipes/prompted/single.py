@@ -13,7 +13,7 @@ from rrl.recipes.prompted.base import (
     parse_list,
 )
 from rrl.recipes.rsearch import READER_TEMPLATE
-from rrl.rewards.judge_prompts import parse_verdict
+from rrl.rewards.reply_parsing import parse_verdict
 from rrl.rollout.workflow import Generated, Retrieve
 
 
