@@ -30,12 +30,12 @@ from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.protocol import (
     CONTEXT,
     TURN_TOKENS,
-    Action,
     Append,
     Episode,
     Finish,
     Restart,
     SearchFor,
+    StepResult,
     Stream,
 )
 from rrl.text.chat import Prompt
@@ -149,7 +149,7 @@ class R2AGEnvironment:
             return output.base, output.predicted
         return output.base[: self.base_queries], output.predicted[: self.predicted_queries]
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         if stop in (TURN_TOKENS, CONTEXT):
             return Finish(TRUNCATED)
         output = parse_output(text)
@@ -158,7 +158,7 @@ class R2AGEnvironment:
             return SearchFor(queries[0], queries[1:])
         return Finish(STOP if output.stop else "no_action")
 
-    def observe(self, episode: Episode, *passages: Sequence[Passage] | None) -> Action:
+    def observe(self, episode: Episode, *passages: Sequence[Passage] | None) -> StepResult:
         if parse_output(episode.policy_texts[-1]).stop:
             return Finish(STOP)
         if isinstance(episode.question, RetrievalTree):
@@ -167,7 +167,7 @@ class R2AGEnvironment:
             return Finish("turn_limit")
         return Restart(self.prompt(episode.question, documents_of(episode.searches), None in passages))
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         return Finish("context_limit")
 
 

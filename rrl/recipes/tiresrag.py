@@ -31,7 +31,7 @@ from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match, token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import Tag, boxes
+from rrl.text.spans import Tag, tag_contents
 
 _RULES = (
     "You must reason **clearly and completely** inside <think> and </think> before providing any final answer. Always identify "
@@ -202,7 +202,7 @@ class TiresRag(Recipe):
             answers = [
                 content.strip()
                 for text in trajectory.response
-                for content in boxes(text, self.environment.answer)
+                for content in tag_contents(text, self.environment.answer)
             ]
             gold = trajectory.question.answers
             trajectory.answer = answers[-1] if answers else ""

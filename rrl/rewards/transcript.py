@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.text.chat import trailing_think_tag
-from rrl.text.spans import Tag, enclosed_content, without_boxes
+from rrl.text.spans import Tag, enclosed_content, without_tags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def transcript_of(
     shown = 0  # searches whose documents are in `segments`
     for role, text in trajectory.segments:
         if role == POLICY:
-            segments.append((role, prefill + without_boxes(text, answer)))
+            segments.append((role, prefill + without_tags(text, answer)))
             prefill = ""
             continue
         if role == PROMPT:

@@ -16,7 +16,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import Search
 from rrl.errors import UserError, integer_at_least, one_of
 from rrl.text.chat import Prompt
-from rrl.text.spans import MARKER, Tag, boxes, markers
+from rrl.text.spans import MARKER, Tag, markers, tag_contents
 
 EOS, TURN_TOKENS, CONTEXT = "<eos>", "<turn tokens>", "<context>"
 """The `stop` of a turn that paused for another reason than a stop string: the end-of-sequence token, the turn's token limit,
@@ -54,7 +54,7 @@ class Episode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFor:
-    """Action: retrieve passages, then apply the action that `Environment.observe` returns."""
+    """Result of a step: retrieve passages. `Environment.observe` then returns the result."""
 
     query: str
     parallel_queries: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class SearchFor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Append:
-    """Action: append a message to the context. Only `body` is cut to `Environment.observation_tokens`."""
+    """Result of a step: append an observation to the context. Only `body` is cut to `Environment.observation_tokens`."""
 
     prefix: str = ""
     body: str = ""
@@ -76,7 +76,7 @@ class Append:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restart:
-    """Action: clear the context and continue the episode with a new prompt, as R3-RAG does after each step.
+    """Result of a step: an observation that replaces the context by a new prompt, as R3-RAG does after each step.
 
     A prompt that does not fit the context goes to `Environment.overflow`."""
 
@@ -86,17 +86,22 @@ class Restart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finish:
-    """Action: end the episode."""
+    """Result of a step: the episode ends."""
 
     reason: str
     """Becomes `Trajectory.ended`."""
 
 
-Action = SearchFor | Append | Restart | Finish
+StepResult = SearchFor | Append | Restart | Finish
 
 
 class Environment(Protocol):
-    """The protocol between a policy and its tools."""
+    """The protocol between a policy and its tools.
+
+    In the terms of reinforcement learning: the state is an `Episode`, an action is the text that the policy writes in a turn,
+    and `step` returns the next observation or the end of the episode. The first observation is the recipe's prompt
+    (`rrl.recipes.base.Recipe.prompt`). One environment serves all episodes: its methods depend on their arguments only.
+    """
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -110,16 +115,17 @@ class Environment(Protocol):
     def observation_tokens(self) -> int:
         """Maximum tokens of an observation's body."""
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
-        """Return the action after a paused turn. `text` is the turn's text; `stop` is a stop string, EOS, TURN_TOKENS or
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
+        """Return the result of a turn. `text` is what the policy wrote in it; `stop` is a stop string, EOS, TURN_TOKENS or
         CONTEXT."""
 
-    def observe(self, episode: Episode, passages: Sequence[Passage] | None, /) -> Action:
-        """Return the action after a search. `passages` is None if the search failed. With parallel queries there is one such
-        argument per query, in order."""
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None, /) -> StepResult:
+        """Return the observation of a search, or the end. `passages` is None if the search failed.
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
-        """Return another action in place of `message`, which does not fit the context.
+        With parallel queries there is one such argument per query, in order."""
+
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
+        """Return another result in place of `message`, which does not fit the context.
 
         `room` is the number of free tokens in the context; an Append must leave `reserve_tokens` of them. If the returned
         message does not fit either, the episode ends as "context_limit"."""
@@ -199,13 +205,13 @@ class Stream:
         closing = markers(self.search)[1]
         return (closing, markers(self.answer)[1]) if self.stop_at_answer else (closing,)
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         last = episode.turn >= self.max_searches
         if stop == self.stops[0]:
-            queries = boxes(text, self.search)
+            queries = tag_contents(text, self.search)
             if queries and queries[-1].strip():
                 return Finish("search_limit") if last else SearchFor(queries[-1].strip())
-        elif boxes(text, self.answer):
+        elif tag_contents(text, self.answer):
             return Finish("answer")
         if stop == CONTEXT:
             return Finish("context_limit")
@@ -222,7 +228,7 @@ class Stream:
         reserve_tokens = self.turn_tokens if self.when_full == "cut" else 1
         return Append(f"\n{opening}\n", body, f"\n{closing}\n", reserve_tokens=reserve_tokens)
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         max_tokens = room - self.turn_tokens
         if isinstance(message, Restart) or self.when_full == "end" or max_tokens <= 0:
             return Finish("context_limit")
@@ -251,11 +257,11 @@ class SingleTurn:
     def stops(self) -> tuple[str, ...]:
         return ()
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         return Finish({EOS: "answer", CONTEXT: "context_limit"}.get(stop, "length"))
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
         raise NotImplementedError("a single-turn environment never searches")
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         raise NotImplementedError("a single-turn environment never appends a message")

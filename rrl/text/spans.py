@@ -1,12 +1,12 @@
-"""Find tagged spans such as `<tag>...</tag>` in a text, with one rule for malformed ones. Read `boxes` first.
+"""Find tagged spans such as `<tag>...</tag>` in a text, with one rule for malformed ones. Read `tag_contents` first.
 
-A tagged span is called a box here. A box is an opening tag and the nearest closing tag after it, without another opening tag of
+A span is an opening tag and the nearest closing tag after it, without another opening tag of
 the same name between them:
-- `<a>x</a>` is one box, and so is an empty `<a></a>`;
-- in `<a>x<a>y</a>` only `y` is in a box: the first opening tag is never closed;
-- in `<a>x<a>y</a>z</a>` only `y` is in a box: boxes of one tag do not nest, and the last closing tag is stray;
-- an opening tag without a closing tag is not a box, nor is a closing tag without an opening tag;
-- other tags inside a box are part of its content.
+- `<a>x</a>` is one span, and so is an empty `<a></a>`;
+- in `<a>x<a>y</a>` only `y` is in a span: the first opening tag is never closed;
+- in `<a>x<a>y</a>z</a>` only `y` is in a span: spans of one tag do not nest, and the last closing tag is stray;
+- an opening tag without a closing tag is not a span, nor is a closing tag without an opening tag;
+- other tags inside a span are part of its content.
 Tags are matched exactly: `<A>`, `<a >` and `<a/>` are text. The same rule holds for tags with other markers, such as
 `<|begin_of_query|>` and `<|end_of_query|>` (R1-Searcher).
 """
@@ -15,14 +15,14 @@ import re
 from collections.abc import Sequence
 
 Tag = str | tuple[str, str]
-"""The name of a tag, or the pair of its markers, which open and close a box: ("<a>", "</a>") for the name "a". If the closing
-marker is "", the opening marker is a heading (R3-RAG), such as "The final answer:". A heading opens no box; the text that belongs
-to it ends at the next heading."""
+"""The name of a tag, or the pair of its markers, which open and close a span: ("<a>", "</a>") for the name "a". If the closing
+marker is "", the opening marker is a heading (R3-RAG), such as "The final answer:". A heading opens no span; the text that
+belongs to it ends at the next heading."""
 
 MARKER = re.compile(r"<[^<>\s]+>")
 """Matches any marker, opening or closing."""
 
-_ONE_BOX = re.compile(r"\s*<[^<>\s]+>(.*)<[^<>\s]+>\s*", re.DOTALL)
+_ONE_SPAN = re.compile(r"\s*<[^<>\s]+>(.*)<[^<>\s]+>\s*", re.DOTALL)
 
 
 def markers(tag: Tag) -> tuple[str, str]:
@@ -35,14 +35,14 @@ def tag_named(name: str) -> Tag:
     return (name, "") if name.endswith(":") else name
 
 
-def boxed(tag: Tag, content: str) -> str:
-    """Return a box with spaces around its content."""
+def in_tags(tag: Tag, content: str) -> str:
+    """Return a span with spaces around its content."""
     opening, closing = markers(tag)
     return f"{opening} {content} {closing}"
 
 
-def boxes(text: str, tag: Tag) -> list[str]:
-    """Return the contents of the boxes of `tag` in order, with their white space. Takes time linear in the length of the text."""
+def tag_contents(text: str, tag: Tag) -> list[str]:
+    """Return the contents of the spans of `tag` in order, with their white space. Takes time linear in the length of the text."""
     opening, closing = markers(tag)
     contents = []
     for part in text.split(opening)[1:]:
@@ -52,14 +52,14 @@ def boxes(text: str, tag: Tag) -> list[str]:
     return contents
 
 
-def last_box(texts: Sequence[str], tag: Tag) -> str:
-    """Return the stripped content of the last box of `tag` in several separate texts; "" if there is none."""
-    contents = [content for text in texts for content in boxes(text, tag)]
+def last_content(texts: Sequence[str], tag: Tag) -> str:
+    """Return the stripped content of the last span of `tag` in several separate texts; "" if there is none."""
+    contents = [content for text in texts for content in tag_contents(text, tag)]
     return contents[-1].strip() if contents else ""
 
 
-def without_boxes(text: str, tag: Tag) -> str:
-    """Return the text with each box of `tag` removed, both its markers and its content. For a heading, return the text before it.
+def without_tags(text: str, tag: Tag) -> str:
+    """Return the text without the spans of `tag`, markers and contents. For a heading, return the text before it.
 
     Takes time linear in the length of the text.
     """
@@ -75,22 +75,22 @@ def without_boxes(text: str, tag: Tag) -> str:
 
 
 def count_tags(text: str, tag: Tag) -> tuple[int, int]:
-    """Return how often the opening and the closing tag occur, in boxes or stray."""
+    """Return how often the opening and the closing tag occur, in spans or stray."""
     opening, closing = markers(tag)
     return text.count(opening), text.count(closing)
 
 
-def has_exactly_one_box(texts: Sequence[str], tag: Tag) -> bool:
-    """Return whether the tag makes exactly one box in several texts and occurs nowhere else in them."""
+def has_exactly_one(texts: Sequence[str], tag: Tag) -> bool:
+    """Return whether the tag makes exactly one span in several texts and occurs nowhere else in them."""
     counts = [count_tags(text, tag) for text in texts]
     openings, closings = sum(c[0] for c in counts), sum(c[1] for c in counts)
-    return openings == closings == 1 and sum(len(boxes(text, tag)) for text in texts) == 1
+    return openings == closings == 1 and sum(len(tag_contents(text, tag)) for text in texts) == 1
 
 
-def box_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
-    """Return the tags of the boxes of a text that consists of boxes and white space alone; None for any other text.
+def tag_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
+    """Return the tags of the spans of a text that consists of spans and white space alone; None for any other text.
 
-    No box may contain a marker of `tags`. Takes time linear in the length of the text.
+    No span may contain a marker of `tags`. Takes time linear in the length of the text.
     """
     # By marker: its tag, and whether it is the closing marker.
     meanings = {marker: (tag, closes) for tag in tags for closes, marker in zip((False, True), markers(tag))}
@@ -111,5 +111,5 @@ def box_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
 
 def enclosed_content(text: str) -> str | None:
     """Return the content of a text that is enclosed by one pair of any markers; None for any other text."""
-    match = _ONE_BOX.fullmatch(text)
+    match = _ONE_SPAN.fullmatch(text)
     return match[1] if match else None

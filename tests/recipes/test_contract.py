@@ -56,10 +56,10 @@ def pieces(recipe: Recipe) -> st.SearchStrategy[str]:
     """Return a strategy for pieces of text: words, and the recipe's tags whole, unclosed and reversed."""
     tags = [*recipe.tags, "think", "original_evidence", "observation", "information"]
     marks = [marker for tag in tags for marker in markers(tag)]
-    boxes = [
+    spans = [
         f"{opening} {word} {closing}" for tag in tags for opening, closing in [markers(tag)] for word in WORDS
     ]
-    return st.sampled_from([*WORDS, *marks, *boxes])
+    return st.sampled_from([*WORDS, *marks, *spans])
 
 
 @st.composite

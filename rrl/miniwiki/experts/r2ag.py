@@ -9,7 +9,7 @@ from rrl.recipes.r2ag import R2AG
 from rrl.recipes.r2ag_rewards import BASE, NONE, PREDICTED, STOP_RETRIEVAL, THINK
 from rrl.rollout.protocol import Restart
 from rrl.text.normalize import title_key
-from rrl.text.spans import boxed
+from rrl.text.spans import in_tags
 
 
 @demonstrate.register
@@ -27,8 +27,8 @@ def demonstrate_r2ag(recipe: R2AG, item: MiniQuestion, retrieve: RetrieveFn) -> 
         stated, wanted = _facts(item, {title_key(passage.title) for passage in documents})
         thought = "\n".join(filter(None, [f"To find : {item.plan.facts}", " ".join(stated)]))
         queries = [hop.query for hop in wanted] or [STOP_RETRIEVAL]
-        boxes = [(THINK, thought), *((BASE, query) for query in queries), (PREDICTED, NONE)]
-        segments.append("\n".join(boxed(tag, text) for tag, text in boxes))
+        tagged = [(THINK, thought), *((BASE, query) for query in queries), (PREDICTED, NONE)]
+        segments.append("\n".join(in_tags(tag, text) for tag, text in tagged))
         results = [(hop, list(retrieve(hop.query))) for hop in wanted]
         hits = [
             bool(passages) and title_key(passages[0].title) == title_key(hop.title)

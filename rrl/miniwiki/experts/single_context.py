@@ -13,7 +13,7 @@ from rrl.recipes.r1_searcher import R1Searcher
 from rrl.recipes.research import ReSearch
 from rrl.recipes.rsearch import RSearch
 from rrl.recipes.search_r1 import SearchR1
-from rrl.text.spans import boxed
+from rrl.text.spans import in_tags
 
 
 @demonstrate.register
@@ -26,8 +26,8 @@ def demonstrate_rsearch(recipe: RSearch, item: MiniQuestion, retrieve: RetrieveF
     closing = [read[-1]]
     if recipe.use_evidence:
         evidence = " ".join(dict.fromkeys(hop.sentence for hop in item.plan.hops))
-        closing.append(boxed("original_evidence", evidence))
-    closing.append(boxed(recipe.environment.answer, item.question.answers[0]))
+        closing.append(in_tags("original_evidence", evidence))
+    closing.append(in_tags(recipe.environment.answer, item.question.answers[0]))
     builder.segments.append("\n".join(closing))
     return builder.segments
 
@@ -55,6 +55,6 @@ def demonstrate_r1_searcher(
     needed, *read = thoughts(item.plan)
     for thought, hop in zip([f" {needed}", *read], item.plan.hops):
         builder.search(f"{thought} ", hop)
-    answer = boxed(recipe.environment.answer, item.question.answers[0])
+    answer = in_tags(recipe.environment.answer, item.question.answers[0])
     builder.segments.append(f"{read[-1]} </think>\n{answer}")
     return builder.segments

@@ -12,7 +12,7 @@ from rrl.miniwiki.experts.demonstration import (
 from rrl.miniwiki.questions import MiniQuestion
 from rrl.recipes.tiresrag import TiresRag
 from rrl.rollout.protocol import Append
-from rrl.text.spans import boxed
+from rrl.text.spans import in_tags
 
 
 @demonstrate.register
@@ -25,14 +25,14 @@ def demonstrate_tiresrag(recipe: TiresRag, item: MiniQuestion, retrieve: Retriev
     environment = recipe.environment
     builder = DemonstrationBuilder(environment, item, retrieve)
     early, mistake = early_answer(item, recipe.shown_reflections)
-    texts = [boxed("think", thought) for thought in thoughts(item.plan)]
+    texts = [in_tags("think", thought) for thought in thoughts(item.plan)]
     texts[0] = texts[0].removeprefix("<think>")  # the prompt has opened it
     for index, hop in enumerate(item.plan.hops):
         if index == early:
-            builder.segments += [texts[index], Append(f"\n{boxed(environment.answer, mistake)}\n")]
-            texts[index] = boxed("think", f"Not yet. To find : {hop.query}")
+            builder.segments += [texts[index], Append(f"\n{in_tags(environment.answer, mistake)}\n")]
+            texts[index] = in_tags("think", f"Not yet. To find : {hop.query}")
         builder.search(f"{texts[index]}\n", hop)
-    builder.segments.append(f"{texts[-1]}\n{boxed(environment.answer, item.question.answers[0])}")
+    builder.segments.append(f"{texts[-1]}\n{in_tags(environment.answer, item.question.answers[0])}")
     return builder.segments
 
 
