@@ -56,8 +56,8 @@ def policy_loss(
         "entropy": jnp.sum(mask * scores.entropy),
         "ratio": jnp.sum(mask * ratio),
         "clip_fraction": jnp.sum(mask * clipped),
-        "step_kl": jnp.sum(mask * kl_estimate(old, scores.logp, "k3")),
-        "logp_gap": jnp.sum(mask * jnp.abs(scores.logp - old)),
+        "approx_kl": jnp.sum(mask * kl_estimate(old, scores.logp, "k3")),
+        "sampling_logp_diff": jnp.sum(mask * jnp.abs(scores.logp - old)),
         "tokens": jnp.sum(mask),
     }
 

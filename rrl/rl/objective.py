@@ -113,7 +113,16 @@ class ObjectiveConfig:
     def sum_names(self) -> tuple[str, ...]:
         """Names of the sums over tokens that `policy_loss` returns; `rrl.rl.update` explains them."""
         weights = ("importance",) if self.importance_cap is not None else ()
-        return ("kl", "entropy", "ratio", "clip_fraction", "step_kl", "logp_gap", "tokens", *weights)
+        return (
+            "kl",
+            "entropy",
+            "ratio",
+            "clip_fraction",
+            "approx_kl",
+            "sampling_logp_diff",
+            "tokens",
+            *weights,
+        )
 
     def rows_per_microbatch(self, length: int, shards: int = 1) -> int:
         """Number of rows of this length in a microbatch; each data shard gets the same number, at least one."""

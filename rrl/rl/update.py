@@ -160,7 +160,7 @@ class Updater:
                 np.abs(old - t.logps)[t.roles == POLICY]
                 for old, t in zip(old_logps, trajectories, strict=True)
             ]
-            gap = {"logp_gap": float(np.concatenate(gaps).mean())}
+            gap = {"sampling_logp_diff": float(np.concatenate(gaps).mean())}
         if reference_logprobs is None:
             reference_logprobs = self.reference_logprobs(reference, frozen, trajectories)
         minibatches = self._pack_minibatches(trajectories, advantages, old_logps, reference_logprobs)
@@ -249,9 +249,9 @@ def _update_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     is finite.
       loss, grad_norm: of each step.
       kl, entropy, ratio, clip_fraction: means over policy tokens; kl is that from the reference.
-      step_kl: mean over policy tokens of the k3 estimate of KL(old policy || current policy).
+      approx_kl: mean over policy tokens of the k3 estimate of KL(old policy || current policy).
       importance: mean truncated importance weight; only with `ObjectiveConfig.importance_cap`.
-      logp_gap: mean |trainer's log-probability - sampler's| over policy tokens, measured before the first step. With
+      sampling_logp_diff: mean |trainer's log-probability - sampler's| over policy tokens, measured before the first step. With
         `ObjectiveConfig.importance_cap` over all trajectories (`Updater.__call__`), otherwise over those of the first minibatch.
       skipped: number of updates skipped since the start of the run.
     """
@@ -266,7 +266,7 @@ def _update_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     ]
     finite = [step for step in means if math.isfinite(step["grad_norm"])] or means
     metrics = {name: float(np.mean([step[name] for step in finite])) for name in means[0]}
-    return metrics | {"logp_gap": means[0]["logp_gap"], "skipped": means[-1]["skipped"]}
+    return metrics | {"sampling_logp_diff": means[0]["sampling_logp_diff"], "skipped": means[-1]["skipped"]}
 
 
 class GradientAccumulator:
