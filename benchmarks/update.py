@@ -36,7 +36,7 @@ from rrl.rl.batch import Batch
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
-from rrl.rl.update import Updater, microbatches
+from rrl.rl.update import Updater, pack_minibatch
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 
@@ -121,7 +121,7 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
             microbatch_tokens=rows * length // 4,
             parallel_microbatches=2,
         )
-        batches, total = microbatches(
+        batches, total = pack_minibatch(
             *random_trajectories(rows, length, prompt, config.vocab_size), objective
         )
         with tempfile.TemporaryDirectory() as folder:
@@ -225,7 +225,7 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     selected = range(len(trajectories) // rows_per_batch * rows_per_batch)
     single_rows = [microbatches([trajectories[i]], advantages[[i]], padded)[0][0] for i in selected]
     batches = {
-        "packed": microbatches(trajectories, advantages, packed)[0],
+        "packed": pack_minibatch(trajectories, advantages, packed)[0],
         "padded": [
             jax.tree.map(lambda *x: np.concatenate(x), *single_rows[i : i + rows_per_batch])
             for i in range(0, len(single_rows), rows_per_batch)
@@ -276,7 +276,7 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
                 parallel_microbatches=2,
                 share_prefixes=share,
             )
-            batches, total = microbatches(trajectories, advantages, objective)
+            batches, total = pack_minibatch(trajectories, advantages, objective)
             positions[name] = sum(batch.tokens.size for batch in batches)
             runner = StepRunner(Decoder(config, rngs=nnx.Rngs(0), attention=ATTENTION), objective)
             sides[name] = lambda runner=runner, batches=batches, total=total: seconds(  # type: ignore[misc]

@@ -28,12 +28,11 @@ from rrl.models.lora import add_lora
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import optimizer_shardings, shardings
 from rrl.plan.hlo import Traffic, collectives
-from rrl.rl.accumulate import GradientAccumulator
 from rrl.rl.batch import Batch
 from rrl.rl.critic import Critic
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
-from rrl.rl.update import Updater
+from rrl.rl.update import GradientAccumulator, Updater
 from rrl.rollout.automaton import compile_stops
 from rrl.rollout.loop import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
 from rrl.train.settings import TrainSettings
@@ -159,7 +158,7 @@ def compile_update(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> C
     """Compile the gradient accumulation of the largest microbatch: log-probabilities under the policy (and
     under the reference, unless the KL is part of the reward), loss, backward pass."""
     accumulator = _updater(settings, model).accumulator
-    batch = _microbatch(settings.train.objective, settings.train.objective.extras, mesh)
+    batch = _microbatch(settings.train.objective, settings.train.objective.extra_names, mesh)
     frozen = (model.reference, model.fixed)
     return _compile_accumulation("update", accumulator, model.params, frozen, batch, mesh)
 

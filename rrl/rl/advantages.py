@@ -146,7 +146,7 @@ def low_spread(
     low = np.full_like(high, np.inf)
     np.maximum.at(high, index, rewards)
     np.minimum.at(low, index, rewards)
-    return (high - low)[index] <= threshold + 1e-8
+    return (high - low)[index] <= threshold + 1e-8  # equal sums of components may differ by rounding
 
 
 def _group_statistics(

@@ -1,9 +1,10 @@
-"""`Batch`: packed rows of tokens with their per-token arrays, as one pytree."""
+"""`Batch`: packed rows of tokens with their per-token arrays, as one pytree. `take_rows` selects rows."""
 
 import dataclasses
 import functools
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 
@@ -24,3 +25,14 @@ class Batch:
     branches: Int[Array, "B T"] | None = None
     """Branch of each token in a segment that is a prefix tree (`rrl.rl.prefix_tree`): 0 is the trunk, which all later tokens of
     the segment see; 1, 2, ... are branches, visible only to their own tokens. None: no segment branches."""
+
+
+def take_rows(batch: Batch, rows: Int[np.ndarray, "B"]) -> Batch:
+    """Selects rows of a batch of NumPy arrays; index -1 gives a row of padding."""
+
+    def take(x: np.ndarray) -> np.ndarray:
+        out = x[rows]
+        out[np.asarray(rows) < 0] = 0
+        return out
+
+    return jax.tree.map(take, batch)

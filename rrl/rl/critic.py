@@ -17,14 +17,15 @@ from rrl.errors import UserError, at_least
 from rrl.models.config import DecoderConfig
 from rrl.models.heads import ValueModel
 from rrl.parallel.mesh import data_shards, use_mesh
-from rrl.rl.accumulate import GradientAccumulator
 from rrl.rl.advantages import whiten
 from rrl.rl.batch import Batch
-from rrl.rl.batching import PerTokenFunction, pack_trajectories, packed_token_counts
 from rrl.rl.gae import gae, values_before_tokens
+from rrl.rl.minibatches import balanced_minibatches
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, init_optimizer, make_optimizer, split_trained
-from rrl.rl.packing import even_shares
+from rrl.rl.packing import pack_trajectories
+from rrl.rl.per_token import PerTokenFunction
+from rrl.rl.update import GradientAccumulator, Minibatch
 from rrl.rl.values import MOMENTS, explained_variance, value_loss, value_moments
 
 CriticState = tuple[PyTree, PyTree]
@@ -51,7 +52,7 @@ class CriticConfig:
     epochs: int = 1
     """Passes over a rollout batch."""
     minibatches: int = 1
-    """Optimiser steps per epoch. The trajectories are divided among them so that each gets about as many tokens."""
+    """Optimiser steps per epoch. Each gets a part of the trajectories, with nearly equal numbers of tokens."""
     warmup_steps: int = 0
     """Number of first updates in which only the critic learns and the policy stays as it is."""
 
@@ -97,7 +98,7 @@ class Critic:
     def __init__(
         self,
         graph: nnx.GraphDef,
-        fixed: PyTree,
+        frozen: PyTree,
         optimizer: optax.GradientTransformation,
         config: CriticConfig,
         objective: ObjectiveConfig,
@@ -107,16 +108,16 @@ class Critic:
 
         Args:
           graph: the value model's, from `split_trained`.
-          fixed: its parameters that are not trained, from `split_trained`.
+          frozen: its parameters that are not trained, from `split_trained`.
           optimizer: of the trained parameters.
           config: the critic's.
           objective: sets how trajectories are packed and whether advantages are whitened.
           mesh: devices; None: the default device.
         """
-        self.config, self.objective, self.mesh, self.fixed = config, objective, mesh, fixed
+        self.config, self.objective, self.mesh, self.frozen = config, objective, mesh, frozen
 
-        def values(params: PyTree, fixed: PyTree, batch: Batch) -> jax.Array:
-            values_after = nnx.merge(graph, params, fixed).values(
+        def values(params: PyTree, frozen: PyTree, batch: Batch) -> jax.Array:
+            values_after = nnx.merge(graph, params, frozen).values(
                 batch.tokens,
                 positions=batch.positions,
                 segment_ids=batch.segment_ids,
@@ -124,12 +125,12 @@ class Critic:
             )
             return values_before_tokens(values_after)
 
-        def named_values(params: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
-            return {"value": values(params, fixed, batch)}
+        def named_values(params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, jax.Array]:
+            return {"value": values(params, frozen, batch)}
 
-        def loss(params: PyTree, fixed: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def loss(params: PyTree, frozen: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
             old, returns = batch.extras["value"], batch.extras["return"]
-            losses, clipped = value_loss(values(params, fixed, batch), old, returns, clip=config.clip)
+            losses, clipped = value_loss(values(params, frozen, batch), old, returns, clip=config.clip)
             mask = batch.loss_mask.astype(jnp.float32)
             sums = value_moments(old, returns, mask) | {"clip_fraction": jnp.sum(mask * clipped)}
             return jnp.sum(mask * losses), sums
@@ -157,7 +158,7 @@ class Critic:
         rewards = [t.token_rewards for t in trajectories]
         if penalties is not None:
             rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-        values = self._token_values(state[0], self.fixed, trajectories)["value"]
+        values = self._token_values(state[0], self.frozen, trajectories)["value"]
         advantages, returns = self._gae(values, rewards, trajectories)
         masks = [t.roles == POLICY for t in trajectories]
         values = [np.where(mask, value, 0.0) for mask, value in zip(masks, values, strict=True)]
@@ -210,25 +211,16 @@ class Critic:
           The new state, and metrics: loss (mean over policy tokens), clip_fraction, grad_norm and skipped; and
           explained_variance, value and return, which are measured with the values before this update.
         """
-        config = self.config
-        packed: list[tuple[list[Batch], int]] = []
-        for share in self._minibatches(trajectories):
-            chosen = [trajectories[i] for i in share]
-            extras = {
-                "value": [estimate.values[i] for i in share],
-                "return": [estimate.returns[i] for i in share],
-            }
-            packed_share = pack_trajectories(chosen, self.objective, data_shards(self.mesh), extras)
-            packed.append((packed_share.buckets.batches, max(sum(t.policy_tokens for t in chosen), 1)))
+        minibatches = self._pack_minibatches(trajectories, estimate)
         steps: list[dict[str, float]] = []
         params, opt_state = state
         with use_mesh(self.mesh):
-            for batches, divisor in packed * config.epochs:
+            for batches, divisor in minibatches * self.config.epochs:
                 params, opt_state, sums = self.accumulator.step(
-                    params, opt_state, self.fixed, batches, divisor
+                    params, opt_state, self.frozen, batches, divisor
                 )
                 steps.append(sums | {"clip_fraction": sums["clip_fraction"] / divisor})
-        first_epoch = {name: sum(sums[name] for sums in steps[: len(packed)]) for name in MOMENTS}
+        first_epoch = {name: sum(sums[name] for sums in steps[: len(minibatches)]) for name in MOMENTS}
         tokens = max(first_epoch["count"], 1.0)
         metrics: dict[str, Any] = {
             name: float(np.mean([sums[name] for sums in steps]))
@@ -242,19 +234,20 @@ class Critic:
             "value": (first_epoch["return"] - first_epoch["error"]) / tokens,
         }
 
-    def _minibatches(self, trajectories: Sequence[Trajectory]) -> list[Int[np.ndarray, "n"]]:
-        """Indices of the trajectories of each minibatch, with about as many packed tokens each.
-
-        Trajectories that may share a prefix tree stay together.
-        """
-        sizes = packed_token_counts(trajectories, self.objective)
-        if not self.objective.share_prefixes:
-            return even_shares(sizes, self.config.minibatches)
-        _, groups = np.unique([t.group for t in trajectories], return_inverse=True)
-        sums = np.bincount(groups, weights=sizes).astype(np.int64)
-        return [
-            np.flatnonzero(np.isin(groups, share)) for share in even_shares(sums, self.config.minibatches)
-        ]
+    def _pack_minibatches(
+        self, trajectories: Sequence[Trajectory], estimate: ValueEstimate
+    ) -> list[Minibatch]:
+        """The minibatches of one epoch; the loss of each is divided by its number of policy tokens."""
+        minibatches = []
+        for members in balanced_minibatches(trajectories, self.objective, self.config.minibatches):
+            chosen = [trajectories[i] for i in members]
+            extras = {
+                "value": [estimate.values[i] for i in members],
+                "return": [estimate.returns[i] for i in members],
+            }
+            packed = pack_trajectories(chosen, self.objective, data_shards(self.mesh), extras)
+            minibatches.append((packed.batches, max(sum(t.policy_tokens for t in chosen), 1)))
+        return minibatches
 
 
 def make_critic(
@@ -264,7 +257,7 @@ def make_critic(
 
     The state uses the buffers of `model`. The first update donates them, so `model` must not be used after it.
     """
-    graph, params, fixed = split_trained(model, config.optim.frozen)
+    graph, params, frozen = split_trained(model, config.optim.frozen)
     optimizer = make_optimizer(config.optim)
     state = params, init_optimizer(optimizer, params, mesh)
-    return Critic(graph, fixed, optimizer, config, objective, mesh), state
+    return Critic(graph, frozen, optimizer, config, objective, mesh), state

@@ -36,8 +36,8 @@ def gae(
       discount: gamma.
       gae_lambda: lambda.
     """
-    # Steps x_t = a_t + b_t·x_(t+1) are affine maps, whose composition is associative, so a scan takes log T steps. b_t = 0 at
-    # the end of a segment keeps segments apart.
+    # A recursion x_t = added_t + decay_t·x_(t+1) composes affine maps. Composition is associative, so that a parallel scan
+    # needs only log T rounds. decay_t = 0 at the end of a segment separates the segments.
     has_next = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1))).astype(jnp.float32)
     values, rewards = jnp.where(policy, values, 0.0), jnp.where(policy, rewards, 0.0)
     # V of the first policy token at or after t, and V_t', that of the first one after t.

@@ -1,7 +1,7 @@
 """Log-probabilities of target tokens, computed in chunks of positions to save memory. Read `token_logprobs` first.
 
 In each row the positions that predict a target are moved to the front. The output head then runs over chunks of positions
-and skips chunks without a target. If all logits [B, T, V] would take more than `MAX_KEPT_LOGIT_BYTES`, they never exist at
+and skips chunks without a target. If all logits [B, T, V] would take more than `MAX_SAVED_LOGIT_BYTES`, they never exist at
 once: the backward pass recomputes them chunk by chunk and sums the head's gradient in place. Supervised training and
 reinforcement learning both use this module.
 """
@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from rrl.rl.batch import Batch
 
-MAX_KEPT_LOGIT_BYTES = 512 * 2**20
-"""Logits of a batch up to this size are kept for the backward pass; larger ones are recomputed."""
+MAX_SAVED_LOGIT_BYTES = 512 * 2**20
+"""Logits of a batch up to this size are saved for the backward pass; larger ones are recomputed."""
 MAX_CHUNK_LOGIT_BYTES = 320 * 2**20
 """Largest size of one chunk's logits on a device: 512 positions with a vocabulary of 152k tokens."""
 MAX_CHUNK_POSITIONS = 2048
@@ -73,25 +73,32 @@ def token_logprobs(
         entropy: also compute the entropy (differentiable).
         greedy: also return whether the target is the argmax.
         temperature: divides the logits.
-        remat: recompute logits in the backward pass; None: if [B, T, V] in float32 exceeds `MAX_KEPT_LOGIT_BYTES`.
+        remat: recompute logits in the backward pass; None: if [B, T, V] in float32 exceeds `MAX_SAVED_LOGIT_BYTES`.
 
     Returns:
-        Scores [B, T] aligned with `batch.tokens`: entry t belongs to token t.
+        Scores [B, T] aligned with `batch.tokens`: entry t belongs to token t. Token 0 of a row is never a target.
     """
     hidden = decoder(
         batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids, branches=batch.branches
     )
-    return score_targets(
-        decoder.unembed,
-        hidden,
-        batch.tokens,
-        batch.loss_mask,
-        chunk=chunk,
-        entropy=entropy,
-        greedy=greedy,
-        temperature=temperature,
-        remat=remat,
-    )
+    rows, length = batch.tokens.shape
+    vocabulary = jax.eval_shape(decoder.unembed, hidden[:1, :1]).shape[-1]
+    if remat is None:
+        remat = 4 * rows * length * vocabulary > MAX_SAVED_LOGIT_BYTES
+    width = _columns_per_chunk(rows, length, vocabulary, chunk)
+    chunks = _Chunks.of(batch.tokens, batch.loss_mask, width)
+    # `custom_vjp` cannot differentiate with respect to arrays in a closure, so the head's weights become arguments.
+    head_function, weights = jax.closure_convert(decoder.unembed, hidden[:, :width])
+    head = _Head(head_function, entropy, greedy, temperature)
+    scores = (_forward_remat if remat else _forward)(head, chunks, hidden, weights)
+    # Undo the sort of `_Chunks`, and shift by one from the predicting position to the target.
+    inverse = chunks.inverse()
+
+    def unsort(x: Array) -> Array:
+        placed = jnp.take_along_axis(x.swapaxes(0, 1).reshape(rows, -1), inverse, axis=1)
+        return jnp.pad(placed, ((0, 0), (1, 0)))
+
+    return TokenScores(**{name: unsort(x) for name, x in scores.items() if name != "logsumexp"})
 
 
 def chunk_positions(vocabulary: int, devices: int = 1) -> int:
@@ -106,6 +113,16 @@ def chunk_positions(vocabulary: int, devices: int = 1) -> int:
     """
     fitting = MAX_CHUNK_LOGIT_BYTES * devices // (4 * vocabulary)
     return min(MAX_CHUNK_POSITIONS, max(128, fitting // 128 * 128))
+
+
+def _columns_per_chunk(rows: int, length: int, vocabulary: int, chunk: int | None) -> int:
+    """Number of columns of a chunk; `chunk` is its number of positions over all rows (None: `chunk_positions`)."""
+    if chunk is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        chunk = chunk_positions(vocabulary, 1 if mesh.empty else math.prod(mesh.shape.values()))
+        # At least two chunks, so that the second is skipped if targets are few.
+        chunk = min(chunk, rows * (length // 2))
+    return min(max(1, chunk // rows), length - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,13 +186,23 @@ class _Head:
 )
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """The columns of each chunk, with the tokens and targets of all rows."""
+    """The columns of each chunk, with the tokens and targets of all rows. Columns that predict a target come first."""
 
     tokens: Int[Array, "B T"]
     loss_mask: Bool[Array, "B T"]
     columns: Int[Array, "chunks B c"]
     """Columns of each chunk, in each row; the token after each column is scored. A row's last column predicts nothing and
     serves as padding."""
+
+    @classmethod
+    def of(cls, tokens: Int[Array, "B T"], loss_mask: Bool[Array, "B T"], width: int) -> "_Chunks":
+        """Sorts the columns of each row and divides them into chunks of `width` columns."""
+        rows, length = tokens.shape
+        count = -(-(length - 1) // width)
+        # Each row is sorted by itself, so that rows stay on their device if the batch is sharded.
+        order = jnp.argsort(~loss_mask[:, 1:], axis=1, stable=True)
+        order = jnp.pad(order, ((0, 0), (0, count * width - (length - 1))), constant_values=length - 1)
+        return cls(tokens, loss_mask, order.reshape(rows, count, width).swapaxes(0, 1))
 
     def inputs_and_targets(
         self, columns: Int[Array, "B c"]
@@ -191,7 +218,7 @@ class _Chunks:
         )
 
     def inverse(self) -> Int[Array, "B T-1"]:
-        """Index of each column in the concatenated `columns` of all chunks, which undoes the sort of `score_targets`."""
+        """Index of each column in the concatenated `columns` of all chunks, which undoes the sort of `of`."""
         rows, length = self.tokens.shape
         return jnp.argsort(self.columns.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], axis=1)
 
@@ -258,46 +285,3 @@ def _backward(
 
 
 _forward_remat.defvjp(_forward_residuals, _backward)
-
-
-def score_targets(
-    unembed: Callable[[Array], Array],
-    hidden: Float[Array, "B T D"],
-    tokens: Int[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    *,
-    chunk: int | None = None,
-    entropy: bool = False,
-    greedy: bool = False,
-    temperature: float = 1.0,
-    remat: bool | None = None,
-) -> TokenScores:
-    """Like `token_logprobs`, but from given hidden states. Token 0 of a row is never a target."""
-    rows, length = tokens.shape
-    vocabulary = jax.eval_shape(unembed, hidden[:1, :1]).shape[-1]
-    if remat is None:
-        remat = 4 * rows * length * vocabulary > MAX_KEPT_LOGIT_BYTES
-    if chunk is None:
-        mesh = jax.sharding.get_abstract_mesh()
-        chunk = chunk_positions(vocabulary, 1 if mesh.empty else math.prod(mesh.shape.values()))
-        # At least two chunks, so that the second is skipped if targets are few.
-        chunk = min(chunk, rows * (length // 2))
-    width = min(max(1, chunk // rows), length - 1)  # columns per chunk
-    chunk_count = -(-(length - 1) // width)
-    # Each row is sorted by itself, so that rows stay on their device if the batch is sharded.
-    order = jnp.argsort(~loss_mask[:, 1:], axis=1, stable=True)
-    order = jnp.pad(order, ((0, 0), (0, chunk_count * width - (length - 1))), constant_values=length - 1)
-    chunks = _Chunks(tokens, loss_mask, order.reshape(rows, chunk_count, width).swapaxes(0, 1))
-    # `custom_vjp` cannot differentiate with respect to arrays in a closure, so the head's weights become arguments.
-    head_function, weights = jax.closure_convert(unembed, hidden[:, :width])
-    head = _Head(head_function, entropy, greedy, temperature)
-    stacked = (_forward_remat if remat else _forward)(head, chunks, hidden, weights)
-    # Undo the sort, and shift by one from the predicting position to the target.
-    inverse = chunks.inverse()
-
-    def unsort(x: Array) -> Array:
-        flat = x.swapaxes(0, 1).reshape(rows, chunk_count * width)
-        placed = jnp.take_along_axis(flat, inverse, axis=1)
-        return jnp.pad(placed, ((0, 0), (1, 0)))
-
-    return TokenScores(**{name: unsort(x) for name, x in stacked.items() if name != "logsumexp"})

@@ -1,4 +1,7 @@
-"""Policy losses per token, and the weights that make any split into microbatches give the same gradient."""
+"""The policy's loss, and the weights of its tokens. Read `policy_loss` first.
+
+With these weights the gradient does not depend on how trajectories are divided into microbatches.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +9,57 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rrl.errors import UserError
+from rrl.rl.batch import Batch
+from rrl.rl.logprobs import TokenScores
+from rrl.rl.objective import AGGREGATIONS, KL_ESTIMATORS, ObjectiveConfig
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "group_token_mean", "constant")
-KL_ESTIMATORS = ("k1", "k2", "k3")
+
+def policy_loss(
+    scores: TokenScores, reference: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """The loss of a microbatch, and sums over its policy tokens for metrics (`ObjectiveConfig.sum_names`).
+
+    The loss is the sum over policy tokens of weight · (clipped surrogate + kl_coef · KL - entropy_coef · entropy). The KL term is
+    absent if the KL is in the reward. With `config.importance_cap` the surrogate is multiplied by the importance weight.
+
+    Args:
+      scores: log-probability and entropy of each policy token under the current policy; both carry the gradient.
+      reference: log-probabilities under the frozen reference.
+      batch: its extras are `config.extra_names`: "old_logp", the log-probabilities that the ratio is taken against;
+        "advantage"; "weight", from `sequence_weights`; and others that depend on `config`.
+      config: the objective.
+    """
+    old = batch.extras["old_logp"]
+    token_loss, ratio, clipped = clipped_objective(
+        scores.logp,
+        old,
+        batch.extras["advantage"],
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+    )
+    mask = batch.loss_mask.astype(jnp.float32)
+    sums = {}
+    if config.importance_cap is not None:
+        importance = truncated_importance(old, batch.extras["sampled_logp"], config.importance_cap)
+        token_loss = importance * token_loss
+        sums["importance"] = jnp.sum(mask * importance)
+    kl = kl_estimate(scores.logp, jax.lax.stop_gradient(reference), config.kl_estimator)
+    if config.kl_in == "loss":
+        token_loss = token_loss + config.kl_coef * kl
+    assert scores.entropy is not None
+    if config.entropy_coef:
+        token_loss = token_loss - config.entropy_coef * scores.entropy
+    loss = jnp.sum(mask * batch.extras["weight"] * token_loss)
+    return loss, sums | {
+        "kl": jnp.sum(mask * kl),
+        "entropy": jnp.sum(mask * scores.entropy),
+        "ratio": jnp.sum(mask * ratio),
+        "clip_fraction": jnp.sum(mask * clipped),
+        "approx_kl": jnp.sum(mask * kl_estimate(old, scores.logp, "k3")),
+        "sampling_logp_diff": jnp.sum(mask * jnp.abs(scores.logp - old)),
+        "tokens": jnp.sum(mask),
+    }
 
 
 def clipped_objective(

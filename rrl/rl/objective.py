@@ -1,22 +1,17 @@
-"""The policy's objective: `ObjectiveConfig`, and `policy_loss`, the loss of a microbatch."""
+"""`ObjectiveConfig`: the settings of the policy's loss, and of the optimiser steps and microbatches of an update."""
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
 from rrl.errors import UserError, at_least, at_most, one_of
-from rrl.rl.batch import Batch
-from rrl.rl.logprobs import TokenScores
-from rrl.rl.losses import AGGREGATIONS, KL_ESTIMATORS, clipped_objective, kl_estimate, truncated_importance
 
+AGGREGATIONS = ("token_mean", "sequence_mean", "group_token_mean", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3")
 KL_PLACES = ("loss", "reward")
 
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-    """The policy objective; the defaults are R-Search's GRPO."""
+    """The policy objective; the defaults are R-Search's GRPO. `rrl.rl.losses.policy_loss` is the loss."""
 
     kl_coef: float = 0.001
     """Weight of the estimated KL(policy || reference)."""
@@ -106,7 +101,7 @@ class ObjectiveConfig:
         return self.kl_in == "reward" and self.kl_coef > 0
 
     @property
-    def extras(self) -> tuple[str, ...]:
+    def extra_names(self) -> tuple[str, ...]:
         """Names of the per-token float32 arrays in an update's microbatches (`Batch.extras`).
 
         They include the reference's log-probabilities if the KL is in the reward, since those were computed before.
@@ -116,8 +111,8 @@ class ObjectiveConfig:
         return ("old_logp", "advantage", "weight", *sampled, *reference)
 
     @property
-    def sums(self) -> tuple[str, ...]:
-        """Names of the sums over tokens that `policy_loss` returns; `Updater.__call__` explains them."""
+    def sum_names(self) -> tuple[str, ...]:
+        """Names of the sums over tokens that `policy_loss` returns; `rrl.rl.update` explains them."""
         weights = ("importance",) if self.importance_cap is not None else ()
         return (
             "kl",
@@ -133,48 +128,3 @@ class ObjectiveConfig:
     def rows_per_microbatch(self, length: int, shards: int = 1) -> int:
         """Number of rows of this length in a microbatch; each data shard gets the same number, at least one."""
         return shards * max(1, self.microbatch_tokens // (length * shards))
-
-
-def policy_loss(
-    scores: TokenScores, reference: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The weighted sum of the loss over a microbatch's policy tokens, and sums for metrics (`ObjectiveConfig.sums`).
-
-    Args:
-      scores: log-probability and entropy of each policy token under the current policy; both carry the gradient.
-      reference: log-probabilities under the frozen reference.
-      batch: with `config.extras`: "old_logp", the log-probabilities that the ratio is taken against; "advantage"; "weight",
-        from `rrl.rl.losses.sequence_weights`; and others that depend on `config`.
-      config: the objective.
-    """
-    old = batch.extras["old_logp"]
-    token_loss, ratio, clipped = clipped_objective(
-        scores.logp,
-        old,
-        batch.extras["advantage"],
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-    )
-    mask = batch.loss_mask.astype(jnp.float32)
-    sums = {}
-    if config.importance_cap is not None:
-        importance = truncated_importance(old, batch.extras["sampled_logp"], config.importance_cap)
-        token_loss = importance * token_loss
-        sums["importance"] = jnp.sum(mask * importance)
-    kl = kl_estimate(scores.logp, jax.lax.stop_gradient(reference), config.kl_estimator)
-    if config.kl_in == "loss":
-        token_loss = token_loss + config.kl_coef * kl
-    assert scores.entropy is not None
-    if config.entropy_coef:
-        token_loss = token_loss - config.entropy_coef * scores.entropy
-    loss = jnp.sum(mask * batch.extras["weight"] * token_loss)
-    return loss, sums | {
-        "kl": jnp.sum(mask * kl),
-        "entropy": jnp.sum(mask * scores.entropy),
-        "ratio": jnp.sum(mask * ratio),
-        "clip_fraction": jnp.sum(mask * clipped),
-        "approx_kl": jnp.sum(mask * kl_estimate(old, scores.logp, "k3")),
-        "sampling_logp_diff": jnp.sum(mask * jnp.abs(scores.logp - old)),
-        "tokens": jnp.sum(mask),
-    }

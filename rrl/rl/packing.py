@@ -1,15 +1,23 @@
-"""Packing: places many short sequences into few long rows on the host (first-fit decreasing)."""
+"""Packing: places short sequences into few long rows on the host. Read `pack_trajectories` first.
+
+`pack` places sequences into rows of one length (first-fit decreasing), `pack_buckets` into batches of a few row lengths, and
+`pack_trajectories` does so with the contexts of trajectories. Each result has a method `unpack`, which returns per-token outputs
+to the sequences.
+"""
 
 import dataclasses
-import heapq
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int, Shaped
 
+from rrl.data.trajectory import POLICY, Trajectory
 from rrl.errors import UserError
 from rrl.rl.batch import Batch
+from rrl.rl.objective import ObjectiveConfig
+from rrl.rl.prefix_tree import PrefixTree, prefix_trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,150 +39,12 @@ class Packed:
         ]
 
 
-def first_fit_decreasing(
-    lengths: Int[np.ndarray, "N"], row_length: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Places items into rows, longest first, each into the first row with enough room.
-
-    Args:
-        lengths: length of each item.
-        row_length: length of a row.
-
-    Returns:
-        Row of each item, first column of each item, and number of rows. The number does not depend on the items' order.
-    """
-    order = np.argsort(-lengths, kind="stable")
-    rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-    # A binary tree with the maximal room of each range of rows finds the first row with enough room in log time.
-    size = 1 << max(0, int(len(lengths) - 1).bit_length())
-    room = [row_length] * (2 * size)
-    used = 0
-    for item in order.tolist():
-        length, node = int(lengths[item]), 1
-        while node < size:
-            node *= 2
-            if room[node] < length:
-                node += 1
-        rows[item], starts[item] = node - size, row_length - room[node]
-        used = max(used, node - size + 1)
-        room[node] -= length
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return rows, starts, used
-
-
-def even_shares(sizes: Int[np.ndarray, "N"], shares: int) -> list[np.ndarray]:
-    """Divides items into at most `shares` non-empty shares with nearly equal sums of sizes.
-
-    Takes the largest item first and gives it to the share with the smallest sum (Graham, 1969).
-
-    Returns:
-        Indices of the items in each share.
-    """
-    members: list[list[int]] = [[] for _ in range(min(shares, len(sizes)))]
-    # (sum of sizes, number of items, share): among equal sums, the share with fewest items comes first.
-    sums = [(0, 0, share) for share in range(len(members))]
-    for item in np.argsort(-sizes, kind="stable").tolist():
-        total, count, share = heapq.heappop(sums)
-        members[share].append(item)
-        heapq.heappush(sums, (total + int(sizes[item]), count + 1, share))
-    return [np.sort(share) for share in members]
-
-
-def pack(
-    tokens: Sequence[Int[np.ndarray, "T"]],
-    loss_mask: Sequence[Bool[np.ndarray, "T"]],
-    row_length: int,
-    *,
-    positions: Sequence[Int[np.ndarray, "T"]] | None = None,
-    branches: Sequence[Int[np.ndarray, "T"]] | None = None,
-    extras: Mapping[str, Sequence[np.ndarray]] | None = None,
-    rows: int | None = None,
-    multiple: int = 1,
-    too_long: str = "error",
-    pad_id: int = 0,
-) -> Packed:
-    """Packs sequences into rows: tokens, positions, segment ids, loss mask and other per-token arrays.
-
-    The first token of a sequence is never a target, because no token predicts it.
-
-    Args:
-        tokens: the sequences.
-        loss_mask: True on tokens that are targets of the loss.
-        row_length: T.
-        positions: position of each token in its sequence; None: 0, 1, 2, ...
-        branches: branch of each token (`Batch.branches`); None: no sequence has branches.
-        extras: per-token arrays of each sequence, by name; padding gets 0.
-        rows: B; rows that are not needed are padding. None: as many rows as needed.
-        multiple: B is rounded up to a multiple of this, so that few shapes are compiled or rows divide over devices.
-        too_long: what happens to a sequence longer than a row: "error", "cut" (its end is lost) or "drop".
-        pad_id: token of the padding.
-
-    Raises:
-        UserError: a sequence is longer than a row (with `too_long="error"`), or the sequences do not fit in `rows`.
-    """
-    if too_long not in ("error", "cut", "drop"):
-        raise UserError(f"too_long={too_long!r} is unknown; choose error, cut or drop.")
-    lengths = np.array([len(t) for t in tokens], np.int64)
-    if too_long == "error" and len(lengths) and lengths.max() > row_length:
-        raise UserError(
-            f"sequence {int(lengths.argmax())} has {int(lengths.max())} tokens, more than row_length={row_length}; raise "
-            f"row_length, or choose too_long=cut or too_long=drop."
-        )
-    retained = np.flatnonzero(lengths <= row_length) if too_long == "drop" else np.arange(len(lengths))
-    lengths = np.minimum(lengths, row_length)[retained]
-    row_of, start_of, used = first_fit_decreasing(lengths, row_length)
-    if rows is not None and used > rows:
-        raise UserError(
-            f"{len(retained)} sequences need {used} rows of row_length={row_length}, more than rows={rows}; "
-            "raise rows or row_length."
-        )
-    count = used if rows is None else rows
-    count = max(1, -(-count // multiple)) * multiple
-
-    # Flat index of each token of all packed sequences, in order: each array needs a single scatter.
-    total = int(lengths.sum())
-    first = np.cumsum(lengths) - lengths
-    within = np.arange(total) - np.repeat(first, lengths)
-    flat = np.repeat(row_of * row_length + start_of, lengths) + within
-
-    def scatter(parts: Sequence[np.ndarray], fill: int, dtype: np.dtype | None = None) -> np.ndarray:
-        cut = [parts[i][:n] for i, n in zip(retained.tolist(), lengths.tolist(), strict=True)]
-        joined = np.concatenate(cut) if cut else np.zeros(0, dtype or np.float32)
-        out = np.full(count * row_length, fill, dtype or joined.dtype)
-        out[flat] = joined
-        return out.reshape(count, row_length)
-
-    # Segments of a row are numbered from 1, from left to right.
-    left_to_right = np.lexsort((start_of, row_of))
-    segment = np.zeros(len(retained), np.int32)
-    new_row = np.diff(row_of[left_to_right], prepend=-1) != 0
-    index = np.arange(len(retained))
-    segment[left_to_right] = index - np.maximum.accumulate(np.where(new_row, index, 0)) + 1
-    segment_ids, indices = np.zeros(count * row_length, np.int32), np.zeros(count * row_length, np.int32)
-    segment_ids[flat], indices[flat] = np.repeat(segment, lengths), within
-    index_in_sequence = indices.reshape(count, row_length)
-    mask = scatter(loss_mask, 0, np.dtype(bool)) & (index_in_sequence > 0)
-
-    row, start = np.full(len(tokens), -1, np.int64), np.zeros(len(tokens), np.int64)
-    row[retained], start[retained] = row_of, start_of
-    batch = Batch(
-        tokens=scatter(tokens, pad_id, np.dtype(np.int32)),
-        positions=index_in_sequence if positions is None else scatter(positions, 0, np.dtype(np.int32)),
-        segment_ids=segment_ids.reshape(mask.shape),
-        loss_mask=mask,
-        extras={name: scatter(parts, 0) for name, parts in (extras or {}).items()},
-        branches=None if branches is None else scatter(branches, 0, np.dtype(np.int32)),
-    )
-    return Packed(batch, row, start)
-
-
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """Batches of a few shapes, and the place of each sequence."""
 
     batches: list[Batch]
+    """NumPy arrays [B, T]."""
     batch_index: Int[np.ndarray, "N"]
     """Index of each sequence's batch; -1 if the sequence is longer than every row length."""
     row: Int[np.ndarray, "N"]
@@ -186,6 +56,90 @@ class Buckets:
         """Per-token values of each sequence, in the order of `pack_buckets`' input, from the values of all batches."""
         places = zip(self.batch_index, self.row, self.start, lengths, strict=True)
         return [values[batch][row, start : start + length] for batch, row, start, length in places]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTrajectories:
+    """Trajectories in packed rows, and where each of their tokens is."""
+
+    buckets: Buckets
+    sequences: list[PrefixTree]
+    """The packed sequences, in the order in which they were given to `pack_buckets`."""
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The packed rows, as microbatches of NumPy arrays [B, T]."""
+        return self.buckets.batches
+
+    def unpack(
+        self, values: Sequence[Float[np.ndarray, "B T"]], trajectories: Sequence[Trajectory]
+    ) -> list[Float[np.ndarray, "T"]]:
+        """Per-token values of each trajectory, from the outputs of all batches.
+
+        Contexts that share tokens read the shared values from the trunk of their tree.
+        """
+        sizes = [len(t.tokens) for t in trajectories]
+        flat = np.zeros(sum(sizes), np.float32)
+        parts = self.buckets.unpack(values, [len(tree.column_tokens) for tree in self.sequences])
+        for tree, part in zip(self.sequences, parts, strict=True):
+            flat[tree.context_tokens] = part[tree.context_columns]
+        return np.split(flat, np.cumsum(sizes, dtype=int))[:-1]
+
+
+def pack_trajectories(
+    trajectories: Sequence[Trajectory],
+    config: ObjectiveConfig,
+    shards: int = 1,
+    extras: Mapping[str, Sequence[Float[np.ndarray, "T"]]] | None = None,
+) -> PackedTrajectories:
+    """Packs trajectories into microbatches; the policy's tokens are the targets.
+
+    Args:
+      trajectories: the trajectories to pack.
+      config: row lengths, tokens per microbatch, and whether prefixes are shared.
+      shards: number of devices over which the rows of a batch are split.
+      extras: per-token arrays of each trajectory, by name; they become `Batch.extras`.
+
+    Raises:
+      UserError: a context is longer than the longest row.
+    """
+    longest = max((context.stop - context.start for t in trajectories for context in t.contexts), default=0)
+    if longest > config.row_lengths[-1]:
+        raise UserError(
+            f"a context of {longest} tokens is longer than the longest of objective.row_lengths={config.row_lengths}"
+        )
+    sequences = packed_sequences(trajectories, config)
+
+    def per_sequence(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        flat = np.concatenate([*values]) if trajectories else np.empty(0)
+        return [flat[tree.column_tokens] for tree in sequences]
+
+    buckets = pack_buckets(
+        per_sequence([t.tokens for t in trajectories]),
+        per_sequence([t.roles == POLICY for t in trajectories]),
+        config.row_lengths,
+        [config.rows_per_microbatch(length, shards) for length in config.row_lengths],
+        positions=[tree.positions for tree in sequences],
+        branches=[tree.branches for tree in sequences] if config.share_prefixes else None,
+        extras={name: per_sequence(values) for name, values in (extras or {}).items()},
+    )
+    return PackedTrajectories(buckets, sequences)
+
+
+def packed_sequences(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> list[PrefixTree]:
+    """The sequences to pack: one per context, or with `config.share_prefixes` one per prefix tree.
+
+    A context is a prompt and the tokens that follow it until the next prompt. A trajectory has one context, or several if
+    its recipe builds a new prompt for each step (`Trajectory.contexts`).
+    """
+    if config.share_prefixes:
+        return prefix_trees(trajectories, config.row_lengths[-1])
+    sizes = [len(t.tokens) for t in trajectories]
+    return [
+        PrefixTree.of_context(end - size + context.start, end - size + context.stop)
+        for trajectory, size, end in zip(trajectories, sizes, np.cumsum(sizes), strict=True)
+        for context in trajectory.contexts
+    ]
 
 
 def pack_buckets(
@@ -212,48 +166,150 @@ def pack_buckets(
     """
     sizes = np.array([len(t) for t in tokens])
     batches: list[Batch] = []
-    batch_of, row_of, start_of = (np.full(len(tokens), -1, np.int64) for _ in range(3))
-    waiting = np.zeros(0, np.int64)
+    batch_index, row, start = (np.full(len(tokens), -1, np.int64) for _ in range(3))
+    pending = np.zeros(0, np.int64)  # indices of the sequences to place next
     for bucket, (length, count) in enumerate(zip(lengths, rows, strict=True)):
-        low = lengths[bucket - 1] if bucket else 0
-        waiting = np.append(waiting, np.flatnonzero((sizes > low) & (sizes <= length)))
-        chosen = waiting.tolist()
+        shorter = lengths[bucket - 1] if bucket else 0
+        pending = np.append(pending, np.flatnonzero((sizes > shorter) & (sizes <= length)))
         packed = pack(
-            [tokens[i] for i in chosen],
-            [loss_mask[i] for i in chosen],
+            _select(tokens, pending),
+            _select(loss_mask, pending),
             length,
             multiple=count,
-            positions=None if positions is None else [positions[i] for i in chosen],
-            branches=None if branches is None else [branches[i] for i in chosen],
-            extras={name: [parts[i] for i in chosen] for name, parts in (extras or {}).items()},
+            positions=None if positions is None else _select(positions, pending),
+            branches=None if branches is None else _select(branches, pending),
+            extras={name: _select(parts, pending) for name, parts in (extras or {}).items()},
         )
-        used = int(packed.row.max(initial=-1)) + 1
+        used_rows = int(packed.row.max(initial=-1)) + 1
         # Only full batches are taken; the last length also takes a batch that is partly padding.
-        taken = used // count if bucket < len(lengths) - 1 else -(-used // count)
-        ready = packed.row < taken * count
-        placed = waiting[ready]
-        batch_of[placed] = len(batches) + packed.row[ready] // count
-        row_of[placed], start_of[placed] = packed.row[ready] % count, packed.start[ready]
+        taken = used_rows // count if bucket < len(lengths) - 1 else -(-used_rows // count)
+        is_placed = packed.row < taken * count
+        placed = pending[is_placed]
+        batch_index[placed] = len(batches) + packed.row[is_placed] // count
+        row[placed], start[placed] = packed.row[is_placed] % count, packed.start[is_placed]
         for index in range(taken):
             span = slice(index * count, (index + 1) * count)
             batches.append(jax.tree.map(lambda x, span=span: x[span], packed.batch))
-        waiting = waiting[~ready]
-    return Buckets(batches, batch_of, row_of, start_of)
+        pending = pending[~is_placed]
+    return Buckets(batches, batch_index, row, start)
 
 
-def take_rows(batch: Batch, rows: Int[np.ndarray, "B"]) -> Batch:
-    """Selects rows of a batch; index -1 gives a row of padding."""
+def pack(
+    tokens: Sequence[Int[np.ndarray, "T"]],
+    loss_mask: Sequence[Bool[np.ndarray, "T"]],
+    row_length: int,
+    *,
+    positions: Sequence[Int[np.ndarray, "T"]] | None = None,
+    branches: Sequence[Int[np.ndarray, "T"]] | None = None,
+    extras: Mapping[str, Sequence[np.ndarray]] | None = None,
+    multiple: int = 1,
+    too_long: str = "error",
+) -> Packed:
+    """Packs sequences into rows of one length; padding is 0.
 
-    def take(x: np.ndarray) -> np.ndarray:
-        out = x[rows]
-        out[np.asarray(rows) < 0] = 0
+    The first token of a sequence is never a target, because no token predicts it.
+
+    Args:
+        tokens: the sequences.
+        loss_mask: True on tokens that are targets of the loss.
+        row_length: T.
+        positions: position of each token in its sequence; None: 0, 1, 2, ...
+        branches: branch of each token (`Batch.branches`); None: no sequence has branches.
+        extras: per-token arrays of each sequence, by name.
+        multiple: the number of rows B is rounded up to a multiple of this, so that few shapes are compiled or rows divide
+            over devices.
+        too_long: what happens to a sequence longer than a row: "error", "cut" (its end is lost) or "drop".
+
+    Raises:
+        UserError: a sequence is longer than a row (with `too_long="error"`).
+    """
+    all_lengths = np.array([len(t) for t in tokens], np.int64)
+    retained = _retained(all_lengths, row_length, too_long)
+    lengths = np.minimum(all_lengths, row_length)[retained]
+    rows, starts, used_rows = first_fit_decreasing(lengths, row_length)
+    shape = (max(1, -(-used_rows // multiple)) * multiple, row_length)
+    # For the concatenated tokens of all packed sequences: index in the sequence, and index in the flattened rows.
+    index = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    place = np.repeat(rows * row_length + starts, lengths) + index
+
+    def scatter(values: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+        out = np.zeros(shape, dtype)
+        out.reshape(-1)[place] = values
         return out
 
-    return Batch(
-        take(batch.tokens),
-        take(batch.positions),
-        take(batch.segment_ids),
-        take(batch.loss_mask),
-        {name: take(x) for name, x in batch.extras.items()},
-        None if batch.branches is None else take(batch.branches),
+    def to_rows(parts: Sequence[np.ndarray], dtype: DTypeLike | None = None) -> np.ndarray:
+        cut = [part[:length] for part, length in zip(_select(parts, retained), lengths.tolist(), strict=True)]
+        values = np.concatenate(cut) if cut else np.zeros(0, np.float32)
+        return scatter(values, dtype or values.dtype)
+
+    index_in_sequence = scatter(index, np.int32)
+    batch = Batch(
+        tokens=to_rows(tokens, np.int32),
+        positions=index_in_sequence if positions is None else to_rows(positions, np.int32),
+        segment_ids=scatter(np.repeat(_number_in_row(rows, starts), lengths), np.int32),
+        loss_mask=to_rows(loss_mask, np.bool_) & (index_in_sequence > 0),
+        extras={name: to_rows(parts) for name, parts in (extras or {}).items()},
+        branches=None if branches is None else to_rows(branches, np.int32),
     )
+    row, start = np.full(len(tokens), -1, np.int64), np.zeros(len(tokens), np.int64)
+    row[retained], start[retained] = rows, starts
+    return Packed(batch, row, start)
+
+
+def first_fit_decreasing(
+    lengths: Int[np.ndarray, "N"], row_length: int
+) -> tuple[Int[np.ndarray, "N"], Int[np.ndarray, "N"], int]:
+    """Places items into rows, longest first, each into the first row with enough room.
+
+    Args:
+        lengths: length of each item.
+        row_length: length of a row.
+
+    Returns:
+        Row of each item, first column of each item, and number of rows. The number does not depend on the items' order.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    # A segment tree finds the row in logarithmic time. Each leaf is a row, and each node has the largest room of its rows.
+    size = 1 << max(0, int(len(lengths) - 1).bit_length())
+    room = [row_length] * (2 * size)
+    used = 0
+    for item in order.tolist():
+        length, node = int(lengths[item]), 1
+        while node < size:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        rows[item], starts[item] = node - size, row_length - room[node]
+        used = max(used, node - size + 1)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return rows, starts, used
+
+
+def _retained(lengths: Int[np.ndarray, "N"], row_length: int, too_long: str) -> Int[np.ndarray, "n"]:
+    """Indices of the sequences to pack. Raises UserError if a sequence is too long and `too_long` is "error"."""
+    if too_long not in ("error", "cut", "drop"):
+        raise UserError(f"too_long={too_long!r} is unknown; choose error, cut or drop.")
+    if too_long == "error" and len(lengths) and lengths.max() > row_length:
+        raise UserError(
+            f"sequence {int(lengths.argmax())} has {int(lengths.max())} tokens, more than row_length={row_length}; raise "
+            f"row_length, or choose too_long=cut or too_long=drop."
+        )
+    return np.flatnonzero(lengths <= row_length) if too_long == "drop" else np.arange(len(lengths))
+
+
+def _select(parts: Sequence[np.ndarray], indices: Int[np.ndarray, "n"]) -> list[np.ndarray]:
+    return [parts[i] for i in indices.tolist()]
+
+
+def _number_in_row(rows: Int[np.ndarray, "N"], starts: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
+    """Numbers the sequences of each row from 1, from left to right."""
+    left_to_right = np.lexsort((starts, rows))
+    is_first = np.diff(rows[left_to_right], prepend=-1) != 0
+    index = np.arange(len(rows))
+    numbers = np.zeros(len(rows), np.int32)
+    numbers[left_to_right] = index - np.maximum.accumulate(np.where(is_first, index, 0)) + 1
+    return numbers

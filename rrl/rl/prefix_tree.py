@@ -21,19 +21,26 @@ from rrl.data.trajectory import POLICY, Trajectory
 class PrefixTree:
     """One sequence of a packed row: its columns, and the tokens of the trajectories that they stand for.
 
-    A token's index is its index in the concatenated tokens of all trajectories.
+    Tokens are given by their index in the concatenated tokens of all trajectories.
     """
 
-    tokens: Int[np.ndarray, "L"]
-    """Index of the token in each column."""
+    column_tokens: Int[np.ndarray, "L"]
+    """The token in each column."""
     positions: Int[np.ndarray, "L"]
     """Position of each column's token in its context."""
     branches: Int[np.ndarray, "L"]
     """Branch of each column's token; 0 is the trunk."""
-    covered: Int[np.ndarray, "M"]
-    """Indices of all tokens of the tree's contexts. A token of a shared prefix is listed for each context that has it."""
-    columns: Int[np.ndarray, "M"]
-    """Column of each token in `covered`. The copies of a shared token have the same column."""
+    context_tokens: Int[np.ndarray, "M"]
+    """All tokens of the tree's contexts, one context after another. M exceeds L if contexts share a prefix, which each of them
+    contains."""
+    context_columns: Int[np.ndarray, "M"]
+    """Column of each of `context_tokens`. The copies of a shared token have the same column."""
+
+    @classmethod
+    def of_context(cls, start: int, stop: int) -> "PrefixTree":
+        """The tree of a single context with the tokens start..stop-1: a trunk without branches."""
+        tokens, columns = np.arange(start, stop), np.arange(stop - start)
+        return cls(tokens, columns, np.zeros_like(columns), tokens, columns)
 
 
 class _Context(NamedTuple):
@@ -43,39 +50,36 @@ class _Context(NamedTuple):
     stop: int
     tokens: Int[np.ndarray, "T"]
     """The token ids."""
-    prompt: int
-    """Number of prompt tokens: those before the policy's first token."""
+    prompt_length: int
+    """Number of tokens before the policy's first token."""
 
 
-def prefix_trees(trajectories: Sequence[Trajectory], share: bool, longest: int) -> list[PrefixTree]:
-    """The sequences of all trajectories: one per context, or with `share` one per prefix tree.
+def prefix_trees(trajectories: Sequence[Trajectory], longest: int) -> list[PrefixTree]:
+    """Builds prefix trees from the contexts of all trajectories.
 
     Contexts can share a tree if they belong to one trajectory, or to trajectories of one group that have a single context
     each.
 
     Args:
-      trajectories: their contexts are the sequences.
-      share: whether contexts share prefixes.
+      trajectories: each of their contexts is in one tree.
       longest: largest number of tokens in a tree. A longer context forms a tree alone.
     """
-    # A family: the contexts that may share a tree.
-    families: dict[tuple[str, int], list[_Context]] = {}
+    # The contexts that can share a tree: those of a trajectory, or of a group.
+    candidates: dict[tuple[str, int], list[_Context]] = {}
     first = 0
     for index, trajectory in enumerate(trajectories):
         slices = trajectory.contexts
-        family = ("group", trajectory.group) if share and len(slices) == 1 else ("trajectory", index)
-        families.setdefault(family, []).extend(_context(trajectory, tokens, first) for tokens in slices)
+        key = ("group", trajectory.group) if len(slices) == 1 else ("trajectory", index)
+        candidates.setdefault(key, []).extend(_context(trajectory, tokens, first) for tokens in slices)
         first += len(trajectory.tokens)
-    if not share:
-        return [_tree(context, []) for contexts in families.values() for context in contexts]
-    return [tree for contexts in families.values() for tree in _trees(contexts, longest)]
+    return [tree for contexts in candidates.values() for tree in _trees(contexts, longest)]
 
 
 def _context(trajectory: Trajectory, tokens: slice, first: int) -> _Context:
     """A context of a trajectory; `first` is the index of the trajectory's first token."""
     is_policy = trajectory.roles[tokens] == POLICY
-    prompt = int(is_policy.argmax()) if is_policy.any() else len(is_policy)
-    return _Context(first + tokens.start, first + tokens.stop, trajectory.tokens[tokens], prompt)
+    prompt_length = int(is_policy.argmax()) if is_policy.any() else len(is_policy)
+    return _Context(first + tokens.start, first + tokens.stop, trajectory.tokens[tokens], prompt_length)
 
 
 def _trees(contexts: Sequence[_Context], longest: int) -> list[PrefixTree]:
@@ -107,16 +111,16 @@ def _common_length(trunk: _Context, other: _Context) -> int:
     It ends before the prompt's last token, because that token's column predicts the policy's first token, which differs
     between contexts.
     """
-    limit = max(0, min(trunk.prompt, other.prompt) - 1)
+    limit = max(0, min(trunk.prompt_length, other.prompt_length) - 1)
     same = trunk.tokens[:limit] == other.tokens[:limit]
     return limit if same.all() else int(same.argmin())
 
 
 def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> PrefixTree:
     """Lays out a tree; `branches` are pairs (length of the shared prefix, context), sorted by length."""
-    tokens, positions, labels = [], [], []
+    tokens, positions, branch_numbers = [], [], []
     trunk_columns = np.empty(trunk.stop - trunk.start, np.int64)
-    covered, columns = [np.arange(trunk.start, trunk.stop)], [trunk_columns]
+    context_tokens, context_columns = [np.arange(trunk.start, trunk.stop)], [trunk_columns]
     placed = 0  # trunk tokens that have a column
     width = 0  # columns so far
 
@@ -126,16 +130,16 @@ def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> PrefixTr
         size = stop - start
         tokens.append(np.arange(start, stop))
         positions.append(np.arange(position, position + size))
-        labels.append(np.full(size, branch))
+        branch_numbers.append(np.full(size, branch))
         width += size
         return np.arange(width - size, width)
 
     for branch, (common, context) in enumerate(branches, start=1):
         trunk_columns[placed:common] = append(trunk.start + placed, trunk.start + common, placed, 0)
         placed = common
-        own = append(context.start + common, context.stop, common, branch)
-        covered.append(np.arange(context.start, context.stop))
-        columns.append(np.concatenate([trunk_columns[:common], own]))
+        own_columns = append(context.start + common, context.stop, common, branch)
+        context_tokens.append(np.arange(context.start, context.stop))
+        context_columns.append(np.concatenate([trunk_columns[:common], own_columns]))
     trunk_columns[placed:] = append(trunk.start + placed, trunk.stop, placed, 0)
-    joined = (np.concatenate(parts) for parts in (tokens, positions, labels, covered, columns))
-    return PrefixTree(*joined)
+    parts = (tokens, positions, branch_numbers, context_tokens, context_columns)
+    return PrefixTree(*(np.concatenate(part) for part in parts))

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Int
 
 from rrl.data.examples import Example
-from rrl.rl.batch import Batch
-from rrl.rl.packing import pack, take_rows
+from rrl.rl.batch import Batch, take_rows
+from rrl.rl.packing import pack
 
 
 class BatchSource(Protocol):

@@ -21,8 +21,8 @@ def dump_batch(
 
     The file has arrays over the concatenated tokens of all trajectories: tokens, roles, logps, sampled_logps and turns (see
     `Trajectory`), rewards (`Trajectory.token_rewards`) and advantages. It also has lengths (tokens of each trajectory) and
-    `about`, JSON with the question's id and text and these fields of each `Trajectory`: request, group, ended, cuts, starts,
-    rewards and segments.
+    `about`, a JSON list with one object per trajectory: id and text of its question, and the fields request, group, ended, cuts,
+    starts, rewards and segments of `Trajectory`.
 
     Returns:
         The file; None if the folder already has `MAX_FILES` files, and in every process except the first.

@@ -2,125 +2,29 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import pathlib
-import shlex
-import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from transformers import PreTrainedTokenizerBase
-
-from rrl.data.trajectory import Trajectory
-from rrl.data.trajectory_files import save_trajectories
 from rrl.errors import UserError
-from rrl.files import saving, write_atomically
-from rrl.models.decoder import Decoder
-from rrl.models.heads import ValueModel
-from rrl.models.hf import folder_hash, load_language_model, load_value_model, save_decoder
-from rrl.models.lora import add_lora
+from rrl.files import saving
+from rrl.models.hf import folder_hash
 from rrl.parallel.mesh import data_shards
-from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import ScoringContext, check_tags, uses_chat
-from rrl.recipes.card import RecipeCard, make_card, write_card
+from rrl.recipes.base import ScoringContext, check_tags
 from rrl.recipes.episodes import find_long_prompts
-from rrl.report.article import HELD_OUT, TRAINING, UNUSED
-from rrl.report.curves import plot_training
-from rrl.report.summary import summary
-from rrl.report.trajectories_html import write_html
-from rrl.rewards.judge import Judge
-from rrl.rewards.reader import Reader
 from rrl.rollout.config import RESULT_INVARIANT_FIELDS, EngineConfig
-from rrl.rollout.engine import Engine
-from rrl.runs.datasets import data_fingerprint, encoder_folder, load_datasets
-from rrl.runs.metrics import read_metrics, refuse_damaged_metrics
+from rrl.runs.datasets import data_fingerprint, encoder_folder
+from rrl.runs.metrics import refuse_damaged_metrics
 from rrl.runs.model_files import MODEL_FILES, write_model_files
-from rrl.runs.saved_trajectories import MAX_PER_SOURCE
 from rrl.runs.timed_log import TimedLog
 from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
+from rrl.train.components import TrainComponents, load_components
+from rrl.train.final_report import recipe_card, write_report
 from rrl.train.loop import train
 from rrl.train.rl_config import MAY_DIFFER, MAY_GROW
-from rrl.train.run import Outcome, RunModels, Task
 from rrl.train.settings import TrainSettings
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainComponents:
-    """The loaded models and data of a run."""
-
-    decoder: Decoder
-    tokenizer: PreTrainedTokenizerBase
-    engine: Engine
-    reader: Reader | None
-    task: Task
-    judge: Judge | None = None
-    value_model: ValueModel | None = None
-    """PPO's initial critic: the policy's body, or its first layers, with a new value head that outputs 0."""
-
-
-def load(settings: TrainSettings, log: TimedLog, workdir: pathlib.Path) -> TrainComponents:
-    """Load models, corpus and questions. A large index is stored in `workdir`."""
-    mesh, compute = settings.mesh.make(), settings.compute
-    device = mesh.devices.flat[0]
-    backend = compute.backend(device.platform, settings.train.objective.share_prefixes)
-    sizes = "x".join(str(size) for size in mesh.devices.shape)
-    log(
-        f"{mesh.size} of {len(jax.devices())} devices ({device.device_kind}), mesh data x fsdp x tensor = {sizes}; "
-        f"{compute.dtype}, attention by {backend}"
-    )
-    log(f"policy {settings.policy}")
-    decoder, tokenizer = load_language_model(
-        settings.policy,
-        "policy",
-        chat=uses_chat(settings.recipe),
-        context=settings.rollout.context,
-        dtype=jnp.dtype(compute.dtype),
-        param_dtype=jnp.dtype(compute.param_dtype),
-        mesh=mesh if mesh.size > 1 else None,
-        attention=backend,
-        remat=compute.remat,
-    )
-    value_model = None
-    if settings.train.critic is not None:
-        value_model = load_value_model(
-            settings.policy,
-            layers=settings.train.critic.decoder_config(decoder.config).layers,
-            dtype=jnp.dtype(compute.dtype),
-            param_dtype=jnp.dtype(compute.param_dtype),
-            mesh=mesh if mesh.size > 1 else None,
-            attention=backend,
-            remat=compute.remat,
-        )
-    add_lora(decoder, settings.lora, rngs=nnx.Rngs(settings.train.seed))
-    if mesh.size > 1:
-        nnx.update(decoder, shard(nnx.state(decoder), mesh))
-    reader = None
-    if settings.reader:
-        log(f"reader {settings.reader}")
-        reader_model = load_language_model(
-            settings.reader,
-            "reader",
-            context=settings.reader_rollout.context,
-            dtype=jnp.dtype(compute.dtype),
-            param_dtype=jnp.dtype(compute.dtype),
-            mesh=mesh if mesh.size > 1 else None,
-        )
-        reader = Reader(*reader_model, settings.reader_rollout, mesh=mesh)
-    train_data, held_out = load_datasets(
-        settings.data, settings.retriever, log, settings.rollout.search_seconds, workdir
-    )
-    engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_data.retriever, mesh=mesh)
-    task = Task(train_data.questions, held_out.questions, held_out.retriever)
-    judge = None
-    if settings.recipe.needs_judge and settings.judge is not None:
-        log(f"judge: {settings.judge.judge.kind}")
-        judge = settings.judge.load([*task.train, *task.held_out], compute, mesh)
-    return TrainComponents(decoder, tokenizer, engine, reader, task, judge, value_model)
+from rrl.train.task import Outcome, RunModels, Task
 
 
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
@@ -155,7 +59,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     refuse_locked(workdir)
     refuse_damaged_metrics(workdir)
     enable_compilation_cache()
-    loaded = load(settings, log, workdir)
+    loaded = load_components(settings, log, workdir)
     check_tags(settings.recipe, loaded.tokenizer)
     loaded = dataclasses.replace(loaded, task=_drop_long_questions(settings, loaded, log))
 
@@ -165,7 +69,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
             (workdir / "summary.txt").unlink(missing_ok=True)
         with saving(workdir / MODEL_FILES):
             write_model_files(
-                workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy
+                workdir, loaded.decoder.config, loaded.tokenizer, recipe_card(settings), settings.policy
             )
 
     if settings.note:
@@ -192,7 +96,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     )
     # A run that was stopped before its first update has nothing to report.
     if outcome.step or outcome.stopped != "signal":
-        report(settings, loaded, outcome, workdir, log)
+        write_report(settings, loaded, outcome, workdir, log)
     if outcome.stopped == "signal":
         log(f"stopped after step {outcome.step} of {settings.train.steps}; the same command continues")
     return outcome
@@ -225,7 +129,8 @@ def describe_programs(settings: TrainSettings) -> str:
     """Describe the programs that a run compiles, each with the shape of its batch. Nothing else is compiled."""
     objective, shards = settings.train.objective, data_shards(settings.mesh.make())
     update = ", ".join(
-        f"{objective.rows_per_microbatch(length, shards)} x {length}" for length in objective.row_lengths
+        f"{objective.rows_per_microbatch(length, shards)} rows x {length} tokens"
+        for length in objective.row_lengths
     )
 
     def engine(name: str, config: EngineConfig) -> str:
@@ -272,82 +177,3 @@ def _result_fields(rollout: EngineConfig) -> dict[str, Any]:
         for name, value in dataclasses.asdict(rollout).items()
         if name not in RESULT_INVARIANT_FIELDS
     }
-
-
-def report(
-    settings: TrainSettings, loaded: TrainComponents, outcome: Outcome, workdir: pathlib.Path, log: TimedLog
-) -> None:
-    """Write policy, curves, trajectories and, for a finished run, the summary; print the summary.
-
-    All processes take part in writing the policy, which is sharded over them; the first process does the rest.
-    """
-    with saving(workdir / "policy"):
-        save_decoder(workdir / "policy", loaded.decoder, loaded.tokenizer)
-    if jax.process_index() != 0:
-        return
-    with saving(workdir / "policy"):
-        write_card(workdir / "policy", _card(settings))
-    metrics_lines = read_metrics(workdir / "metrics.jsonl")
-    with saving(workdir / "curves.png"):
-        plot_training(
-            metrics_lines,
-            workdir / "curves.png",
-            f"Training of {settings.name}",
-            settings.train.eval_temperature,
-            settings.recipe.curves,
-        )
-    on_page = page_trajectories(outcome)
-    if outcome.eval_trajectories:
-        with saving(workdir / "trajectories.jsonl"):
-            save_trajectories(workdir / "trajectories.jsonl", outcome.eval_trajectories)
-    if on_page:
-        with saving(workdir / "trajectories.html"):
-            write_html(
-                [trajectory for trajectory, _ in on_page],
-                workdir / "trajectories.html",
-                title=f"{settings.name}: step {outcome.step}",
-                tags=settings.recipe.tags,
-                token_bytes=loaded.engine.bytes,
-                sources=[source for _, source in on_page],
-            )
-    facts = {
-        "steps": f"{outcome.step} of {settings.train.steps} "
-        f"({outcome.stopped}{outcome.guard_message and f': {outcome.guard_message}'})",
-        "minutes": f"{outcome.seconds / 60:.1f} of training, {(time.perf_counter() - log.began) / 60:.1f} of this command",
-        "policy": f"{settings.policy} (sha256 {folder_hash(settings.policy)[:12]})",
-        "retriever": f"{settings.retriever.index or settings.retriever.kind}, top {settings.rollout.top_k}",
-        "seed": settings.train.seed,
-        "versions": ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("jax", "flax", "optax")),
-        "command": shlex.join(["python", *sys.argv]),
-    }
-    outputs = [workdir / name for name in ("curves.png", "trajectories.html", "metrics.jsonl", "policy")]
-    files = [str(file) for file in outputs if file.exists()]
-    text = summary(
-        outcome.start_metrics,
-        outcome.final_metrics,
-        run=facts,
-        reference=settings.reference,
-        temperature=settings.train.eval_temperature,
-        files=files,
-        questions=len(loaded.task.held_out),
-        note=settings.note,
-    )
-    if outcome.stopped != "signal":
-        with saving(workdir / "summary.txt"):
-            write_atomically(workdir / "summary.txt", text + "\n")
-    print(text)
-
-
-def _card(settings: TrainSettings) -> RecipeCard:
-    """Return the recipe card, which records for later evaluation how the policy was trained."""
-    return make_card(settings.recipe, settings.rollout.context, settings.rollout.top_k)
-
-
-def page_trajectories(outcome: Outcome) -> list[tuple[Trajectory, str]]:
-    """Return the trajectories of trajectories.html, each with its source: held-out ones, then the last training step's."""
-    held_out = [(trajectory, HELD_OUT) for trajectory in outcome.eval_trajectories]
-    trained = [
-        (trajectory, UNUSED if left_out else TRAINING)
-        for trajectory, left_out in zip(outcome.last_trajectories, outcome.left_out, strict=True)
-    ]
-    return held_out[:MAX_PER_SOURCE] + trained[:MAX_PER_SOURCE]

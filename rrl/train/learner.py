@@ -1,19 +1,23 @@
-"""The trained state of an RL run (policy, optimiser, critic), and one update from a batch: `Learner.update`."""
+"""The learner: the trained state of an RL run (policy, optimiser, critic), its advantages and its updates.
+
+Read `Learner.compute_advantages` and `Learner.update` first.
+"""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, PyTree
+from jaxtyping import Bool, PyTree
 
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder, cast_params
 from rrl.models.heads import ValueModel
+from rrl.recipes.base import Recipe
 from rrl.rl.critic import CriticState, ValueEstimate, make_critic
 from rrl.rl.optim import (
     applied_updates,
@@ -29,13 +33,12 @@ from rrl.train.rl_config import RLConfig
 
 
 def learned_params_path(settings: Mapping[str, Any]) -> str:
-    """Return where a checkpoint has the final policy's parameters, as an index into `Learner.state`.
+    """Return the path of the final policy's parameters in a checkpoint, for `rrl.runs.checkpoints.read_part`.
+
+    A checkpoint has `Learner.state`: "[2]" is the average of the parameters, if the run has one, and "[0]" the parameters.
 
     Args:
         settings: the run's config.json.
-
-    Returns:
-        A path for `rrl.runs.checkpoints.read_part`: the average of the parameters if the run has one, else the parameters.
     """
     return "[2]" if settings["average_last"] else "[0]"
 
@@ -45,9 +48,9 @@ class LearningBatch:
     """The trajectories that a step learns from, and their advantages."""
 
     left_out: Bool[np.ndarray, "N"]
-    """[N] True for sampled trajectories whose group the step does not learn from."""
+    """One entry per sampled trajectory: True if its group was not selected. Sampled are N trajectories."""
     trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
-    """M of the N sampled trajectories; empty if there is nothing to learn from."""
+    """The M trajectories to learn from; empty if there are none."""
     advantages: Advantages = ()
     """Advantages that the loss uses (after KL penalty and whitening): one per trajectory or one per token."""
     advantage_std: float = 0.0
@@ -115,9 +118,8 @@ class Learner:
         opt_state = init_optimizer(optimizer, params, mesh)
         average = jax.tree.map(lambda x: x.copy(), params) if config.average_last else None
         self._critic = None
-        critic_state: list[
-            CriticState
-        ] = []  # empty without a critic, so that the checkpoint has no entry for it
+        # Empty without a critic, so that the checkpoint has no entry for it.
+        critic_state: list[CriticState] = []
         if config.critic is not None and value_model is not None:
             self._critic, *critic_state = make_critic(value_model, config.critic, config.objective, mesh)
         self.state = _commit_to_devices((params, opt_state, average, *critic_state))
@@ -148,32 +150,35 @@ class Learner:
         """All parameters of the reference, which is the initial policy."""
         return nnx.merge_state(self._reference, self._frozen)
 
-    def make_batch(
-        self,
-        trajectories: Sequence[Trajectory],
-        advantages: Float[np.ndarray, "M"],
-        left_out: Bool[np.ndarray, "N"],
+    def compute_advantages(
+        self, trajectories: list[Trajectory], left_out: Bool[np.ndarray, "N"], recipe: Recipe
     ) -> LearningBatch:
-        """Return the batch with the advantages that the loss uses.
+        """Compute the advantages that the loss uses.
 
-        With a critic they are estimated by GAE, and the recipe's are not used. If the objective has the KL penalty in the reward,
-        it is subtracted: with a critic from the token rewards before GAE, else from the advantages. Then advantages are whitened
-        if the objective asks for it.
+        Without a critic they are the recipe's. It computes them over all trajectories of the groups. If the objective has the KL
+        penalty in the reward, the penalties are then subtracted; if it asks for it, advantages are whitened. With a critic they
+        are estimated by GAE from the rewards per token, less the KL penalties, and whitened likewise.
+
+        Trajectories without a policy token are not learned from. (An episode whose first logits were not finite has none.)
 
         Args:
-            trajectories: M trajectories to learn from.
-            advantages: [M] the recipe's advantages.
+            trajectories: all trajectories of the selected groups.
             left_out: see `LearningBatch`.
+            recipe: computes the advantages of a run without a critic.
         """
-        reference_logprobs = self._updater.reference_logprobs(self._reference, self._frozen, trajectories)
+        nonempty = np.flatnonzero([t.policy_tokens > 0 for t in trajectories])
+        if not len(nonempty):
+            return LearningBatch(left_out)
+        learned = [trajectories[i] for i in nonempty]
+        reference_logprobs = self._updater.reference_logprobs(self._reference, self._frozen, learned)
         if self._critic is None:
-            std = float(advantages.std())
-            final = self._updater.token_advantages(trajectories, advantages, reference_logprobs)
-            return LearningBatch(left_out, list(trajectories), final, std, reference_logprobs)
+            advantages = recipe.advantages(trajectories)[nonempty]
+            final = self._updater.token_advantages(learned, advantages, reference_logprobs)
+            return LearningBatch(left_out, learned, final, float(advantages.std()), reference_logprobs)
         penalties = None if reference_logprobs is None else reference_logprobs.kl_penalties
-        values = self._critic.estimate(self._critic_state[0], trajectories, penalties)
+        values = self._critic.estimate(self._critic_state[0], learned, penalties)
         return LearningBatch(
-            left_out, list(trajectories), values.advantages, values.advantage_std, reference_logprobs, values
+            left_out, learned, values.advantages, values.advantage_std, reference_logprobs, values
         )
 
     def update(self, step: int, batch: LearningBatch) -> UpdateResult:

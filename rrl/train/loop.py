@@ -1,7 +1,14 @@
 """Reinforcement learning of a search agent, on one page: sample, score, select, compute advantages, update, log, save.
 
-Each call in `train` is one stage; its module has the details. `Learner.update` calls `rrl.rl.update.Updater`, whose loss (GRPO
-or PPO) is `rrl.rl.losses.policy_loss`.
+Each call in `train` is one stage; its module has the details. From the trajectories to the loss (GRPO or PPO), a step goes
+through six files:
+
+    train/loop.py      the stages
+    train/learner.py   `Learner.compute_advantages`, `Learner.update`: the trained state
+    rl/update.py       `Updater`: minibatches, optimiser steps, gradients summed over microbatches
+    rl/packing.py      `pack_trajectories`: trajectories as microbatches of packed rows
+    rl/logprobs.py     `token_logprobs`: log-probabilities under policy and reference
+    rl/losses.py       `policy_loss`: the loss of a microbatch
 """
 
 import os
@@ -9,10 +16,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rrl.recipes.base import Recipe
-from rrl.train.learning_batch import compute_advantages, select_trajectories
 from rrl.train.rl_config import RLConfig
-from rrl.train.run import Outcome, RunModels, Task, open_run
-from rrl.train.sample import sample_and_score
+from rrl.train.run import open_run
+from rrl.train.sample import sample_and_score, select_trajectories
+from rrl.train.task import Outcome, RunModels, Task
 
 
 def train(
@@ -58,7 +65,7 @@ def train(
             selected, left_out = select_trajectories(config, sampled, recipe)
 
             # Compute advantages: group-normalised (GRPO), or by a critic (PPO).
-            batch = compute_advantages(selected, left_out, recipe, learner)
+            batch = learner.compute_advantages(selected, left_out, recipe)
 
             # Update: pack the trajectories into microbatches, sum gradients, take the optimiser steps.
             result = learner.update(step, batch)

@@ -34,7 +34,7 @@ class RunRecorder:
       progress: progress line of this process.
       guard: checks for collapse. With action="warn" it has already checked the metrics of earlier processes.
       guard_message: the guard's last message about the metrics of earlier processes; "" if there was none.
-      saved: trajectories for the final report.
+      saved_trajectories: trajectories for the final report.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RunRecorder:
         self.seconds = 0.0
         self.step = 0
         self.guard, self.guard_message = Guard(config.guard), ""
-        self.saved = SavedTrajectories(workdir)
+        self.saved_trajectories = SavedTrajectories(workdir)
         self.learner, self.curriculum = learner, curriculum
         settings = dataclasses.asdict(config) | {"run": dict(identity)}
         with contextlib.ExitStack() as stack:
@@ -69,6 +69,7 @@ class RunRecorder:
             if self._checkpoints.latest is None and config.guard.action == "stop":
                 self.save(0)  # for a run that collapses before its first regular checkpoint
             self._evaluations = _evaluations(self.writer.past)
+            # In lines that `MetricsWriter` removed, since they are newer than the checkpoint.
             self._removed_evaluations = _evaluations(self.writer.removed)
             # With "stop" the latest checkpoint is from before any sign of collapse, so the guard starts empty.
             for line in self.writer.past if config.guard.action == "warn" else ():

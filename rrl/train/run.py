@@ -4,24 +4,18 @@
 """
 
 import contextlib
-import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from flax import nnx
 from jaxtyping import Bool
 
-from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.models.decoder import Decoder
 from rrl.models.hardware import peak_memory
-from rrl.models.heads import ValueModel
-from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext
-from rrl.retrieval.retriever import Retriever
-from rrl.rollout.engine import Engine
+from rrl.recipes.base import Recipe
 from rrl.stopping import ServiceUnavailable, StopSignal, stop_requested
 from rrl.train.evaluation import evaluate
 from rrl.train.learner import Learner, LearningBatch, UpdateResult
@@ -29,60 +23,12 @@ from rrl.train.recorder import RunRecorder
 from rrl.train.rl_config import RLConfig
 from rrl.train.sample import SampledStep
 from rrl.train.step_metrics import step_metrics
+from rrl.train.task import Outcome, RunModels, Task
 
 ZERO_REWARD_STEPS = 3
 """Step after which reward components that were always 0 are logged: their weight, tag or judge may be wrong."""
 PROGRESS_METRICS = ("em", "full_recall", "searches")
 """Metrics on the progress line, if the recipe has them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """The questions of a run, for training and for evaluation."""
-
-    train: Sequence[Question]
-    held_out: Sequence[Question]
-    held_out_retriever: Retriever | None = None
-    """Retriever over the corpus of the held-out questions; None: the engine's retriever."""
-
-
-@dataclasses.dataclass
-class Outcome:
-    """How a run ended."""
-
-    step: int
-    """Completed updates."""
-    stopped: str
-    """Why the run ended: "done" (all steps are completed), "signal" (SIGTERM or Ctrl-C) or "collapse" (its guard ended it)."""
-    start_metrics: dict[str, float]
-    """Held-out metrics of the initial policy."""
-    final_metrics: dict[str, float]
-    """Held-out metrics of the final policy."""
-    seconds: float
-    """Training time of all processes of the run, without evaluations."""
-    last_trajectories: list[Trajectory]
-    """The N trajectories of the last training step. If an earlier process finished the run, only those that
-    `SavedTrajectories` saved for the report."""
-    left_out: Bool[np.ndarray, "N"]
-    """True for the trajectories of the last step that its update did not use."""
-    eval_trajectories: list[Trajectory]
-    """Trajectories of the last evaluation. If an earlier process did it, they are loaded from `SavedTrajectories`."""
-    guard_message: str = ""
-    """The guard's last message; "" if there was none."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RunModels:
-    """The models of a run."""
-
-    engine: Engine
-    """Samples episodes."""
-    decoder: Decoder
-    """Initial policy, and the frozen reference."""
-    value_model: ValueModel | None = None
-    """Initial critic, with `RLConfig.critic`."""
-    scoring: ScoringContext = NO_MODELS
-    """Models that the rewards use."""
 
 
 @contextlib.contextmanager
@@ -99,8 +45,8 @@ def open_run(
 
     The end of the `with` block evaluates the final policy and writes its parameters to the decoder. If a judge or reader does
     not answer during the steps, the completed steps are saved and ServiceUnavailable is raised; the next process repeats the
-    unfinished step. After a signal, requests to services raise ServiceUnavailable too. That error is not raised again: the
-    run ends as after any signal.
+    unfinished step. A signal (SIGTERM or Ctrl-C) makes waiting requests to services raise ServiceUnavailable, too. In
+    that case the run ends as after any signal, and the error is not raised.
     """
     learner = Learner(config, models.decoder, models.engine.mesh, models.value_model)
     curriculum = recipe.curriculum(task.train, config.questions, config.seed)
@@ -196,7 +142,7 @@ class TrainingRun:
         self._note_zero_rewards()
         self._update_progress(metrics)
         if self.step == config.steps:
-            recorder.saved.save_sampled(self.step, self._sampled, self._left_out)
+            recorder.saved_trajectories.save_sampled(self.step, self._sampled, self._left_out)
         recorder.check_last_save()
         recorder.writer.write(self.step, metrics)
         # The initial policy is evaluated only now, so that users see the first update sooner.
@@ -240,7 +186,7 @@ class TrainingRun:
             # Without a completed step the final policy is the initial one.
             recorder.start_metrics = recorder.start_metrics or self._evaluation[0]
         if not self._sampled and self.step == self.config.steps:
-            self._sampled, self._left_out = recorder.saved.load_sampled(self.step)
+            self._sampled, self._left_out = recorder.saved_trajectories.load_sampled(self.step)
 
     def outcome(self) -> Outcome:
         """Return how the run ended."""
@@ -260,8 +206,8 @@ class TrainingRun:
     def _evaluate(self, step: int) -> tuple[dict[str, float], list[Trajectory]]:
         """Evaluate the reference (step 0) or the policy after `step` updates, unless that is already done."""
         recorder, config = self._recorder, self.config
-        if known := recorder.past_evaluation(step):
-            return known, recorder.saved.load_evaluated(step)
+        if past_metrics := recorder.past_evaluation(step):
+            return past_metrics, recorder.saved_trajectories.load_evaluated(step)
         began = time.perf_counter()
         recorder.progress.note(f"step {step}: evaluating on {len(self.task.held_out)} held-out questions ...")
         metrics, trajectories = evaluate(
@@ -273,7 +219,7 @@ class TrainingRun:
             retriever=self.task.held_out_retriever,
             scoring=self.models.scoring.at_step(step, config.steps),
         )
-        recorder.saved.save_evaluated(step, trajectories)
+        recorder.saved_trajectories.save_evaluated(step, trajectories)
         return recorder.write_evaluation(step, metrics, time.perf_counter() - began), trajectories
 
     def _evaluation_is_due(self) -> bool:

@@ -1,4 +1,4 @@
-"""Samples and scores the episodes of a training step. Read `sample_and_score` first."""
+"""Samples and scores the episodes of a training step, and selects those to learn from. Read `sample_and_score` first."""
 
 import dataclasses
 import time
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Bool, PyTree
 
 from rrl.data.trajectory import Trajectory
 from rrl.recipes.base import Recipe, ScoringContext
@@ -89,6 +89,19 @@ def sample_and_score(
         trajectories += sampled
         stats += engine.stats
     return SampledStep(trajectories, stats, time.perf_counter() - began)
+
+
+def select_trajectories(
+    config: RLConfig, sampled: SampledStep, recipe: Recipe
+) -> tuple[list[Trajectory], Bool[np.ndarray, "N"]]:
+    """Select the trajectories of the first `config.questions` usable groups (`usable_groups`), in sampling order.
+
+    Returns:
+        The selected trajectories, and `left_out`: [N] True for the sampled trajectories that are not selected.
+    """
+    selected = set(usable_groups(config, sampled.trajectories, recipe)[: config.questions])
+    left_out = np.array([t.group not in selected for t in sampled.trajectories], bool)
+    return [t for t in sampled.trajectories if t.group in selected], left_out
 
 
 def usable_groups(config: RLConfig, trajectories: Sequence[Trajectory], recipe: Recipe) -> list[int]:

@@ -44,10 +44,8 @@ def trajectory_metrics(trajectories: Sequence[Trajectory], prefix: str) -> dict[
         out[f"{prefix}/{name}"] = float(np.mean([t.metrics[name] for t in trajectories]))
     for role, name in ((PROMPT, "prompt"), (POLICY, "policy"), (ENVIRONMENT, "environment")):
         out[f"tokens/{name}"] = float(np.mean([(t.roles == role).sum() for t in trajectories]))
-    for reason, number in collections.Counter(t.ended for t in trajectories).items():
-        out[f"ended/{reason}"] = number / count
-    for limit, number in collections.Counter(
-        limit for t in trajectories for limit in {limit for _turn, limit in t.cuts}
-    ).items():
-        out[f"cut/{limit}"] = number / count
+    ended = collections.Counter(t.ended for t in trajectories)
+    cut = collections.Counter(limit for t in trajectories for limit in {limit for _turn, limit in t.cuts})
+    out |= {f"ended/{reason}": number / count for reason, number in ended.items()}
+    out |= {f"cut/{limit}": number / count for limit, number in cut.items()}
     return out

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.errors import UserError
-from rrl.rl.packing import even_shares, first_fit_decreasing, pack, pack_buckets, take_rows
+from rrl.rl.packing import first_fit_decreasing, pack, pack_buckets
 
 LENGTH = 24
 lengths = st.lists(st.integers(1, LENGTH), min_size=1, max_size=40)
@@ -73,19 +73,9 @@ def test_the_number_of_rows_depends_only_on_the_lengths_and_is_near_the_bound(si
     )
 
 
-@given(lengths, st.integers(1, 9))
-def test_even_shares_hold_every_item_once_and_differ_by_at_most_the_largest_item(sizes, count):
-    found = even_shares(np.array(sizes), count)
-    assert sorted(np.concatenate(found).tolist()) == list(range(len(sizes)))
-    assert len(found) == min(count, len(sizes)) and all(len(share) for share in found)
-    sums = [sum(sizes[item] for item in share) for share in found]
-    assert max(sums) - min(sums) <= max(sizes)
-
-
 def test_the_number_of_rows_is_rounded_up_and_padded():
     tokens, loss, _ = sequences([24, 20, 3])
     assert pack(tokens, loss, LENGTH, multiple=4).batch.tokens.shape == (4, LENGTH)
-    assert pack(tokens, loss, LENGTH, rows=5).batch.tokens.shape == (5, LENGTH)
     assert pack([], [], LENGTH, multiple=2).batch.tokens.shape == (2, LENGTH)
 
 
@@ -97,18 +87,6 @@ def test_a_sequence_that_is_too_long_is_refused_cut_or_dropped():
     np.testing.assert_array_equal(cut.batch.tokens[cut.row[0]][:24], tokens[0][:24])
     dropped = pack(tokens, loss, LENGTH, too_long="drop")
     assert dropped.row.tolist() == [-1, 0] and (dropped.batch.segment_ids > 0).sum() == 5
-
-
-def test_sequences_that_do_not_fit_in_the_rows_are_refused():
-    tokens, loss, _ = sequences([24, 24])
-    with pytest.raises(UserError, match="rows=1"):
-        pack(tokens, loss, LENGTH, rows=1)
-
-
-def test_take_rows_gives_padding_for_row_minus_1():
-    tokens, loss, values = sequences([24, 20])
-    batch = take_rows(pack(tokens, loss, LENGTH, extras={"a": values}).batch, np.array([1, -1]))
-    assert batch.tokens[0].any() and not batch.segment_ids[1].any() and not batch.extras["a"][1].any()
 
 
 @settings(deadline=None, max_examples=60)

@@ -15,10 +15,11 @@ from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.heads import ValueModel
 from rrl.parallel.mesh import use_mesh
-from rrl.rl.batching import pack_trajectories, packed_token_counts
 from rrl.rl.critic import CriticConfig, make_critic
+from rrl.rl.minibatches import packed_token_counts
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, init_optimizer, make_optimizer, split_trained
+from rrl.rl.packing import pack_trajectories, packed_sequences
 from rrl.rl.prefix_tree import prefix_trees
 from rrl.rl.update import Updater
 
@@ -74,7 +75,7 @@ def seen(tokens, tree, column):
     """The tokens that a column attends to, by the mask, and their positions."""
     branch = tree.branches[column]
     left = [c for c in range(column + 1) if tree.branches[c] in (0, branch)]
-    return tokens[tree.tokens[left]].tolist(), tree.positions[left].tolist()
+    return tokens[tree.column_tokens[left]].tolist(), tree.positions[left].tolist()
 
 
 def group(seed, samples, outputs, prompt=12):
@@ -102,12 +103,12 @@ BATCHES = [[episode] for episode in EPISODES] + [
 @pytest.mark.parametrize("longest", [1000, 60, 45])
 @pytest.mark.parametrize("trajectories", BATCHES)
 def test_each_token_sees_exactly_its_context_up_to_itself(trajectories, longest):
-    found = prefix_trees(trajectories, True, longest)
+    found = prefix_trees(trajectories, longest)
     all_tokens = np.concatenate([t.tokens for t in trajectories])
     where = {}
     for tree in found:
-        assert len(tree.tokens) <= max(longest, 54)  # the longest context has 54 tokens
-        for token, column in zip(tree.covered, tree.columns, strict=True):
+        assert len(tree.column_tokens) <= max(longest, 54)  # the longest context has 54 tokens
+        for token, column in zip(tree.context_tokens, tree.context_columns, strict=True):
             assert int(token) not in where
             where[int(token)] = (tree, int(column))
     assert sorted(where) == list(range(len(all_tokens)))
@@ -122,30 +123,30 @@ def test_each_token_sees_exactly_its_context_up_to_itself(trajectories, longest)
                 if (
                     trajectory.roles[token] == POLICY
                 ):  # has its own column and is predicted from the column to its left
-                    assert tree.tokens[column] == first + token
-                    assert all_tokens[tree.tokens[column - 1]] == trajectory.tokens[token - 1]
+                    assert tree.column_tokens[column] == first + token
+                    assert all_tokens[tree.column_tokens[column - 1]] == trajectory.tokens[token - 1]
                     assert seen(all_tokens, tree, column - 1)[0] == tokens[:-1]
         first += len(trajectory.tokens)
 
 
 def test_a_common_prefix_is_packed_once():
     three = EPISODES[3]  # 12, 26 and 40 tokens
-    (tree,) = prefix_trees([three], True, 1000)
-    assert len(tree.tokens) == 40 + 6 + 6  # the first two contexts add the tail and the output
-    assert [len(tree.tokens) for tree in prefix_trees([three], True, 46)] == [46, 26]  # room for one branch
-    assert [len(tree.tokens) for tree in prefix_trees([three], False, 1000)] == [12, 26, 40]
+    (tree,) = prefix_trees([three], 1000)
+    assert len(tree.column_tokens) == 40 + 6 + 6  # the first two contexts add the tail and the output
+    assert [len(tree.column_tokens) for tree in prefix_trees([three], 46)] == [46, 26]  # room for one branch
+    assert [len(tree.column_tokens) for tree in packed_sequences([three], APART)] == [12, 26, 40]
 
 
 def test_the_samples_of_a_group_share_their_prompt():
     four = group(5, 4, 6)  # 12 + 6, 7, 8 and 9 tokens
-    (tree,) = prefix_trees(four, True, 1000)
+    (tree,) = prefix_trees(four, 1000)
     assert (
-        len(tree.tokens) == 11 + 4 + 6 + 7 + 8 + 9
+        len(tree.column_tokens) == 11 + 4 + 6 + 7 + 8 + 9
     )  # each sample keeps its own copy of the prompt's last token
-    assert [len(tree.tokens) for tree in prefix_trees(four, True, 29)] == [21 + 7, 20 + 8]
-    assert [len(tree.tokens) for tree in prefix_trees(four, False, 1000)] == [18, 19, 20, 21]
+    assert [len(tree.column_tokens) for tree in prefix_trees(four, 29)] == [21 + 7, 20 + 8]
+    assert [len(tree.column_tokens) for tree in packed_sequences(four, APART)] == [18, 19, 20, 21]
     other = [*four[:2], *group(6, 2, 6)]
-    assert [len(tree.tokens) for tree in prefix_trees(other, True, 1000)] == [19 + 7, 19 + 7]
+    assert [len(tree.column_tokens) for tree in prefix_trees(other, 1000)] == [19 + 7, 19 + 7]
     assert packed_token_counts(four, SHARED).tolist() == [7, 8, 9, 21]
 
 
@@ -153,7 +154,10 @@ def test_contexts_without_a_common_prefix_are_packed_separately():
     draws = np.random.default_rng(0)
     tokens = np.concatenate([[1], draws.integers(0, TAIL, 9), [2], draws.integers(0, TAIL, 5)])
     roles = np.array([PROMPT] * 4 + [POLICY] * 6 + [PROMPT] * 2 + [POLICY] * 4)
-    assert [len(tree.tokens) for tree in prefix_trees([made(0, tokens, roles, (0, 10))], True, 99)] == [10, 6]
+    assert [len(tree.column_tokens) for tree in prefix_trees([made(0, tokens, roles, (0, 10))], 99)] == [
+        10,
+        6,
+    ]
 
 
 def test_two_answers_to_the_same_prompt_are_both_kept():
@@ -161,7 +165,7 @@ def test_two_answers_to_the_same_prompt_are_both_kept():
     one = episode(7, 1).tokens[:7]
     other = np.concatenate([one[:4], one[4:] + 1])
     twice = made(0, np.concatenate([one, other]), np.concatenate([roles, roles]), (0, 7))
-    (tree,) = prefix_trees([twice], True, 99)
+    (tree,) = prefix_trees([twice], 99)
     assert tree.branches.tolist() == [
         0,
         0,
@@ -227,14 +231,11 @@ def test_sharing_prefixes_changes_neither_values_nor_the_critics_update(across):
 
 def test_shared_prefixes_need_fewer_tokens_and_splash_refuses_them():
     used = [
-        sum(
-            int((batch.segment_ids > 0).sum())
-            for batch in pack_trajectories(EPISODES, config).buckets.batches
-        )
+        sum(int((batch.segment_ids > 0).sum()) for batch in pack_trajectories(EPISODES, config).batches)
         for config in (APART, SHARED)
     ]
     assert used == [12 + 38 + 132 + 78, 12 + 32 + 72 + 52]
-    batch = pack_trajectories(EPISODES, SHARED).buckets.batches[0]
+    batch = pack_trajectories(EPISODES, SHARED).batches[0]
     with use_mesh(None), pytest.raises(UserError, match=r"share_prefixes=False or compute.attention=xla"):
         decoder("splash")(
             batch.tokens,
@@ -248,7 +249,7 @@ def test_shared_prefixes_need_fewer_tokens_and_splash_refuses_them():
 def test_packed_token_counts_equal_the_tokens_in_the_rows(config):
     config = dataclasses.replace(config, row_lengths=(192,))
     for one, size in zip(EPISODES, packed_token_counts(EPISODES, config), strict=True):
-        batches = pack_trajectories([one], config).buckets.batches
+        batches = pack_trajectories([one], config).batches
         assert size == sum(int((batch.segment_ids > 0).sum()) for batch in batches)
         assert (size < len(one.tokens)) == (config.share_prefixes and len(one.starts) > 1)
 

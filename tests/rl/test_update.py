@@ -21,7 +21,7 @@ from rrl.rl.logprobs import token_logprobs
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rl.packing import pack
-from rrl.rl.update import Updater, microbatches
+from rrl.rl.update import Updater, pack_minibatch
 from tests.tiny import tiny_shape
 
 CONFIG = tiny_shape(50, 256, num_hidden_layers=2)
@@ -303,16 +303,6 @@ def test_a_sharded_step_equals_that_of_one_device_and_keeps_the_shardings(kl_in)
         assert variable[...].sharding.is_equivalent_to(placed[path], variable[...].ndim), path
 
 
-def test_each_shard_gets_the_same_number_of_rows_and_at_least_one():
-    objective = ObjectiveConfig(microbatch_tokens=32768)
-    assert (
-        objective.rows_per_microbatch(8192),
-        objective.rows_per_microbatch(8192, 4),
-        objective.rows_per_microbatch(8192, 16),
-    ) == (4, 4, 16)
-    assert objective.rows_per_microbatch(2048, 3) == 15
-
-
 def test_observation_tokens_get_no_gradient():
     # Without the policy tokens after it, the tokens of the last observation must not matter.
     def cut(t: Trajectory, swap: bool) -> Trajectory:
@@ -405,11 +395,11 @@ def test_each_minibatch_is_one_optimiser_step_on_at_least_one_group(minibatches,
 
 def test_every_trajectory_is_packed_once_and_batches_have_the_configured_shapes():
     objective = ObjectiveConfig(row_lengths=(16, 32, 64), microbatch_tokens=64)
-    batches, total = microbatches(TRAJECTORIES, ADVANTAGES, objective)
+    batches, total = pack_minibatch(TRAJECTORIES, ADVANTAGES, objective)
     assert sum(int(b.loss_mask.sum()) for b in batches) == total == sum(t.policy_tokens for t in TRAJECTORIES)
     assert {b.tokens.shape for b in batches} <= {(4, 16), (2, 32), (1, 64)}
 
 
 def test_a_trajectory_longer_than_the_longest_row_is_refused():
     with pytest.raises(UserError, match=r"objective\.row_lengths"):
-        microbatches(TRAJECTORIES, ADVANTAGES, ObjectiveConfig(row_lengths=(16,)))
+        pack_minibatch(TRAJECTORIES, ADVANTAGES, ObjectiveConfig(row_lengths=(16,)))

@@ -13,7 +13,7 @@ from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
 from rrl.train.loop import train
 from rrl.train.rl_config import RLConfig
-from rrl.train.run import RunModels, Task
+from rrl.train.task import RunModels, Task
 from tests.tiny import tiny_shape
 
 STEPS = 4

@@ -1,9 +1,8 @@
-"""Configs of RL runs: settings, checks before anything is loaded, identity, and trajectories of the report."""
+"""Configs of RL runs: settings, checks before anything is loaded, and identity."""
 
 import dataclasses
 import importlib.util
 import pathlib
-import types
 
 import numpy as np
 import pytest
@@ -13,10 +12,9 @@ from rrl.config.sections import DERIVED, fill_defaults
 from rrl.errors import UserError
 from rrl.recipes.card import make_card, write_card
 from rrl.recipes.rsearch import RSearch
-from rrl.report.article import HELD_OUT, TRAINING, UNUSED
 from rrl.rl.advantages import ESTIMATORS
 from rrl.rl.optim import OptimConfig
-from rrl.train.experiment import identity_of, page_trajectories, run
+from rrl.train.experiment import identity_of, run
 from rrl.train.settings import SECTIONS, TrainSettings
 from tests.eval.fakes import many
 from tests.train import made
@@ -353,21 +351,6 @@ def test_different_arguments_give_different_run_names():
 def test_the_error_for_a_wrong_argument_names_it(arg):
     with pytest.raises(UserError, match=arg.split("=")[0]):
         config(arg)
-
-
-def test_page_trajectories_are_labelled_as_held_out_training_or_unused():
-    held_out, sampled = many(2), many(8)
-    outcome = types.SimpleNamespace(
-        last_trajectories=sampled, left_out=np.arange(8) < 4, eval_trajectories=held_out
-    )
-    shown = page_trajectories(outcome)
-    assert [found for found, _ in shown] == held_out + sampled
-    assert [found for _, found in shown] == [HELD_OUT] * 2 + [UNUSED] * 4 + [TRAINING] * 4
-
-
-def test_a_run_without_training_or_evaluation_has_no_page_trajectories():
-    outcome = types.SimpleNamespace(last_trajectories=[], left_out=np.zeros(0, bool), eval_trajectories=[])
-    assert page_trajectories(outcome) == []
 
 
 def test_an_error_after_loading_leaves_no_workdir(tmp_path, monkeypatch):

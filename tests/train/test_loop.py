@@ -27,7 +27,7 @@ from rrl.runs.metrics import read_metrics
 from rrl.train import run as train_run
 from rrl.train.guard import GuardConfig
 from rrl.train.loop import train
-from rrl.train.run import RunModels, Task
+from rrl.train.task import RunModels, Task
 from tests.memory import collect, memory_maps
 from tests.train.small_run import CONFIG, STEPS, fresh, lines, run, steps_of
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rrl.parallel.mesh import make_mesh
-from rrl.rl.accumulate import GradientAccumulator
 from rrl.rl.batch import Batch
 from rrl.rl.optim import OptimConfig, make_optimizer
+from rrl.rl.update import GradientAccumulator
 
 
 def loss(params, _, batch):

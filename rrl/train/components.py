@@ -1,0 +1,97 @@
+"""Loads the models and the data of an RL run: `load_components`."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from transformers import PreTrainedTokenizerBase
+
+from rrl.models.decoder import Decoder
+from rrl.models.heads import ValueModel
+from rrl.models.hf import load_language_model, load_value_model
+from rrl.models.lora import add_lora
+from rrl.parallel.rules import shard
+from rrl.recipes.base import uses_chat
+from rrl.rewards.judge import Judge
+from rrl.rewards.reader import Reader
+from rrl.rollout.engine import Engine
+from rrl.runs.datasets import load_datasets
+from rrl.runs.timed_log import TimedLog
+from rrl.train.settings import TrainSettings
+from rrl.train.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainComponents:
+    """The loaded models and data of a run."""
+
+    decoder: Decoder
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    reader: Reader | None
+    task: Task
+    judge: Judge | None = None
+    value_model: ValueModel | None = None
+    """PPO's initial critic: the policy's body, or its first layers, with a new value head that outputs 0."""
+
+
+def load_components(settings: TrainSettings, log: TimedLog, workdir: pathlib.Path) -> TrainComponents:
+    """Load models, corpus and questions. A large index is stored in `workdir`."""
+    mesh, compute = settings.mesh.make(), settings.compute
+    device = mesh.devices.flat[0]
+    backend = compute.backend(device.platform, settings.train.objective.share_prefixes)
+    sizes = "x".join(str(size) for size in mesh.devices.shape)
+    log(
+        f"{mesh.size} of {len(jax.devices())} devices ({device.device_kind}), mesh data x fsdp x tensor = {sizes}; "
+        f"{compute.dtype}, attention by {backend}"
+    )
+    log(f"policy {settings.policy}")
+    decoder, tokenizer = load_language_model(
+        settings.policy,
+        "policy",
+        chat=uses_chat(settings.recipe),
+        context=settings.rollout.context,
+        dtype=jnp.dtype(compute.dtype),
+        param_dtype=jnp.dtype(compute.param_dtype),
+        mesh=mesh if mesh.size > 1 else None,
+        attention=backend,
+        remat=compute.remat,
+    )
+    value_model = None
+    if settings.train.critic is not None:
+        value_model = load_value_model(
+            settings.policy,
+            layers=settings.train.critic.decoder_config(decoder.config).layers,
+            dtype=jnp.dtype(compute.dtype),
+            param_dtype=jnp.dtype(compute.param_dtype),
+            mesh=mesh if mesh.size > 1 else None,
+            attention=backend,
+            remat=compute.remat,
+        )
+    add_lora(decoder, settings.lora, rngs=nnx.Rngs(settings.train.seed))
+    if mesh.size > 1:
+        nnx.update(decoder, shard(nnx.state(decoder), mesh))
+    reader = None
+    if settings.reader:
+        log(f"reader {settings.reader}")
+        reader_model = load_language_model(
+            settings.reader,
+            "reader",
+            context=settings.reader_rollout.context,
+            dtype=jnp.dtype(compute.dtype),
+            param_dtype=jnp.dtype(compute.dtype),
+            mesh=mesh if mesh.size > 1 else None,
+        )
+        reader = Reader(*reader_model, settings.reader_rollout, mesh=mesh)
+    train_data, held_out = load_datasets(
+        settings.data, settings.retriever, log, settings.rollout.search_seconds, workdir
+    )
+    engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_data.retriever, mesh=mesh)
+    task = Task(train_data.questions, held_out.questions, held_out.retriever)
+    judge = None
+    if settings.recipe.needs_judge and settings.judge is not None:
+        log(f"judge: {settings.judge.judge.kind}")
+        judge = settings.judge.load([*task.train, *task.held_out], compute, mesh)
+    return TrainComponents(decoder, tokenizer, engine, reader, task, judge, value_model)
