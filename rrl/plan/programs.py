@@ -1,12 +1,12 @@
-"""Compiles the programs of a run from shapes alone, for devices that need not be available.
+"""Compile the programs of a run from shapes alone, for devices that need not be available.
 
-They are the programs that a run executes: the rollout's episode loop with its host callback; the
-gradient accumulation of one microbatch (log-probabilities of policy and reference, loss, backward
-pass); the optimiser step; and with PPO the latter two for the critic. Forward-only programs (the
-critic's values, the KL in the reward) need less memory and are not compiled.
+They are the programs that a run executes: the rollout's episode loop with its host callback; the gradient accumulation of one
+microbatch (log-probabilities of policy and reference, loss, backward pass); the optimiser step; and with PPO the latter two for
+the critic. Forward-only programs (the critic's values, the KL in the reward) need less memory and are not compiled.
 """
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,8 @@ from jaxtyping import PyTree
 
 from rrl.models.attention_backends import AttentionBackend
 from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder, Remat, cast_params
+from rrl.models.decoder import Decoder, cast_params
+from rrl.models.hardware import ComputeConfig
 from rrl.models.heads import ValueModel
 from rrl.models.lora import add_lora
 from rrl.parallel.mesh import ROW_AXES, data_shards
@@ -72,21 +73,19 @@ class ModelShapes:
         config: DecoderConfig,
         settings: TrainSettings,
         mesh: Mesh | AbstractMesh,
-        *,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        remat: Remat,
+        compute: ComputeConfig,
         attention: AttentionBackend,
     ) -> "ModelShapes":
-        """Return the shapes for a run. Nothing is allocated."""
+        """Return the shapes for a run. Nothing is allocated. `compute` has the values for the platform."""
+        dtype = jnp.dtype(compute.dtype)
 
         def build(kind: type[DecoderT], config: DecoderConfig = config) -> DecoderT:
             return kind(
                 config,
                 rngs=nnx.Rngs(0),
                 dtype=dtype,
-                param_dtype=param_dtype,
-                remat=remat,
+                param_dtype=jnp.dtype(compute.param_dtype),
+                remat=compute.remat,
                 attention=attention,
             )
 
@@ -204,6 +203,11 @@ def device_bytes(tree: PyTree) -> float:
             for leaf in jax.tree.leaves(tree)
         )
     )
+
+
+def count(state: PyTree) -> float:
+    """Return the number of values in arrays or shapes."""
+    return float(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)))
 
 
 def _updater(settings: TrainSettings, model: ModelShapes) -> Updater:

@@ -18,10 +18,12 @@ from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.parallel.mesh import AXES
 from rrl.parallel.topology import CHIPS, GIB, Topology
 from rrl.plan import programs
-from rrl.plan.capacity import PUBLISHED, CapacityPlan, default_mesh, first_change, plan_capacity, policy_shape
-from rrl.plan.estimate import StepCost, Workload, forward_flops, step_costs
+from rrl.plan.capacity import CapacityPlan, default_mesh, plan_capacity
+from rrl.plan.costs import StepCost, Workload, forward_flops, step_costs
+from rrl.plan.policy_shape import PUBLISHED, policy_shape
 from rrl.plan.programs import CompiledProgram
 from rrl.plan.report import report
+from rrl.plan.suggestion import suggest_change
 from rrl.train.settings import TrainSettings
 
 SEVEN = DecoderConfig.from_hf(PUBLISHED["Qwen2.5-7B"])
@@ -62,7 +64,7 @@ def compiled(tmp_path_factory):
 def test_a_plan_compiles_the_programs_and_reports_memory_traffic_and_verdict(compiled):
     assert [program.name for program in compiled.programs] == ["rollout", "update", "optimiser step"]
     assert compiled.fits
-    assert first_change(compiled) == ""
+    assert suggest_change(compiled) == ""
     text = report(compiled)
     for line in (
         "8 x CPU",
