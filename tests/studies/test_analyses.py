@@ -18,7 +18,7 @@ from rrl.studies.analyses.catalogue import (
     training_points,
 )
 from rrl.studies.analyses.table import interval
-from rrl.studies.reproduction import queue
+from rrl.studies.reproduction.manifest import RunManifest, resolved_settings
 from rrl.studies.reproduction.plan import ARMS, PlannedRun
 from tests.eval.runs import finished
 
@@ -35,7 +35,7 @@ def here(monkeypatch):
 def put(out: Path, run: PlannedRun, right: str, **card) -> None:
     """Write the files of a finished run that answered these questions correctly."""
     finished(out / run.name, {name: RIGHT[name] for name in right}, **card)
-    queue.RunManifest(run.command("{out}"), queue.resolved_settings(run), "abc", 60.0, True).save(
+    RunManifest(run.command("{out}"), resolved_settings(run), "abc", 60.0, True).save(
         out / f"{run.name}.json"
     )
 

@@ -13,8 +13,8 @@ import sys
 import pytest
 
 from rrl.errors import UserError
-from rrl.studies.reproduction import queue
 from rrl.studies.reproduction.claims import CLAIMS
+from rrl.studies.reproduction.manifest import RunManifest, resolved_settings
 from rrl.studies.reproduction.page import reproduction_page
 from rrl.studies.reproduction.plan import PlannedRun, planned_runs
 from rrl.studies.reproduction.reproduce import reproduce
@@ -37,7 +37,7 @@ def measured_in(out, name, answers):
 
 def recorded(run, out, seconds=90.0):
     out.mkdir(exist_ok=True)
-    queue.RunManifest(run.command("{out}"), queue.resolved_settings(run), "abc", seconds, True).save(
+    RunManifest(run.command("{out}"), resolved_settings(run), "abc", seconds, True).save(
         out / f"{run.name}.json"
     )
 

@@ -14,9 +14,10 @@ from rrl.runs.metrics import read_metrics
 from rrl.studies.analyses.catalogue import analysis_named, evaluation_points, training_points
 from rrl.studies.analyses.plot import draw
 from rrl.studies.analyses.table import analysis_csv, analysis_markdown, load_rows
+from rrl.studies.reproduction.manifest import run_states
 from rrl.studies.reproduction.page import describe_runs
 from rrl.studies.reproduction.plan import with_dependencies
-from rrl.studies.reproduction.queue import QueueResult, run_queue, run_states
+from rrl.studies.reproduction.queue import QueueResult, run_queue
 from rrl.studies.reproduction.store import MeasurementStore
 
 TRAINING_FOLDERS = {False: "runs/reproduce", True: "runs/reproduce-smoke"}

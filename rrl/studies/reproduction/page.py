@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rrl.eval.result_card import ResultCard
 from rrl.studies.reproduction.claims import CLAIMS, Claim
+from rrl.studies.reproduction.manifest import run_states
 from rrl.studies.reproduction.plan import PlannedRun, with_dependencies
-from rrl.studies.reproduction.queue import run_states
 from rrl.studies.reproduction.store import MeasurementStore
 from rrl.studies.reproduction.verdict import (
     FAILS,

@@ -21,8 +21,8 @@ from rrl.eval.result_card import ResultCard, card_from_json
 from rrl.eval.scoring import CUTS, costs
 from rrl.files import atomic_stream
 from rrl.runs.metrics import read_metrics
+from rrl.studies.reproduction.manifest import RunManifest, load_manifest, manifest_mismatch
 from rrl.studies.reproduction.plan import PlannedRun, with_dependencies
-from rrl.studies.reproduction.queue import RunManifest, load_manifest, manifest_mismatch
 from rrl.studies.reproduction.results import EvaluationResult, ReproductionResults, read_evaluation
 
 STORED_COLUMNS = (
