@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rrl.config.config_flag import split_config, with_arguments
 from rrl.errors import UserError
 from rrl.files import saving, shipped, write_atomically
 from rrl.report.curves import plot_spread
@@ -81,9 +82,13 @@ def arm_runs(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> l
         if not given or len(set(given)) < len(given):
             raise UserError(f"{name}={given} must be one or more, each once")
     unknown = [
-        arm for arm in arms if not (arm in ARM_ARGUMENTS or "=" in arm or _split(arm)[0].endswith(".py"))
+        arm
+        for arm in arms
+        if not (arm in ARM_ARGUMENTS or "=" in arm or split_config(arm)[0].endswith(".py"))
     ]
-    if unknown := unknown + [arm for arm in arms if "seed" in (_split(arm)[1] or _split(":" + arm)[1])]:
+    if unknown := unknown + [
+        arm for arm in arms if "seed" in (split_config(arm)[1] or split_config(":" + arm)[1])
+    ]:
         raise UserError(
             f"arms={unknown} are unknown; choose {', '.join(ARM_ARGUMENTS)}, any argument of the config except the seed "
             "(ablation=filter), or another config file (configs/rsearch_ppo.py, or configs/search_r1.py:control=permuted)"
@@ -129,7 +134,7 @@ def compare(
       CalledProcessError, RunStopped, ServiceUnavailable: as `run_commands`; the run has printed its own error.
     """
     for flag, value in (("config", config), ("cold_start", cold_start)):
-        if given := [name for name in RESERVED_ARGUMENTS[flag] if name in _split(value)[1]]:
+        if given := [name for name in RESERVED_ARGUMENTS[flag] if name in split_config(value)[1]]:
             raise UserError(
                 f"{flag}={value} gives {', '.join(given)}, which the comparison sets; leave it out"
             )
@@ -186,7 +191,7 @@ def _arm_run(root: pathlib.Path, arm: str, seed: int) -> ArmRun:
 
 def _config_of_arm(arm: str, config: str) -> tuple[str, str]:
     """Return the config of an arm, and the argument that the arm adds."""
-    file, given = _split(arm)
+    file, given = split_config(arm)
     if file.endswith(".py"):
         return ":".join([file, *config.split(":", 1)[1:]]), ",".join(given.values())
     return config, ARM_ARGUMENTS.get(arm, arm)
@@ -238,8 +243,8 @@ def provenance_of(run: ArmRun, config: str, cold_start: str) -> str:
     )
     hashes = {}
     for file in [
-        _split(_config_of_arm(run.arm, config)[0])[0],
-        *([_split(cold_start)[0]] if run.arm == SFT else []),
+        split_config(_config_of_arm(run.arm, config)[0])[0],
+        *([split_config(cold_start)[0]] if run.arm == SFT else []),
     ]:
         if not shipped(file).is_file():
             raise UserError(f"config file {file!r} does not exist; give one, such as configs/rsearch_grpo.py")
@@ -288,7 +293,7 @@ def refuse_mixed_models(runs: Sequence[ArmRun]) -> None:
         models = {name: identity[name] for name in ("policy", "reader")} | {
             "encoder": identity["retriever"]["encoder"]
         }
-        file_of = _split(run.arm)[0]
+        file_of = split_config(run.arm)[0]
         for name, sha256 in models.items():
             model = (name, file_of if name == "policy" and file_of.endswith(".py") else "")
             other, expected = first.setdefault(model, (run, sha256)) if sha256 else (run, sha256)
@@ -342,18 +347,6 @@ def commands(run: ArmRun, config: str, cold_start: str, minutes: float) -> list[
         ["launch/sft.py", f"--config={sft_config}", f"--workdir={folder}"],
         _train(config, run.workdir, "steps=0", f"policy={folder / 'model'}"),
     ]
-
-
-def with_arguments(config: str, *more: str) -> str:
-    """Return a config flag with further arguments, which replace arguments of the same name."""
-    file, given = _split(config)
-    return f"{file}:{','.join((given | _split(':' + ','.join(more))[1]).values())}"
-
-
-def _split(config: str) -> tuple[str, dict[str, str]]:
-    """Return the file of a config flag, and its arguments as {name: "name=value"}."""
-    file, _, given = config.partition(":")
-    return file, {part.partition("=")[0].strip(): part for part in given.split(",") if part.strip()}
 
 
 def _train(config: str, workdir: pathlib.Path, *more: str) -> list[str]:

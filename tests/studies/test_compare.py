@@ -9,10 +9,11 @@ import types
 
 import pytest
 
+from rrl.config.config_flag import with_arguments
 from rrl.errors import UserError
 from rrl.files import SaveError
 from rrl.stopping import RunStopped
-from rrl.studies.compare import ArmRun, arm_runs, commands, compare, table_rows, wait_for, with_arguments
+from rrl.studies.compare import ArmRun, arm_runs, commands, compare, table_rows, wait_for
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -27,7 +27,7 @@ METRICS = {"em": "exact match", "f1": "F1", "acc": "accuracy", "judge": "correct
 """Metric -> title of its panel."""
 
 
-def draw(
+def plot_analysis(
     analysis: Analysis,
     rows: Sequence[AnalysisRow],
     logs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],

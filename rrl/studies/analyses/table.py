@@ -21,7 +21,8 @@ from rrl.eval.comparison import (
     shared_settings,
 )
 from rrl.eval.intervals import Interval, bootstrap, student
-from rrl.studies.analyses.catalogue import Analysis, AnalysisPoint
+from rrl.studies.analyses.catalogue import Analysis
+from rrl.studies.analyses.points import AnalysisPoint
 from rrl.studies.reproduction.page import SMOKE_NOTE, markdown
 
 

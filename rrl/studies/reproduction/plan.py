@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rrl.studies.compare import with_arguments
+from rrl.config.config_flag import with_arguments
 
 SHIPPED_POLICY = "assets/miniwiki-policy"
 SHIPPED_READER = "assets/miniwiki-reader"
