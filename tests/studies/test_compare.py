@@ -13,7 +13,9 @@ from rrl.config.config_flag import with_arguments
 from rrl.errors import UserError
 from rrl.files import SaveError
 from rrl.stopping import RunStopped
-from rrl.studies.compare import ArmRun, arm_runs, commands, compare, table_rows, wait_for
+from rrl.studies.arm_comparison.arms import ArmRun, arm_runs, commands
+from rrl.studies.arm_comparison.compare import compare, wait_for
+from rrl.studies.arm_comparison.measurements import table_rows
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -148,7 +150,7 @@ def test_arms_that_are_config_arguments_share_one_table(comparison):
 
 def test_the_x_axis_of_the_plot_is_minutes_or_updates(comparison, monkeypatch):
     axes = []
-    monkeypatch.setattr("rrl.studies.compare.plot_spread", lambda *_, x, **__: axes.append(x))
+    monkeypatch.setattr("rrl.studies.arm_comparison.compare.plot_spread", lambda *_, x, **__: axes.append(x))
     comparison()
     comparison(over="updates")
     assert axes == ["minutes", "step"]
