@@ -35,7 +35,7 @@ def learned_params_path(settings: Mapping[str, Any]) -> str:
         settings: the run's config.json.
 
     Returns:
-        A path for `rrl.runs.checkpoints.read_part`: the average of the parameters if the run has one, else the parameters.
+        A path for `rrl.runs.checkpoint_reader.read_part`: the average of the parameters if the run has one, else the parameters.
     """
     return "[2]" if settings["average_last"] else "[0]"
 
