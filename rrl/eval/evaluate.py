@@ -57,8 +57,8 @@ from rrl.rewards.judge import Judge
 from rrl.rewards.reader import Reader
 from rrl.rollout.config import RESULT_INVARIANT_FIELDS
 from rrl.rollout.engine import Engine
-from rrl.runs.datasets import encoder_folder
 from rrl.runs.progress import Progress
+from rrl.runs.retriever import encoder_folder
 from rrl.runs.timed_log import TimedLog
 from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
 from rrl.text.metrics import AnswerScores, exact_match

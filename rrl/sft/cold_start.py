@@ -36,14 +36,8 @@ from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
-from rrl.runs.datasets import (
-    DataConfig,
-    RetrieverConfig,
-    SearchDataset,
-    data_fingerprint,
-    encoder_folder,
-    load_datasets,
-)
+from rrl.runs.datasets import DataConfig, SearchDataset, data_fingerprint, load_datasets
+from rrl.runs.retriever import RetrieverConfig, encoder_folder
 from rrl.runs.timed_log import TimedLog
 from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
 from rrl.sft.teacher import REFUSED, EndpointTeacher, PolicyTeacher, Teacher

@@ -49,9 +49,10 @@ from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.retrieval.folder import size_and_hash
 from rrl.rewards.judge_card import write_judge_card
 from rrl.rl.optim import OptimConfig
-from rrl.runs.datasets import DataConfig, RetrieverConfig, load_retriever, load_retriever_encoder
+from rrl.runs.datasets import DataConfig
 from rrl.runs.metrics import refuse_damaged_metrics
 from rrl.runs.model_files import MODEL_FILES, write_model_files
+from rrl.runs.retriever import RetrieverConfig, load_retriever, load_retriever_encoder
 from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
 from rrl.sft.demonstrations import DemonstrationConfig, RecipeDataConfig, demonstration_examples
 from rrl.sft.judge_agreement import held_out_judge_examples, judge_report

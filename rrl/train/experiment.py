@@ -37,9 +37,10 @@ from rrl.rewards.judge import Judge
 from rrl.rewards.reader import Reader
 from rrl.rollout.config import RESULT_INVARIANT_FIELDS, EngineConfig
 from rrl.rollout.engine import Engine
-from rrl.runs.datasets import data_fingerprint, encoder_folder, load_datasets
+from rrl.runs.datasets import data_fingerprint, load_datasets
 from rrl.runs.metrics import read_metrics, refuse_damaged_metrics
 from rrl.runs.model_files import MODEL_FILES, write_model_files
+from rrl.runs.retriever import encoder_folder
 from rrl.runs.saved_trajectories import MAX_PER_SOURCE
 from rrl.runs.timed_log import TimedLog
 from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config

@@ -8,9 +8,9 @@ from typing import Any
 from rrl.errors import UserError
 from rrl.eval.comparison import EvaluationRun
 from rrl.eval.settings import EvaluationSettings
-from rrl.runs.datasets import load_retriever
 from rrl.runs.launcher import load_config
 from rrl.runs.metrics import read_metrics
+from rrl.runs.retriever import load_retriever
 from rrl.studies.analyses.catalogue import Analysis
 from rrl.studies.analyses.points import (
     AnalysisPoint,
