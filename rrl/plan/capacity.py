@@ -23,7 +23,8 @@ from rrl.plan import programs
 from rrl.plan.costs import StepCost, Workload, step_costs
 from rrl.plan.memory import cache_device_bytes, compiled_temporaries, estimated_temporaries, phase_memory
 from rrl.plan.policy_shape import policy_shape
-from rrl.plan.programs import CompiledProgram, ModelShapes, count
+from rrl.plan.programs import CompiledProgram
+from rrl.plan.shapes import ModelShapes, count
 from rrl.train.settings import TrainSettings
 
 

@@ -7,7 +7,8 @@ from jax.sharding import AbstractMesh, Mesh
 from rrl.models.cache import BLOCK
 from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.parallel.mesh import data_shards
-from rrl.plan.programs import CompiledProgram, ModelShapes, count, device_bytes, optimizer_state
+from rrl.plan.programs import CompiledProgram
+from rrl.plan.shapes import ModelShapes, count, device_bytes, optimizer_state
 from rrl.rl.logprobs import chunk_positions
 from rrl.train.settings import TrainSettings
 

@@ -14,7 +14,7 @@ import numpy as np
 from rrl.errors import UserError
 from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, comparison_rows, load_runs
 from rrl.files import atomic_stream, saving
-from rrl.report.curves import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
+from rrl.report.figures import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
 
 COSTS = {
     "searches": "searches per question",

@@ -23,6 +23,7 @@ from rrl.plan.costs import StepCost, Workload, forward_flops, step_costs
 from rrl.plan.policy_shape import PUBLISHED, policy_shape
 from rrl.plan.programs import CompiledProgram
 from rrl.plan.report import report
+from rrl.plan.shapes import replicated
 from rrl.plan.suggestion import suggest_change
 from rrl.train.settings import TrainSettings
 
@@ -342,7 +343,7 @@ def test_a_program_that_is_too_large_to_compile_is_reported():
             )
 
     mesh = Topology("cpu:8", CHIPS["cpu"], 8, tuple(jax.devices())).mesh(1, 8, 1)
-    shapes = (programs._replicated((2**20,), jnp.float32, mesh),)
+    shapes = (replicated((2**20,), jnp.float32, mesh),)
     program = programs._compile("update", Refuses(), shapes, mesh)
     assert program.argument_bytes + program.temporary_bytes == 26 * GIB
     assert "(26.00G)" in program.refusal

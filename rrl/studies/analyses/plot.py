@@ -7,16 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rrl.report.curves import (
-    COLOURS,
-    add_caption,
-    band,
-    band_caption,
-    legend_below,
-    new_figure,
-    save_figure,
-    style_axis,
-)
+from rrl.report.curves import band, band_caption
+from rrl.report.figures import COLOURS, add_caption, legend_below, new_figure, save_figure, style_axis
 from rrl.studies.analyses.catalogue import Analysis
 from rrl.studies.analyses.table import AnalysisRow
 from rrl.studies.sweep import COSTS, RATES
