@@ -1,5 +1,5 @@
-"""Plot curves of a run over its steps (R-Search, Figure 3), and of several arms with their
-spread over seeds. An arm is one variant of a run in a comparison.
+"""Plot curves of a run over its steps (R-Search, Figure 3), and of several arms with their spread over seeds. An arm is one
+variant of a run in a comparison.
 
 Read `plot_training` and `plot_spread` first.
 """
@@ -28,12 +28,14 @@ from rrl.report.summary import decoding
 from rrl.runs.metrics import read_metrics
 
 MetricRows = Sequence[Mapping[str, Any]]
-Source = MetricRows | str | pathlib.Path
+MetricsSource = MetricRows | str | pathlib.Path
 """Rows of metrics, each with "step", or the path of a metrics.jsonl."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Panel:
+    """One plot of a figure."""
+
     title: str
     lines: Mapping[str, str]
     """Training metrics and their labels, drawn as lines."""
@@ -65,7 +67,7 @@ def _panels(rows: MetricRows, curves: Curves, temperature: float) -> list[_Panel
 
 
 def plot_training(
-    rows: Source,
+    rows: MetricsSource,
     out_png: str | pathlib.Path,
     title: str = "",
     temperature: float = 0.0,
@@ -96,10 +98,10 @@ def plot_training(
         steps, values = series(metric_rows, metric)
         if len(steps):
             axis.plot(steps, values, "D--", color=COLOURS[1], label=label, markersize=6, linewidth=1)
-            for at in {0, len(steps) - 1}:
+            for index in {0, len(steps) - 1}:
                 axis.annotate(
-                    f"{values[at]:.3g}",
-                    (steps[at], values[at]),
+                    f"{values[index]:.3g}",
+                    (steps[index], values[index]),
                     textcoords="offset points",
                     xytext=(0, 7),
                     ha="center",
@@ -119,7 +121,7 @@ ARMS_IN_PANEL_LEGEND = 4
 
 
 def plot_spread(
-    runs: Mapping[str, Sequence[Source]],
+    runs: Mapping[str, Sequence[MetricsSource]],
     out_png: str | pathlib.Path,
     metrics: Mapping[str, str] | None = None,
     x: str = "step",
@@ -154,9 +156,9 @@ def plot_spread(
     window = 0
     for axis, (metric, panel) in zip(axes, metrics.items()):
         style_axis(axis, panel, "" if x == "step" else x.split("/")[-1])
-        for at, (name, seeds) in enumerate(loaded.items()):
+        for index, (name, seeds) in enumerate(loaded.items()):
             label = f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
-            window = max(window, band(axis, seeds, metric, x, label, COLOURS[at % len(COLOURS)]))
+            window = max(window, band(axis, seeds, metric, x, label, COLOURS[index % len(COLOURS)]))
         _finish(axis, legend=len(loaded) <= ARMS_IN_PANEL_LEGEND)
     lines: Sequence[Any] = next((axis.get_lines() for axis in axes if axis.get_lines()), [])
     caption = band_caption(max(map(len, loaded.values()), default=1), window)
@@ -186,13 +188,13 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     if width < 2:
         return values
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(values))
+    index = np.arange(len(values))
+    low, high = np.maximum(index - width // 2, 0), np.minimum(index + width // 2 + 1, len(values))
     return (sums[high] - sums[low]) / (high - low)
 
 
 def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: str) -> int:
-    """Draw a curve. If it has many steps, draw its mean over a window and the single steps behind it.
+    """Draw a curve. If it has many steps, draw its mean over a window, and behind it a pale line with the value of each step.
 
     Returns the width of that window in steps, or 0 if the curve is not smoothed.
     """
@@ -235,7 +237,7 @@ def band_caption(seeds: int, window: int) -> str:
     return f"Lines: mean {steps}." if steps else ""
 
 
-def _rows(source: Source) -> MetricRows:
+def _rows(source: MetricsSource) -> MetricRows:
     if not isinstance(source, str | pathlib.Path):
         rows: MetricRows = source
     elif not pathlib.Path(source).is_file():

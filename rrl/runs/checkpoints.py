@@ -115,14 +115,14 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def restore(
-        self, template: Any, step: int | None = None, fields: Iterable[str] = ()
+        self, template: Any, step: int | None = None, required_fields: Iterable[str] = ()
     ) -> tuple[Any, dict[str, Any]]:
         """Restore a checkpoint.
 
         Args:
             template: pytree of arrays (or abstract arrays) that gives structure, shapes, dtypes and shardings.
             step: step of the checkpoint; None for the latest.
-            fields: fields that the metadata must have.
+            required_fields: fields that the metadata must have.
 
         Returns:
             The saved state and its metadata.
@@ -145,7 +145,7 @@ class Checkpoints:
                     state=ocp.args.StandardRestore(abstract), metadata=ocp.args.JsonRestore()
                 ),
             )
-        if missing := [field for field in fields if field not in restored["metadata"]]:
+        if missing := [field for field in required_fields if field not in restored["metadata"]]:
             raise UserError(
                 f"{self._folder / str(step)}: damaged, its metadata lacks {', '.join(missing)}. Delete that checkpoint; the "
                 "one before it is then used"

@@ -93,18 +93,18 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     app.run(run_main, flags_parser=parse)
 
 
-def exit_after_runs(failed: Mapping[str, str], stopped: bool, again: bool = False) -> None:
+def exit_after_runs(failed: Mapping[str, str], stopped: bool, retryable: bool = False) -> None:
     """Print the failures of several runs and exit if there are any, or if the runs were stopped.
 
     Args:
         failed: name of each failed run -> the reason of its failure.
         stopped: whether a signal stopped the runs.
-        again: whether the same command continues the failed runs; the exit code is then `EXIT_TRY_AGAIN` instead of 1.
+        retryable: whether the same command continues the failed runs; the exit code is then `EXIT_TRY_AGAIN` instead of 1.
     """
     for name, reason in failed.items():
         print(f"error: {name}: {reason}", file=sys.stderr)
     if stopped or failed:
-        sys.exit(EXIT_STOPPED if stopped else EXIT_TRY_AGAIN if again else 1)
+        sys.exit(EXIT_STOPPED if stopped else EXIT_TRY_AGAIN if retryable else 1)
 
 
 def load_config(config: str, overrides: Sequence[str]) -> Any:
@@ -154,7 +154,8 @@ def _with_shipped_config(argv: Sequence[str]) -> list[str]:
 def default_workdir(config: Any) -> str:
     """Return the default workdir: `runs/` and the config's name without "miniwiki_", such as runs/pretrain.
 
-    Config arguments become part of the name, so that a smoke run does not block the main run.
+    Config arguments become part of the name, because a workdir belongs to one config: a smoke run gets another workdir than the
+    main run.
     """
     file, _, arg = config_flags.get_config_filename(config).partition(":")
     return f"runs/{run_name(pathlib.Path(file).stem.removeprefix('miniwiki_'), arg)}"

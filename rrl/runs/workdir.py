@@ -26,12 +26,12 @@ FILES = (
     "result.json",
 )
 """Files that a training run creates in its workdir, besides `CONFIG`."""
-RESULTS: Mapping[str, str] = {
+UNFINISHED_RESULTS: Mapping[str, str] = {
     "checkpoints/*": "checkpoints",
     "results.jsonl": "answers (results.jsonl)",
     "blocks/*.jsonl": "sampled trajectories (blocks)",
 }
-"""Glob pattern -> description of unfinished results. Only a run of the same config may continue them. A cold start
+"""Glob pattern -> description of results that a run of the same config continues. A cold start
 samples its questions in blocks, one file each (`rrl.sft.cold_start`)."""
 ADDED_FIELDS = (
     "run.data.content",
@@ -75,12 +75,12 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
         yield
 
 
-def refuse_locked(
+def refuse_occupied(
     workdir: str | os.PathLike[str], folders: Sequence[str] = FOLDERS, files: Sequence[str] = FILES
 ) -> None:
-    """Raise UserError if another process has locked the workdir, or if a path in it that the run needs is occupied.
+    """Raise UserError if another process has locked the workdir, or if a path in it that the run needs is of the wrong type.
 
-    A path is occupied if one of `folders` is a file, or one of `files` is a folder. This function writes nothing; call it
+    The type is wrong if one of `folders` is a file, or one of `files` is a folder. This function writes nothing; call it
     before models are loaded.
     """
     folder = pathlib.Path(workdir).absolute()
@@ -157,7 +157,9 @@ def refuse_other_config(
     path = pathlib.Path(workdir) / CONFIG
     refuse_unwritable(workdir, "workdir")
     if not path.exists():
-        if descriptions := [text for pattern, text in RESULTS.items() if any(path.parent.glob(pattern))]:
+        if descriptions := [
+            text for pattern, text in UNFINISHED_RESULTS.items() if any(path.parent.glob(pattern))
+        ]:
             raise UserError(
                 f"workdir {os.fspath(workdir)} holds {descriptions[0]}, but the config.json of their run is missing; restore "
                 "that file, choose another --workdir, or delete that folder."
@@ -166,14 +168,14 @@ def refuse_other_config(
     stored = _flat(read_config(workdir))
     given = _flat(json.loads(json.dumps(config)))
     names = sorted(n for n in stored.keys() | given.keys() if not _is_within(n, may_differ))
-    # A run of an older version, which lacks such a field, may continue.
-    not_stored = [prefix for prefix in ADDED_FIELDS if not any(_is_within(n, (prefix,)) for n in stored)]
+    # Fields that the version of the stored config did not write; its run may continue.
+    unwritten = [prefix for prefix in ADDED_FIELDS if not any(_is_within(n, (prefix,)) for n in stored)]
     grown = {
         n: (stored[n], given[n])
         for n in may_grow
         if n in stored and n in given and _grew(stored[n], given[n])
     }
-    names = [n for n in names if n not in grown and not _is_within(n, tuple(not_stored))]
+    names = [n for n in names if n not in grown and not _is_within(n, tuple(unwritten))]
     absent = "(absent)"
     differing = [
         f"{n}: {stored.get(n, absent)!r} there, {given.get(n, absent)!r} now"

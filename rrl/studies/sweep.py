@@ -109,7 +109,7 @@ def plot_sweep(
     Values that are not numbers become separate points instead of a line.
     """
     metrics = [metric for metric in runs[0].metrics if all(metric in row for row in rows)]
-    costs = {key: words for key, words in (RATES | COSTS).items() if all(key in row for row in rows)}
+    costs = {key: title for key, title in (RATES | COSTS).items() if all(key in row for row in rows)}
     first = runs[0].card
     figure, axes = new_figure(-(-(1 + len(costs)) // 3), min(3, 1 + len(costs)), f"{first.dataset}: {name}")
     numeric = _numbers(values)

@@ -43,7 +43,7 @@ from rrl.runs.model_files import MODEL_FILES, write_model_files
 from rrl.runs.retriever import encoder_folder
 from rrl.runs.saved_trajectories import MAX_PER_SOURCE
 from rrl.runs.timed_log import TimedLog
-from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
+from rrl.runs.workdir import lock_workdir, refuse_occupied, refuse_other_config
 from rrl.train.loop import train
 from rrl.train.rl_config import MAY_DIFFER, MAY_GROW
 from rrl.train.run import Outcome, RunModels, Task
@@ -153,7 +153,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
                 *increased_fields["steps"]
             )
         )
-    refuse_locked(workdir)
+    refuse_occupied(workdir)
     refuse_damaged_metrics(workdir)
     enable_compilation_cache()
     loaded = load(settings, log, workdir)
@@ -322,7 +322,7 @@ def report(
     text = summary(
         outcome.start_metrics,
         outcome.final_metrics,
-        run=facts,
+        facts=facts,
         reference=settings.reference,
         temperature=settings.train.eval_temperature,
         files=files,

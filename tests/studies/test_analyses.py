@@ -13,7 +13,7 @@ from rrl.studies.analyses import analyze as analyses
 from rrl.studies.analyses.catalogue import ANALYSES, TRAINING_ARMS, analysis_named
 from rrl.studies.analyses.plan import AnalysisFolders
 from rrl.studies.analyses.points import EvaluationOptions, evaluation_points, training_points
-from rrl.studies.analyses.table import interval
+from rrl.studies.analyses.table import mean_interval
 from rrl.studies.reproduction.manifest import RunManifest, resolved_settings
 from rrl.studies.reproduction.options import RunOptions
 from rrl.studies.reproduction.plan import ARMS, PlannedRun
@@ -236,11 +236,11 @@ def test_the_published_measurements_yield_tables_and_plots_without_a_run(tmp_pat
 
 def test_the_interval_is_the_wider_of_questions_and_seeds():
     alike = [np.tile([0.0, 1.0], 200)] * 3  # seeds agree: the bootstrap over 400 questions
-    assert 0.04 < interval(alike).high - 0.5 < 0.06
+    assert 0.04 < mean_interval(alike).high - 0.5 < 0.06
     apart = [
         np.full(400, mean) for mean in (0.4, 0.5, 0.6)
     ]  # questions agree: t(0.975, 2) = 4.303 times 0.1 / sqrt(3)
-    assert round(interval(apart).high - 0.5, 3) == round(0.5 - interval(apart).low, 3) == 0.248
+    assert round(mean_interval(apart).high - 0.5, 3) == round(0.5 - mean_interval(apart).low, 3) == 0.248
 
 
 # -- wrong input ---------------------------------------------------------------------------------------------------------

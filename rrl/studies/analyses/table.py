@@ -74,13 +74,13 @@ def load_rows(
                 f"the runs {', '.join(point.runs)} answered different questions; delete those that are out of date"
             )
         names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
-        metrics = {name: _clipped(interval([run.metrics[name] for run in runs])) for name in names}
+        metrics = {name: _clipped(mean_interval([run.metrics[name] for run in runs])) for name in names}
         difference = None if base is None or runs is base else _difference(base, runs)
         rows.append(AnalysisRow(point, runs, metrics, difference, _costs_and_coverage(runs)))
     return rows
 
 
-def interval(columns: Sequence[Float[np.ndarray, "Q"]]) -> Interval:
+def mean_interval(columns: Sequence[Float[np.ndarray, "Q"]]) -> Interval:
     """Return the mean over seeds and questions, with its interval.
 
     `columns` has one array per seed. The interval covers both the bootstrap over questions and Student's t over
@@ -106,8 +106,10 @@ def _difference(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -
         run.card.questions_sha256 != first[0].card.questions_sha256 or main not in run.metrics for run in runs
     ):
         return None
-    pairs = [(first[at % len(first)], runs[at % len(runs)]) for at in range(max(len(first), len(runs)))]
-    return interval([run.metrics[main] - base.metrics[main] for base, run in pairs])
+    pairs = [
+        (first[index % len(first)], runs[index % len(runs)]) for index in range(max(len(first), len(runs)))
+    ]
+    return mean_interval([run.metrics[main] - base.metrics[main] for base, run in pairs])
 
 
 def _costs_and_coverage(runs: Sequence[EvaluationRun]) -> dict[str, float]:
@@ -133,12 +135,12 @@ def analysis_markdown(
     lines += [f"- {part}: {value}" for part, value in shared_settings(runs)]
     lines += [f"- limits of {system}: {limits}" for system, limits in _limits(rows).items()]
     seeds = max(len(row.runs) for row in rows)
-    over = (
+    interval_basis = (
         "over questions"
         if seeds == 1
         else "over questions or seeds, whichever is wider, followed by the value of each seed"
     )
-    lines += ["", f"Percent, with 95 % intervals {over}.", ""]
+    lines += ["", f"Percent, with 95 % intervals {interval_basis}.", ""]
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     costs = [name for name in COSTS if any(name in row.costs_and_coverage for row in rows)]
     coverage = [

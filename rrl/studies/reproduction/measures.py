@@ -148,7 +148,9 @@ def _evidence(left: Sequence[np.ndarray], right: Sequence[np.ndarray], sign: int
 
     Seeds are paired in order. A side that was not trained has a single array, which is paired with each seed of the other side.
     """
-    pairs = [(left[at % len(left)], right[at % len(right)]) for at in range(max(len(left), len(right)))]
+    pairs = [
+        (left[index % len(left)], right[index % len(right)]) for index in range(max(len(left), len(right)))
+    ]
     return ClaimEvidence(
         [float(values.mean()) for values in left],
         [float(values.mean()) for values in right],
