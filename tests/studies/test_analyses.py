@@ -13,7 +13,7 @@ from rrl.studies.analyses import analyze as analyses
 from rrl.studies.analyses.catalogue import ANALYSES, TRAINING_ARMS, analysis_named
 from rrl.studies.analyses.plan import AnalysisFolders
 from rrl.studies.analyses.points import EvaluationOptions, evaluation_points, training_points
-from rrl.studies.analyses.table import mean_interval
+from rrl.studies.analyses.rows import mean_interval
 from rrl.studies.reproduction.manifest import RunManifest, resolved_settings
 from rrl.studies.reproduction.options import RunOptions
 from rrl.studies.reproduction.plan import ARMS, PlannedRun

@@ -9,7 +9,6 @@ import types
 
 import pytest
 
-from rrl.config.config_flag import with_arguments
 from rrl.errors import UserError
 from rrl.files import SaveError
 from rrl.stopping import RunStopped
@@ -71,13 +70,7 @@ def test_an_unknown_arm_is_refused_by_name(tmp_path):
         arm_runs(tmp_path, ["magic"], [0])
 
 
-def test_with_arguments_appends_to_a_config_flag():
-    assert with_arguments("a.py", "x=1", "") == "a.py:x=1"
-    assert with_arguments("a.py:y=2", "x=1") == "a.py:y=2,x=1"
-
-
-def test_with_arguments_replaces_arguments_of_the_same_name(tmp_path):
-    assert with_arguments("a.py:steps=2,quick", "steps=0", "quick") == "a.py:steps=0,quick"
+def test_steps_of_the_config_are_replaced_for_the_evaluation_of_the_supervised_arm(tmp_path):
     _, evaluation = commands(
         arm_runs(tmp_path, ["GRPO", "SFT continued"], [0])[1], "x.py:steps=2", "c.py", 1.0
     )

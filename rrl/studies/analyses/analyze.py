@@ -9,7 +9,8 @@ from rrl.studies.analyses.catalogue import Analysis, analysis_named
 from rrl.studies.analyses.plan import AnalysisFolders, AnalysisPlan, plan_analysis
 from rrl.studies.analyses.plot import plot_analysis
 from rrl.studies.analyses.points import EvaluationOptions
-from rrl.studies.analyses.table import AnalysisRow, analysis_csv, analysis_markdown, load_rows
+from rrl.studies.analyses.rows import AnalysisRow, load_rows
+from rrl.studies.analyses.table import analysis_csv, analysis_markdown
 from rrl.studies.reproduction.manifest import run_states
 from rrl.studies.reproduction.options import RunOptions
 from rrl.studies.reproduction.page import describe_runs

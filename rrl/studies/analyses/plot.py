@@ -10,7 +10,7 @@ import numpy as np
 from rrl.report.curves import band, band_caption
 from rrl.report.figures import COLOURS, add_caption, legend_below, new_figure, save_figure, style_axis
 from rrl.studies.analyses.catalogue import Analysis
-from rrl.studies.analyses.table import AnalysisRow
+from rrl.studies.analyses.rows import AnalysisRow
 from rrl.studies.sweep import COSTS, RATES
 
 ValueWithInterval = tuple[float, float, float]
