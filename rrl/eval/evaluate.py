@@ -60,7 +60,8 @@ from rrl.rollout.engine import Engine
 from rrl.runs.progress import Progress
 from rrl.runs.retriever import encoder_folder
 from rrl.runs.timed_log import TimedLog
-from rrl.runs.workdir import lock_workdir, refuse_occupied, refuse_other_config
+from rrl.runs.workdir import refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
 from rrl.text.metrics import AnswerScores, exact_match
 from rrl.text.normalize import rule_named
 from rrl.text.short_answers import choice_correct

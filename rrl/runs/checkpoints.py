@@ -18,7 +18,8 @@ from rrl.errors import UserError
 from rrl.files import SaveError, saving, write_atomically
 from rrl.runs.checkpoint_folder import FOLDER, complete_steps, remove_leftovers, require_free_space
 from rrl.runs.checkpoint_leaves import abstract_leaf, explain_read_errors, leaves_by_path, refuse_other_shapes
-from rrl.runs.workdir import CONFIG, lock_workdir, refuse_other_config
+from rrl.runs.workdir import CONFIG, refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir
 
 
 class Checkpoints:
@@ -27,7 +28,7 @@ class Checkpoints:
     A workdir belongs to one config, which is written to `config.json`. Opening it with another config raises an error.
     Saves are atomic (Orbax renames complete checkpoints) and run in the background.
 
-    Opening a workdir removes the remains of killed saves and locks the workdir (`rrl.runs.workdir.lock_workdir`) until `close`.
+    Opening a workdir removes the remains of killed saves. It locks the workdir until `close` (`rrl.runs.workdir_lock`).
     """
 
     def __init__(

@@ -39,7 +39,8 @@ from rrl.rollout.engine import Engine
 from rrl.runs.datasets import DataConfig, SearchDataset, data_fingerprint, load_datasets
 from rrl.runs.retriever import RetrieverConfig, encoder_folder
 from rrl.runs.timed_log import TimedLog
-from rrl.runs.workdir import lock_workdir, refuse_occupied, refuse_other_config
+from rrl.runs.workdir import refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
 from rrl.sft.teacher import REFUSED, EndpointTeacher, PolicyTeacher, Teacher
 from rrl.stopping import ServiceUnavailable, stop_requested
 

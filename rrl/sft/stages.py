@@ -53,7 +53,8 @@ from rrl.runs.datasets import DataConfig
 from rrl.runs.metrics import refuse_damaged_metrics
 from rrl.runs.model_files import MODEL_FILES, write_model_files
 from rrl.runs.retriever import RetrieverConfig, load_retriever, load_retriever_encoder
-from rrl.runs.workdir import lock_workdir, refuse_occupied, refuse_other_config
+from rrl.runs.workdir import refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
 from rrl.sft.demonstrations import DemonstrationConfig, RecipeDataConfig, demonstration_examples
 from rrl.sft.judge_agreement import held_out_judge_examples, judge_report
 from rrl.sft.judge_examples import (

@@ -43,7 +43,8 @@ from rrl.runs.model_files import MODEL_FILES, write_model_files
 from rrl.runs.retriever import encoder_folder
 from rrl.runs.saved_trajectories import MAX_PER_SOURCE
 from rrl.runs.timed_log import TimedLog
-from rrl.runs.workdir import lock_workdir, refuse_occupied, refuse_other_config
+from rrl.runs.workdir import refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
 from rrl.train.loop import train
 from rrl.train.rl_config import MAY_DIFFER, MAY_GROW
 from rrl.train.run import Outcome, RunModels, Task

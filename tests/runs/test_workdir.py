@@ -9,11 +9,12 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.files import SaveError
-from rrl.runs.workdir import lock_workdir, read_config, read_identity, refuse_occupied, refuse_other_config
+from rrl.runs.workdir import read_config, read_identity, refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
 
 HOLDER = """
 import sys
-from rrl.runs.workdir import lock_workdir
+from rrl.runs.workdir_lock import lock_workdir
 with lock_workdir(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
