@@ -17,8 +17,8 @@ UNFINISHED_RESULTS: Mapping[str, str] = {
     "results.jsonl": "answers (results.jsonl)",
     "blocks/*.jsonl": "sampled trajectories (blocks)",
 }
-"""Glob pattern -> description of results that a run of the same config continues. A cold start samples its questions in blocks, one
-file each (`rrl.sft.cold_start`)."""
+"""Glob pattern -> description of results that a run of the same config continues. A cold start samples its questions in blocks,
+one file each (`rrl.sft.cold_start`)."""
 ADDED_FIELDS = (
     "run.data.content",
     "run.tokenizer_sha256",
