@@ -36,8 +36,9 @@ from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
-from rrl.plan.capacity import PUBLISHED
-from rrl.plan.estimate import cache_bytes, forward_flops
+from rrl.plan.costs import forward_flops
+from rrl.plan.memory import cache_bytes
+from rrl.plan.policy_shape import PUBLISHED
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.protocol import SingleTurn
 

@@ -9,7 +9,7 @@
 #           itself writes last (commit_success.txt), and without the state: `latest_step` names it, and restoring it raises.
 # Impact:   RL runs are preempted often and save often. A disk fills with incomplete checkpoints of tens of GB. A run whose
 #           newest folder was copied or deleted in part does not start, although the previous step is complete.
-# In rrl:   rrl/runs/checkpoints.py removes the temporary folders at the start and uses only folders with a commit marker.
+# In rrl:   rrl/runs/checkpoint_folder.py removes the temporary folders at the start and uses only folders with a commit marker.
 set -euo pipefail
 unset PYTHONPATH
 folder="$(mktemp -d)"

@@ -59,28 +59,34 @@ def main(_: Sequence[str]) -> None:
     """Run the analysis and print its table."""
     from rrl.errors import UserError
     from rrl.studies.analyses.analyze import analyze
-    from rrl.studies.reproduction.reproduce import seeds_of
+    from rrl.studies.analyses.plan import AnalysisFolders
+    from rrl.studies.analyses.points import EvaluationOptions
+    from rrl.studies.reproduction.options import RunOptions, parse_seeds
     from rrl.studies.sweep import values_of
 
     if wrong := [field for field in _SET.value if "=" not in field]:
         raise UserError(f"--set={wrong[0]} must be FIELD=VALUE, such as rollout.rows=32")
     what = _WHAT.value or ""
-    outcome = analyze(
-        what,
-        pathlib.Path(_OUT.value or f"runs/analysis-{what}" + "-smoke" * _SMOKE.value),
+    folders = AnalysisFolders(
+        out=pathlib.Path(_OUT.value or f"runs/analysis-{what}" + "-smoke" * _SMOKE.value),
+        training=pathlib.Path(_RUNS.value) if _RUNS.value else None,
+        store=pathlib.Path(_KEEP.value) if _KEEP.value else None,
+    )
+    options = RunOptions(
+        seeds=parse_seeds(_SEEDS.value),
+        jobs=_JOBS.value,
+        smoke=_SMOKE.value,
+        list_only=_LIST.value,
+        execute=_RUN.value,
+    )
+    evaluation = EvaluationOptions(
         policies=_POLICY.value,
         values=values_of(_VALUES.value) if _VALUES.present else (),
         arguments=_ARGUMENTS.value,
         fields=dict(field.split("=", 1) for field in _SET.value),
-        seeds=seeds_of(_SEEDS.value),
-        shared=pathlib.Path(_RUNS.value) if _RUNS.value else None,
-        keep=pathlib.Path(_KEEP.value) if _KEEP.value else None,
-        jobs=_JOBS.value,
-        smoke=_SMOKE.value,
-        list_only=_LIST.value,
-        run=_RUN.value,
-        command=shlex.join(["python", "launch/analyze.py", *sys.argv[1:]]),
     )
+    command = shlex.join(["python", "launch/analyze.py", *sys.argv[1:]])
+    outcome = analyze(what, folders, options, evaluation, command)
     launcher.exit_after_runs(outcome.failed, outcome.stopped, outcome.retryable)
 
 

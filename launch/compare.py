@@ -41,7 +41,7 @@ _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3"], "Training seeds.")
 def main(_: Sequence[str]) -> None:
     """Execute the missing runs and print the table."""
     from rrl.errors import UserError
-    from rrl.studies.compare import compare
+    from rrl.studies.arm_comparison.compare import compare
 
     if not all(seed.isdigit() for seed in _SEEDS.value):
         raise UserError(f"--seeds={','.join(_SEEDS.value)} must be whole numbers, separated by commas")

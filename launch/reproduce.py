@@ -44,7 +44,8 @@ _SMOKE = flags.DEFINE_bool("smoke", False, "Uses tiny sizes, which only check th
 
 def main(_: Sequence[str]) -> None:
     """Execute the missing runs and write and print the page."""
-    from rrl.studies.reproduction.reproduce import reproduce, seeds_of
+    from rrl.studies.reproduction.options import RunOptions, parse_seeds
+    from rrl.studies.reproduction.reproduce import reproduce
 
     out = _OUT.value or ("runs/reproduce-smoke" if _SMOKE.value else "runs/reproduce")
     page = _PAGE.value or f"{out}/reproduction.md"
@@ -52,16 +53,19 @@ def main(_: Sequence[str]) -> None:
     page_flags = [f"--{flag.name}" for flag in (_SMOKE,) if flag.value]
     page_flags += [f"--seeds={','.join(_SEEDS.value)}"] * _SEEDS.present + [f"--out={out}"] * _OUT.present
     page_flags += [f"--keep={_KEEP.value}"] * _KEEP.present
-    outcome = reproduce(
-        pathlib.Path(out),
-        pathlib.Path(page),
-        keep=pathlib.Path(_KEEP.value) if _KEEP.value else None,
-        only=_ONLY.value,
-        seeds=seeds_of(_SEEDS.value),
+    options = RunOptions(
+        seeds=parse_seeds(_SEEDS.value),
         jobs=_JOBS.value,
         smoke=_SMOKE.value,
         list_only=_LIST.value,
-        run=_RUN.value,
+        execute=_RUN.value,
+    )
+    outcome = reproduce(
+        pathlib.Path(out),
+        pathlib.Path(page),
+        options,
+        store_folder=pathlib.Path(_KEEP.value) if _KEEP.value else None,
+        only=_ONLY.value,
         command=shlex.join(["python", "launch/reproduce.py", *page_flags]),
     )
     launcher.exit_after_runs(outcome.failed, outcome.stopped, outcome.retryable)

@@ -30,8 +30,8 @@ flags.mark_flags_as_required(["vary", "values"])
 
 def main(_: Sequence[str]) -> None:
     """Evaluate at each value and print the table."""
+    from rrl.config.config_flag import with_arguments
     from rrl.eval.evaluate import run
-    from rrl.studies.compare import with_arguments
     from rrl.studies.sweep import sweep, values_of
 
     name, values = _VARY.value or "", values_of(_VALUES.value or "")

@@ -49,7 +49,7 @@ def shipped(path: str | os.PathLike[str]) -> Path:
 
 
 def looked_in(path: str | os.PathLike[str]) -> str:
-    """Return a text that says where `shipped` looks for a path, for the error message about a missing path."""
+    """Return where `shipped` looks for a path, for the error message about a missing path: "in A or B", or "there"."""
     path = Path(path)
     if not _is_shipped(path):
         return "there"
@@ -78,12 +78,12 @@ def saving(path: str | os.PathLike[str]) -> Iterator[None]:
 def save_error(path: Path, error: BaseException) -> SaveError:
     """Return the SaveError for `path`, with a reason and a fix that follow from `error`."""
     path = path.absolute()
-    missing = next((parent for parent in reversed(path.parents) if not parent.is_dir()), None)
+    broken_parent = next((parent for parent in reversed(path.parents) if not parent.is_dir()), None)
     text = " ".join(str(error).split())
-    if missing is not None and missing.exists():
-        reason, fix = f"{missing} is a file", "Put the folder back"
-    elif missing is not None:
-        reason, fix = f"the folder {missing} is gone", "Put it back"
+    if broken_parent is not None and broken_parent.exists():
+        reason, fix = f"{broken_parent} is a file", "Put the folder back"
+    elif broken_parent is not None:
+        reason, fix = f"the folder {broken_parent} is gone", "Put it back"
     elif isinstance(error, FileExistsError | NotADirectoryError):
         reason, fix = "a file is in its place", "Move that file away"
     elif isinstance(error, IsADirectoryError):
@@ -181,11 +181,11 @@ def wait_for_lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX)
         except OSError as error:
-            _refuse_unless_lockless(error)
+            _raise_unless_locks_unsupported(error)
         yield
 
 
-def _refuse_unless_lockless(error: OSError) -> None:
+def _raise_unless_locks_unsupported(error: OSError) -> None:
     """Raise the error again unless its reason is that the file system has no locks."""
     if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
         raise error
@@ -207,7 +207,7 @@ def exclusive_lock(folder: Path, refusal: str) -> Iterator[int]:
         except BlockingIOError as error:
             raise UserError(refusal) from error
         except OSError as error:
-            _refuse_unless_lockless(error)
+            _raise_unless_locks_unsupported(error)
         yield stream.fileno()
 
 

@@ -69,8 +69,8 @@ def base_config(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
 
     Args:
         stem: name of the config file, without its ending.
-        arg: the config's arguments as the user wrote them. They become part of the run's name and thus of its workdir, so that
-            a smoke run does not block the main run.
+        arg: the config's arguments as the user wrote them. They become part of the run's name and thus of its workdir, because
+            a workdir belongs to one config: a smoke run gets another workdir than the main run.
         args: the same arguments, parsed by `parse_run_arguments`.
     """
     tiny, real_data = args.size == "tiny", args.data != "miniwiki"

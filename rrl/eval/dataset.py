@@ -17,13 +17,8 @@ from rrl.data.records import OnFault, on_error_for, record_places
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.retrieval.retriever import Retriever
-from rrl.runs.datasets import (
-    HELD_OUT_SPLITS,
-    RetrieverConfig,
-    encoder_folder,
-    load_retriever,
-    load_retriever_encoder,
-)
+from rrl.runs.datasets import HELD_OUT_SPLITS
+from rrl.runs.retriever import RetrieverConfig, encoder_folder, load_retriever, load_retriever_encoder
 from rrl.text.normalize import title_key
 
 MINIWIKI = "miniwiki"
@@ -144,7 +139,7 @@ def with_retriever(
 ) -> Dataset:
     """Return the dataset with a retriever over its corpus, if it has a corpus.
 
-    `seconds` is the time limit of a search. `workdir` stores a large index (see `rrl.runs.datasets.load_retriever`).
+    `seconds` is the time limit of a search. `workdir` stores a large index (see `rrl.runs.retriever.load_retriever`).
     """
     if not dataset.corpus:
         return dataset

@@ -57,10 +57,11 @@ from rrl.rewards.judge import Judge
 from rrl.rewards.reader import Reader
 from rrl.rollout.config import RESULT_INVARIANT_FIELDS
 from rrl.rollout.engine import Engine
-from rrl.runs.datasets import encoder_folder
 from rrl.runs.progress import Progress
+from rrl.runs.retriever import encoder_folder
 from rrl.runs.timed_log import TimedLog
-from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
+from rrl.runs.workdir import refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
 from rrl.text.metrics import AnswerScores, exact_match
 from rrl.text.normalize import rule_named
 from rrl.text.short_answers import choice_correct
@@ -99,7 +100,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     _warn_of_other_recipe(settings, log)
     identity = identity_of(settings, data)
     refuse_other_config(workdir, identity)
-    refuse_locked(workdir, FOLDERS, FILES)
+    refuse_occupied(workdir, FOLDERS, FILES)
     data = with_retriever(data, settings.retriever, settings.rollout.search_seconds, workdir, log)
     judge = (
         settings.judge.load(data.questions, settings.compute, settings.mesh.make())

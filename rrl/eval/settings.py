@@ -22,7 +22,7 @@ from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rollout.config import EngineConfig
-from rrl.runs.datasets import RetrieverConfig, encoder_folder
+from rrl.runs.retriever import RetrieverConfig, encoder_folder
 from rrl.text.normalize import rule_named
 
 

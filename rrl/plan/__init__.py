@@ -1,1 +1,1 @@
-"""Predicts memory, communication and time of a run on accelerators that need not be available."""
+"""Predict memory, communication and time of a run on accelerators that need not be available."""

@@ -1,4 +1,4 @@
-"""Reads the communication between devices from the text of a compiled program."""
+"""Read the communication between devices from the text of a compiled program."""
 
 import collections
 import dataclasses

@@ -1,110 +1,35 @@
-"""Compiles the programs of a run from shapes alone, for devices that need not be available.
+"""Compile the programs of a run from shapes alone, for devices that need not be available.
 
-They are the programs that a run executes: the rollout's episode loop with its host callback; the
-gradient accumulation of one microbatch (log-probabilities of policy and reference, loss, backward
-pass); the optimiser step; and with PPO the latter two for the critic. Forward-only programs (the
-critic's values, the KL in the reward) need less memory and are not compiled.
+They are the programs that a run executes: the rollout's episode loop with its host callback; the gradient accumulation of one
+microbatch (log-probabilities of policy and reference, loss, backward pass); the optimiser step; and with PPO the latter two for
+the critic. Forward-only programs (the critic's values, the KL in the reward) need less memory and are not compiled.
 """
 
 import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from rrl.models.attention_backends import AttentionBackend
-from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder, Remat, cast_params
-from rrl.models.heads import ValueModel
-from rrl.models.lora import add_lora
 from rrl.parallel.mesh import ROW_AXES, data_shards
-from rrl.parallel.rules import optimizer_shardings, shardings
 from rrl.plan.hlo import Traffic, collectives
+from rrl.plan.shapes import CriticShapes, ModelShapes, device_bytes, optimizer_state, replicated
 from rrl.rl.batch import Batch
 from rrl.rl.critic import Critic
 from rrl.rl.objective import ObjectiveConfig
-from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
+from rrl.rl.optim import OptimConfig, make_optimizer
 from rrl.rl.update import GradientAccumulator, Updater
 from rrl.rollout.automaton import compile_stops
 from rrl.rollout.loop import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
 from rrl.train.settings import TrainSettings
-
-DecoderT = TypeVar("DecoderT", bound=Decoder)
-
-
-@dataclasses.dataclass(frozen=True)
-class CriticShapes:
-    """PPO's critic as shapes on a mesh, in the dtype of the master weights."""
-
-    graph: nnx.GraphDef
-    params: PyTree
-    """The trained parameters."""
-    fixed: PyTree
-    """The frozen parameters."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelShapes:
-    """A policy to be trained, as shapes on a mesh: ShapeDtypeStructs with their sharding."""
-
-    config: DecoderConfig
-    graph: nnx.GraphDef
-    params: PyTree
-    """The trained parameters, in the dtype of the master weights."""
-    reference: PyTree
-    """The reference's copy of the trained parameters, in the dtype of the computation."""
-    fixed: PyTree
-    """The frozen parameters, in the dtype of the computation; policy and reference share them."""
-    critic: CriticShapes | None = None
-
-    @classmethod
-    def of(
-        cls,
-        config: DecoderConfig,
-        settings: TrainSettings,
-        mesh: Mesh | AbstractMesh,
-        *,
-        dtype: DTypeLike,
-        param_dtype: DTypeLike,
-        remat: Remat,
-        attention: AttentionBackend,
-    ) -> "ModelShapes":
-        """Return the shapes for a run. Nothing is allocated."""
-
-        def build(kind: type[DecoderT], config: DecoderConfig = config) -> DecoderT:
-            return kind(
-                config,
-                rngs=nnx.Rngs(0),
-                dtype=dtype,
-                param_dtype=param_dtype,
-                remat=remat,
-                attention=attention,
-            )
-
-        def make() -> Decoder:
-            decoder = build(Decoder)
-            add_lora(decoder, settings.lora, rngs=nnx.Rngs(0))
-            return decoder
-
-        graph, params, fixed = split_trained(nnx.eval_shape(make), settings.train.optim.frozen)
-        reference, fixed = jax.eval_shape(
-            lambda *states: tuple(cast_params(state, dtype) for state in states), params, fixed
-        )
-        critic = None
-        if (critic_config := settings.train.critic) is not None:
-            value_model = nnx.eval_shape(lambda: build(ValueModel, critic_config.decoder_config(config)))
-            critic_graph, *states = split_trained(value_model, critic_config.optim.frozen)
-            critic = CriticShapes(critic_graph, *(_sharded(state, mesh) for state in states))
-        params, reference, fixed = (_sharded(state, mesh) for state in (params, reference, fixed))
-        return cls(config, graph, params, reference, fixed, critic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +72,9 @@ def compile_rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> 
     shapes = (
         params,
         None,  # state of the query encoder
-        _replicated(key.shape, key.dtype, mesh),
-        _replicated(table, jnp.int32, mesh),
-        _replicated((), jnp.int32, mesh),
+        replicated(key.shape, key.dtype, mesh),
+        replicated(table, jnp.int32, mesh),
+        replicated((), jnp.int32, mesh),
     )
     return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE_SCOPE, "prefill": PREFILL_SCOPE})
 
@@ -183,26 +108,6 @@ def compile_critic_step(settings: TrainSettings, model: ModelShapes, mesh: Mesh)
     """Compile the step of the critic's optimiser."""
     critic, critic_shapes, optim = _critic(settings, model)
     return _compile_optimizer("critic step", critic.accumulator, optim, critic_shapes.params, mesh)
-
-
-def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Return the state of an optimiser as shapes on the mesh."""
-    state = jax.eval_shape(make_optimizer(optim).init, params)
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        state,
-        optimizer_shardings(state, mesh),
-    )
-
-
-def device_bytes(tree: PyTree) -> float:
-    """Return the bytes that shapes on a mesh take on each device."""
-    return float(
-        sum(
-            np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=float) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(tree)
-        )
-    )
 
 
 def _updater(settings: TrainSettings, model: ModelShapes) -> Updater:
@@ -241,14 +146,14 @@ def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -
 def _compile_accumulation(
     name: str, accumulator: GradientAccumulator, params: PyTree, frozen: PyTree, batch: Batch, mesh: Mesh
 ) -> CompiledProgram:
-    sums = {key: _replicated((), jnp.float32, mesh) for key in accumulator.sum_names}
+    sums = {key: replicated((), jnp.float32, mesh) for key in accumulator.sum_names}
     return _compile(name, accumulator.accumulate, (params, frozen, params, sums, batch), mesh)
 
 
 def _compile_optimizer(
     name: str, accumulator: GradientAccumulator, optim: OptimConfig, params: PyTree, mesh: Mesh
 ) -> CompiledProgram:
-    shapes = (params, optimizer_state(optim, params, mesh), params, _replicated((), jnp.float32, mesh))
+    shapes = (params, optimizer_state(optim, params, mesh), params, replicated((), jnp.float32, mesh))
     return _compile(name, accumulator.apply, shapes, mesh)
 
 
@@ -283,21 +188,6 @@ def _compile(
         float((compiled.cost_analysis() or {}).get("flops", 0.0)),
         {part: collectives(text, scope) for part, scope in (scopes or {name: ""}).items()},
     )
-
-
-def _sharded(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Return shapes with their sharding on the mesh."""
-    places = shardings(state, mesh)
-    flat = {
-        path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]))
-        for path, leaf in nnx.to_flat_state(state)
-    }
-    return nnx.from_flat_state(flat)
-
-
-def _replicated(shape: tuple[int, ...], dtype: DTypeLike, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Return a replicated shape."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _refuse_host_callback(*message: Any) -> np.ndarray:

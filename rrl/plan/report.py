@@ -1,8 +1,9 @@
-"""Formats a capacity plan as text. Read `report` first."""
+"""Format a capacity plan as text. Read `report` first."""
 
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB
-from rrl.plan.capacity import CapacityPlan, first_change
+from rrl.plan.capacity import CapacityPlan
+from rrl.plan.suggestion import suggest_change
 
 FLOPS_NOTE = (
     "XLA counts the body of a loop (layers, chunks, tokens) once; the times below count every iteration"
@@ -106,21 +107,21 @@ def _time(plan: CapacityPlan) -> list[str]:
 def _conclusion(plan: CapacityPlan) -> list[str]:
     unit, size = _unit(plan)
     need = sum(plan.memory[plan.largest_phase].values()) / size
-    room = plan.topology.chip.memory / size
+    available = plan.topology.chip.memory / size
     guess = "" if plan.programs else " (an estimate)"
     if plan.fits:
         return [
-            f"IT FITS{guess}: the {plan.largest_phase} needs {need:.2f} of {room:.2f} {unit} on each device"
+            f"IT FITS{guess}: the {plan.largest_phase} needs {need:.2f} of {available:.2f} {unit} on each device"
         ]
     totals = {
         phase: sum(parts.values()) / size
         for phase, parts in plan.memory.items()
         if phase != plan.largest_phase
     }
-    others = "".join(f"; {phase}: {total:.2f}" for phase, total in totals.items() if total > room)
+    others = "".join(f"; {phase}: {total:.2f}" for phase, total in totals.items() if total > available)
     return [
-        f"IT DOES NOT FIT{guess}: the {plan.largest_phase} needs {need:.2f} of {room:.2f} {unit} on each device{others}",
-        f"change first: {first_change(plan)}",
+        f"IT DOES NOT FIT{guess}: the {plan.largest_phase} needs {need:.2f} of {available:.2f} {unit} on each device{others}",
+        f"change first: {suggest_change(plan)}",
     ]
 
 

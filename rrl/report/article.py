@@ -25,6 +25,7 @@ ENDINGS = {
     "stop": "stopped searching",
     "expanded": "expanded once",
 }
+"""Text for each value of `Trajectory.ended`. "stop" and "expanded" are endings of R2AG's trees of searches."""
 CUT_LABELS = {
     "turn_tokens": "a turn reached its token limit",
     "context": "a turn was cut because the context was full",
@@ -214,10 +215,12 @@ def _observation(text: str, trajectory: Trajectory) -> str:
         return html.escape(text)
     gold = _gold(trajectory)
     parts = re.split(rf"(\(Title: (?:{'|'.join(map(re.escape, titles))})\))", text)
-    for at in range(1, len(parts), 2):
-        title = parts[at][len("(Title: ") : -1]
-        parts[at] = f'<b class="{"gold" if title_key(title) in gold else "title"}">{html.escape(title)}</b>'
-    return "".join(part if at % 2 else html.escape(part) for at, part in enumerate(parts))
+    for index in range(1, len(parts), 2):
+        title = parts[index][len("(Title: ") : -1]
+        parts[index] = (
+            f'<b class="{"gold" if title_key(title) in gold else "title"}">{html.escape(title)}</b>'
+        )
+    return "".join(part if index % 2 else html.escape(part) for index, part in enumerate(parts))
 
 
 def _with_stray_tags(text: str, tags: Mapping[Tag, str]) -> str:

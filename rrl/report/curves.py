@@ -1,5 +1,5 @@
-"""Plot curves of a run over its steps (R-Search, Figure 3), and of several arms with their
-spread over seeds. An arm is one variant of a run in a comparison.
+"""Plot curves of a run over its steps (R-Search, Figure 3), and of several arms with their spread over seeds. An arm is one
+variant of a run in a comparison.
 
 Read `plot_training` and `plot_spread` first.
 """
@@ -10,25 +10,32 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.figure
-import matplotlib.ticker
 import numpy as np
 
 from rrl.errors import UserError
 from rrl.recipes.base import Curves
+from rrl.report.figures import (
+    COLOURS,
+    INK,
+    QUIET,
+    add_caption,
+    legend_below,
+    new_figure,
+    save_figure,
+    style_axis,
+)
 from rrl.report.summary import decoding
 from rrl.runs.metrics import read_metrics
 
 MetricRows = Sequence[Mapping[str, Any]]
-Source = MetricRows | str | pathlib.Path
+MetricsSource = MetricRows | str | pathlib.Path
 """Rows of metrics, each with "step", or the path of a metrics.jsonl."""
-
-INK, QUIET, GRID = "#2a2927", "#7a766f", "#e4e0d9"
-COLOURS = ("#2667c9", "#c26a00", "#7a3fc0", "#1c7f4a", "#c0362c", "#5b6570", "#b0912f", "#c2559b")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Panel:
+    """One plot of a figure."""
+
     title: str
     lines: Mapping[str, str]
     """Training metrics and their labels, drawn as lines."""
@@ -60,7 +67,7 @@ def _panels(rows: MetricRows, curves: Curves, temperature: float) -> list[_Panel
 
 
 def plot_training(
-    rows: Source,
+    rows: MetricsSource,
     out_png: str | pathlib.Path,
     title: str = "",
     temperature: float = 0.0,
@@ -91,10 +98,10 @@ def plot_training(
         steps, values = series(metric_rows, metric)
         if len(steps):
             axis.plot(steps, values, "D--", color=COLOURS[1], label=label, markersize=6, linewidth=1)
-            for at in {0, len(steps) - 1}:
+            for index in {0, len(steps) - 1}:
                 axis.annotate(
-                    f"{values[at]:.3g}",
-                    (steps[at], values[at]),
+                    f"{values[index]:.3g}",
+                    (steps[index], values[index]),
                     textcoords="offset points",
                     xytext=(0, 7),
                     ha="center",
@@ -114,7 +121,7 @@ ARMS_IN_PANEL_LEGEND = 4
 
 
 def plot_spread(
-    runs: Mapping[str, Sequence[Source]],
+    runs: Mapping[str, Sequence[MetricsSource]],
     out_png: str | pathlib.Path,
     metrics: Mapping[str, str] | None = None,
     x: str = "step",
@@ -149,9 +156,9 @@ def plot_spread(
     window = 0
     for axis, (metric, panel) in zip(axes, metrics.items()):
         style_axis(axis, panel, "" if x == "step" else x.split("/")[-1])
-        for at, (name, seeds) in enumerate(loaded.items()):
+        for index, (name, seeds) in enumerate(loaded.items()):
             label = f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
-            window = max(window, band(axis, seeds, metric, x, label, COLOURS[at % len(COLOURS)]))
+            window = max(window, band(axis, seeds, metric, x, label, COLOURS[index % len(COLOURS)]))
         _finish(axis, legend=len(loaded) <= ARMS_IN_PANEL_LEGEND)
     lines: Sequence[Any] = next((axis.get_lines() for axis in axes if axis.get_lines()), [])
     caption = band_caption(max(map(len, loaded.values()), default=1), window)
@@ -181,13 +188,13 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     if width < 2:
         return values
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(values))
+    index = np.arange(len(values))
+    low, high = np.maximum(index - width // 2, 0), np.minimum(index + width // 2 + 1, len(values))
     return (sums[high] - sums[low]) / (high - low)
 
 
 def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: str) -> int:
-    """Draw a curve. If it has many steps, draw its mean over a window and the single steps behind it.
+    """Draw a curve. If it has many steps, draw its mean over a window, and behind it a pale line with the value of each step.
 
     Returns the width of that window in steps, or 0 if the curve is not smoothed.
     """
@@ -230,13 +237,7 @@ def band_caption(seeds: int, window: int) -> str:
     return f"Lines: mean {steps}." if steps else ""
 
 
-def add_caption(figure: matplotlib.figure.Figure, text: str) -> None:
-    """Write a caption below all panels, unless it is empty."""
-    if text:
-        figure.supxlabel(text, fontsize=9, color=QUIET)
-
-
-def _rows(source: Source) -> MetricRows:
+def _rows(source: MetricsSource) -> MetricRows:
     if not isinstance(source, str | pathlib.Path):
         rows: MetricRows = source
     elif not pathlib.Path(source).is_file():
@@ -250,52 +251,8 @@ def _rows(source: Source) -> MetricRows:
     return rows
 
 
-def new_figure(rows: int, columns: int, title: str) -> tuple[matplotlib.figure.Figure, list[Any]]:
-    """Return a figure in the common style, and its axes, row by row."""
-    # Create the Figure without pyplot, which would need a window system and global state.
-    figure = matplotlib.figure.Figure(figsize=(4.3 * columns, 3.1 * rows), dpi=120, layout="constrained")
-    if title:
-        figure.suptitle(title, fontsize=12, color=INK)
-    return figure, list(np.ravel(figure.subplots(rows, columns)))
-
-
-def style_axis(axis: Any, title: str, x: str = "") -> None:
-    """Set the title and style of one axis. If `x` is empty, the horizontal axis shows steps."""
-    axis.set_title(title, fontsize=10.5, color=INK, loc="left")
-    axis.set_xlabel(x or "step", fontsize=9, color=QUIET)
-    if not x:
-        axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    axis.grid(color=GRID, linewidth=0.7)
-    axis.tick_params(labelsize=8, colors=QUIET, length=0)
-    axis.margins(y=0.14)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-    axis.spines["bottom"].set_color(GRID)
-
-
-def legend_below(axis: Any) -> None:
-    """Put the legend below the axis, where it covers no line."""
-    labels = axis.get_legend_handles_labels()[1]
-    columns = 2 if len(labels) > 1 and max(map(len, labels)) < 28 else 1
-    axis.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.2),
-        ncols=columns,
-        fontsize=7.5,
-        frameon=False,
-        labelcolor=INK,
-        borderaxespad=0.0,
-    )
-
-
 def _finish(axis: Any, legend: bool) -> None:
     if not axis.lines:
         axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", color=QUIET, fontsize=9)
     elif legend:
         legend_below(axis)
-
-
-def save_figure(figure: matplotlib.figure.Figure, out_png: str | pathlib.Path) -> None:
-    """Write the figure, and create its folder if needed."""
-    pathlib.Path(out_png).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_png)

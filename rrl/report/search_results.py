@@ -20,10 +20,13 @@ mark { background: #ffe08a; color: inherit } @media (prefers-color-scheme: dark)
 """
 
 
-def as_text(queries: Sequence[str], found: Sequence[Sequence[Hit]], width: int = 100) -> str:
-    """Return rank, score, title, id and text of each passage, for a terminal."""
+def as_text(queries: Sequence[str], hits_by_query: Sequence[Sequence[Hit]], width: int = 100) -> str:
+    """Return rank, score, title, id and text of each passage, for a terminal.
+
+    `hits_by_query` has the hits of each query, best first; `width` is that of the terminal, in characters.
+    """
     lines = []
-    for query, hits in zip(queries, found, strict=True):
+    for query, hits in zip(queries, hits_by_query, strict=True):
         lines.append(query if hits else f"{query}\n  nothing found")
         for rank, hit in enumerate(hits, 1):
             lines.append(f"{rank:3d}. {hit.score:8.4f}  {hit.passage.title}  [{hit.passage.id}]")
@@ -35,10 +38,10 @@ def as_text(queries: Sequence[str], found: Sequence[Sequence[Hit]], width: int =
 
 
 def write_page(
-    path: str | pathlib.Path, queries: Sequence[str], found: Sequence[Sequence[Hit]], title: str
+    path: str | pathlib.Path, queries: Sequence[str], hits_by_query: Sequence[Sequence[Hit]], title: str
 ) -> None:
     """Write a page with the words of each query marked. The page loads nothing, and all text is escaped."""
-    sections = "\n".join(_section(query, hits) for query, hits in zip(queries, found, strict=True))
+    sections = "\n".join(_section(query, hits) for query, hits in zip(queries, hits_by_query, strict=True))
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -64,10 +67,10 @@ def _section(query: str, hits: Sequence[Hit]) -> str:
 def _marked(text: str, query: str) -> str:
     """Return the escaped text with the query's words marked as BM25 matches them: by stem, without stop words."""
     words = set(analyse(query))
-    marked, at = "", 0
+    marked, position = "", 0
     for match in WORD.finditer(text):
         word = html.escape(match[0])
-        marked += html.escape(text[at : match.start()])
+        marked += html.escape(text[position : match.start()])
         marked += word if words.isdisjoint(analyse(match[0])) else f"<mark>{word}</mark>"
-        at = match.end()
-    return marked + html.escape(text[at:])
+        position = match.end()
+    return marked + html.escape(text[position:])

@@ -66,10 +66,10 @@ def segments_of(
     return segments
 
 
-def _new_text(before: str, policy_text: str, prompt: str) -> str:
-    """Return the text of a context's prompt that is neither in the last prompt `before` nor in the policy's last text."""
-    start = _common_prefix(before, prompt)
-    end = len(prompt) - _common_prefix(before[start:][::-1], prompt[start:][::-1])
+def _new_text(previous_prompt: str, policy_text: str, prompt: str) -> str:
+    """Return the text of a context's prompt that is neither in the previous prompt nor in the policy's last text."""
+    start = _common_prefix(previous_prompt, prompt)
+    end = len(prompt) - _common_prefix(previous_prompt[start:][::-1], prompt[start:][::-1])
     added = prompt[start:end]
     return (added.rpartition(policy_text.strip())[2] if policy_text.strip() else added).strip()
 
@@ -77,7 +77,7 @@ def _new_text(before: str, policy_text: str, prompt: str) -> str:
 def _common_prefix(one: str, other: str) -> int:
     """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return next((position for position, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def stray_tags(text: str, tags: Mapping[Tag, str] = RSEARCH_TAGS) -> list[tuple[int, int]]:
@@ -131,14 +131,14 @@ def _enclosed_pattern(tag: Tag) -> str:
 
 def _cut_tokens(tokens: Sequence[tuple[str, float]], start: int, stop: int) -> tuple[tuple[str, float], ...]:
     """Return the tokens of characters start..stop. A token that crosses a bound is cut there."""
-    kept: list[tuple[str, float]] = []
-    at = 0
+    tokens_inside: list[tuple[str, float]] = []
+    position = 0
     for text, logp in tokens:
-        inside = text[max(start - at, 0) : max(stop - at, 0)]
+        inside = text[max(start - position, 0) : max(stop - position, 0)]
         if inside:
-            kept.append((inside, logp))
-        at += len(text)
-    return tuple(kept)
+            tokens_inside.append((inside, logp))
+        position += len(text)
+    return tuple(tokens_inside)
 
 
 def _token_texts(trajectory: Trajectory, token_bytes: Sequence[bytes]) -> list[list[tuple[str, float]]]:
@@ -149,9 +149,9 @@ def _token_texts(trajectory: Trajectory, token_bytes: Sequence[bytes]) -> list[l
     for start, stop in itertools.pairwise(starts):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         texts = []
-        for at in range(start, stop):
-            text = decoder.decode(token_bytes[trajectory.tokens[at]], final=at == stop - 1)
-            texts.append((text, float(trajectory.logps[at])))
+        for position in range(start, stop):
+            text = decoder.decode(token_bytes[trajectory.tokens[position]], final=position == stop - 1)
+            texts.append((text, float(trajectory.logps[position])))
         token_texts.append(texts)
     # If some segments have no tokens, segments and tokens cannot be aligned, and the text is shown without tokens.
     return token_texts if len(token_texts) == len(trajectory.segments) else [[] for _ in trajectory.segments]

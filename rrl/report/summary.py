@@ -23,7 +23,7 @@ def summary(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     *,
-    run: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
     reference: tuple[str, float] | None = None,
     temperature: float = 0.0,
     files: Sequence[str] = (),
@@ -36,7 +36,7 @@ def summary(
       before: metrics "eval/em", "eval/f1" (fractions), "eval/searches" (a count), and the same for each kind of question, such as
         "eval/em/<kind>". If it has "eval/full_recall", `PASSAGE_COLUMNS` are shown too.
       after: the same metrics, measured after the run.
-      run: facts to list, such as "steps", "minutes" and "tokens/s".
+      facts: facts of the run to list, such as "steps", "minutes" and "tokens/s".
       reference: (name, exact match as a fraction) of a result to compare with.
       temperature: temperature of the evaluation.
       files: files to list.
@@ -45,13 +45,13 @@ def summary(
     """
     lines = [
         f"Held-out questions, {decoding(temperature)} (percent)",
-        *_compared(ANSWER_COLUMNS, before, after),
+        *_comparison_table(ANSWER_COLUMNS, before, after),
     ]
     if "eval/full_recall" in {*before, *after}:
         lines += [
             "",
             "Passages found (percent; @K and iterations: numbers)",
-            *_compared(PASSAGE_COLUMNS, before, after),
+            *_comparison_table(PASSAGE_COLUMNS, before, after),
         ]
     exact_matches = [metrics["eval/em"] for metrics in (before, after) if "eval/em" in metrics]
     if 0 < questions < FEW_QUESTIONS and exact_matches:
@@ -60,8 +60,8 @@ def summary(
         lines.append(f"{note[:1].upper()}{note[1:]}.")
     if reference:
         lines.append(f"{reference[0]}: EM {_percent(reference[1])}")
-    if run:
-        lines += ["", "   ".join(f"{name} {_fact(value)}" for name, value in run.items())]
+    if facts:
+        lines += ["", "   ".join(f"{name} {_fact(value)}" for name, value in facts.items())]
     if files:
         lines += ["", *files]
     return "\n".join(lines)
@@ -78,22 +78,22 @@ def _interval_line(questions: int, exact_matches: Sequence[float]) -> str:
     return f"Only {questions} questions. 95% interval of EM: {intervals_text}{' after' if len(intervals) > 1 else ''}."
 
 
-def _compared(
+def _comparison_table(
     columns: Sequence[tuple[str, str, bool]], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[str]:
-    """Return a table of metrics before and after, by kind of question; the first metric has its gain."""
+    """Return a table of metrics before and after, by kind of question, with a column for the gain of the first metric."""
     kinds = sorted({name.split("/", 2)[2] for name in (*before, *after) if name.startswith("eval/em/")})
     head = [""]
-    for place, (title, _, _) in enumerate(columns):
-        head += [f"{title} before", "after", *([] if place else ["gain"])]
+    for column, (title, _, _) in enumerate(columns):
+        head += [f"{title} before", "after", *([] if column else ["gain"])]
     rows = [tuple(head)]
     for kind in [*kinds, ""]:
         row = [kind.replace("_", " ") or "all"]
-        for place, (_, metric, fraction) in enumerate(columns):
+        for column, (_, metric, fraction) in enumerate(columns):
             name = f"eval/{metric}" + (f"/{kind}" if kind else "")
             old, new = before.get(name), after.get(name)
             row += map(_percent if fraction else _count, (old, new))
-            if not place:
+            if not column:
                 row.append("–" if old is None or new is None else f"{100 * (new - old):+.1f}")
         rows.append(tuple(row))
     return table(rows, rule_before_last=bool(kinds))
@@ -106,7 +106,7 @@ def decoding(temperature: float) -> str:
 
 def table(rows: Sequence[Sequence[str]], rule_before_last: bool = False) -> list[str]:
     """Return lines with aligned columns. The first row is the head; the first column is left-aligned, the others right."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
         for row in rows

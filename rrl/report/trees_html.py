@@ -23,7 +23,9 @@ BOX_WIDTH, BOX_GAP, LINE_HEIGHT, PADDING = 216, 74, 15, 8
 LINE_CHARACTERS = 32
 """Characters in a line of a box."""
 GOLD, AGAIN, OTHER = "hit", "again", "miss"
+"""CSS classes of documents: gold and found for the first time, gold and found before, not gold."""
 MARKS = {GOLD: "★", AGAIN: "☆", OTHER: "·"}
+"""CSS class -> symbol before the title of a document."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,20 +92,20 @@ def draw_tree(question: str, expansions: Sequence[Expansion], gold: Sequence[str
             4, middle - (LINE_HEIGHT * len(root) + 2 * PADDING) / 2, [(line, "root") for line in root], "root"
         )
     ]
-    ends = [(4 + BOX_WIDTH, middle)]
+    right_ends = [(4 + BOX_WIDTH, middle)]
     x, found = 4 + BOX_WIDTH, set[str]()
     for number, (expansion, level) in enumerate(zip(expansions, levels, strict=True)):
         circle_x = x + BOX_GAP / 2 - 4
-        parts += [_edge(start, y, circle_x, middle) for start, y in ends]
+        parts += [_edge(start, y, circle_x, middle) for start, y in right_ends]
         found |= {title_key(title) for vertex in level for title, _ in vertex.documents}
         complete = {title_key(title) for title in gold} <= found
         x += BOX_GAP
-        ends, y = [], middle - heights[number] / 2
+        right_ends, y = [], middle - heights[number] / 2
         for vertex in level:
             centre = y + vertex.height / 2
             parts.append(_edge(circle_x, middle, x, centre, "dashed" if vertex.predicted else ""))
             parts.append(_box(x, y, vertex.lines, vertex.mark))
-            ends.append((x + BOX_WIDTH, centre))
+            right_ends.append((x + BOX_WIDTH, centre))
             y += vertex.height + 12
         parts.append(_expansion_shape(circle_x, middle, number + 1, expansion, complete))
         x += BOX_WIDTH if level else 30
@@ -187,8 +189,8 @@ def _box(x: float, y: float, lines: Sequence[tuple[str, str]], kind: str) -> str
     height = LINE_HEIGHT * len(lines) + 2 * PADDING
     left, top = x + PADDING, y + PADDING
     spans = "".join(
-        f'<text class="{style}" x="{left:.0f}" y="{top + LINE_HEIGHT * (at + 0.78):.0f}">{html.escape(text)}</text>'
-        for at, (text, style) in enumerate(lines)
+        f'<text class="{style}" x="{left:.0f}" y="{top + LINE_HEIGHT * (index + 0.78):.0f}">{html.escape(text)}</text>'
+        for index, (text, style) in enumerate(lines)
     )
     return f'<g class="box {kind}"><rect x="{x:.0f}" y="{y:.0f}" width="{BOX_WIDTH}" height="{height}" rx="7"/>{spans}</g>'
 

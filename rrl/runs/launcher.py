@@ -3,7 +3,6 @@
 Read `run` first.
 """
 
-import ast
 import contextlib
 import logging
 import os
@@ -23,6 +22,7 @@ from rrl.errors import UserError
 from rrl.files import DISK_FULL, SaveError, save_error, shipped
 from rrl.parallel.runtime import prepare_host, use_huge_pages
 from rrl.retrieval.retriever import SearchFailed
+from rrl.runs.flag_errors import describe_flag_error, innermost_user_error
 from rrl.stopping import RunStopped, ServiceUnavailable
 
 EXIT_USER_ERROR = 2
@@ -93,18 +93,18 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     app.run(run_main, flags_parser=parse)
 
 
-def exit_after_runs(failed: Mapping[str, str], stopped: bool, again: bool = False) -> None:
+def exit_after_runs(failed: Mapping[str, str], stopped: bool, retryable: bool = False) -> None:
     """Print the failures of several runs and exit if there are any, or if the runs were stopped.
 
     Args:
         failed: name of each failed run -> the reason of its failure.
         stopped: whether a signal stopped the runs.
-        again: whether the same command continues the failed runs; the exit code is then `EXIT_TRY_AGAIN` instead of 1.
+        retryable: whether the same command continues the failed runs; the exit code is then `EXIT_TRY_AGAIN` instead of 1.
     """
     for name, reason in failed.items():
         print(f"error: {name}: {reason}", file=sys.stderr)
     if stopped or failed:
-        sys.exit(EXIT_STOPPED if stopped else EXIT_TRY_AGAIN if again else 1)
+        sys.exit(EXIT_STOPPED if stopped else EXIT_TRY_AGAIN if retryable else 1)
 
 
 def load_config(config: str, overrides: Sequence[str]) -> Any:
@@ -132,17 +132,9 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
         return values(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         # The config file itself raised a UserError: its message is better than one about the overrides.
-        if isinstance(cause := _cause(error), UserError):
+        if isinstance(cause := innermost_user_error(error), UserError):
             raise UserError(str(cause)) from error
-        describers = {
-            AttributeError: _unknown_field,
-            KeyError: _unknown_field,
-            flags.IllegalFlagValueError: _wrong_value,
-        }
-        reason = next(
-            (describe(argv, values) for kind, describe in describers.items() if isinstance(error, kind)), ""
-        )
-        raise UserError(reason or str(cause)) from error
+        raise UserError(describe_flag_error(error, argv, values)) from error
 
 
 def _with_shipped_config(argv: Sequence[str]) -> list[str]:
@@ -162,80 +154,11 @@ def _with_shipped_config(argv: Sequence[str]) -> list[str]:
 def default_workdir(config: Any) -> str:
     """Return the default workdir: `runs/` and the config's name without "miniwiki_", such as runs/pretrain.
 
-    Config arguments become part of the name, so that a smoke run does not block the main run.
+    Config arguments become part of the name, because a workdir belongs to one config: a smoke run gets another workdir than the
+    main run.
     """
     file, _, arg = config_flags.get_config_filename(config).partition(":")
     return f"runs/{run_name(pathlib.Path(file).stem.removeprefix('miniwiki_'), arg)}"
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the innermost UserError behind an error; ml_collections wraps it together with its traceback."""
-    innermost, inner = error, error.__cause__ or error.__context__
-    while inner is not None:
-        innermost = inner if isinstance(inner, UserError) else innermost
-        inner = inner.__cause__ or inner.__context__
-    return innermost
-
-
-def _overrides(argv: Sequence[str], values: flags.FlagValues) -> tuple[Any, dict[str, str]]:
-    """Return the config without overrides (None if there is none), and the text of each `--config.a.b=VALUE` by name."""
-    matches = [re.match(r"--?(?:no)?(config\.[^=]+)(?:=(.*))?", arg, re.DOTALL) for arg in argv]
-    overrides = {match[1]: match[2] or "" for match in matches if match}
-    flag = next((index for index, arg in enumerate(argv) if re.match(r"--?config(=|$)", arg)), None)
-    if not overrides or flag is None:
-        return None, {}
-    return values["config"].parser.parse(argv[flag].partition("=")[2] or argv[flag + 1]), overrides
-
-
-def _unknown_field(argv: Sequence[str], values: flags.FlagValues) -> str:
-    """Return an error message for the first override of a field that the config does not have; "" if there is none."""
-    config, overrides = _overrides(argv, values)
-    for name in overrides:
-        section, path = config, "config"
-        for field in name.split(".")[1:]:
-            fields = sorted(section) if hasattr(section, "keys") else []
-            if field not in fields:
-                return (
-                    f"--{name}: {path} has no field {field!r}; its fields are {', '.join(fields) or 'none'}"
-                )
-            section, path = section[field], f"{path}.{field}"
-    return ""
-
-
-def _wrong_value(argv: Sequence[str], values: flags.FlagValues) -> str:
-    """Return an error message for the first override whose value does not have its field's type; "" if there is none."""
-    config, overrides = _overrides(argv, values)
-    for name, value in overrides.items():
-        section = config
-        *path, field = name.split(".")[1:]
-        for part in path:
-            section = section[part]
-        kind = section.get_type(field)
-        if kind in _PARSERS and not _PARSERS[kind][0](value):
-            return f"--{name}={value!r} must be {_PARSERS[kind][1]}; the config has {section[field]!r}"
-    return ""
-
-
-def _parses_as(kind: Callable[[str], Any]) -> Callable[[str], bool]:
-    """Return a function that tells whether `kind` can parse a text."""
-
-    def parses(text: str) -> bool:
-        try:
-            kind(text)
-        except (ValueError, SyntaxError):
-            return False
-        return True
-
-    return parses
-
-
-_PARSERS: dict[type, tuple[Callable[[str], bool], str]] = {
-    bool: (lambda text: text.lower() in ("true", "t", "1", "false", "f", "0"), "true or false"),
-    int: (_parses_as(int), "a whole number"),
-    float: (_parses_as(float), "a number"),
-    tuple: (_parses_as(ast.literal_eval), "a tuple in Python's syntax, with strings in quotes"),
-}
-"""Field type -> (whether a text is a value of the type, description of the allowed values)."""
 
 
 def _fail(error: object, code: int = EXIT_USER_ERROR) -> NoReturn:

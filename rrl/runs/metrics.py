@@ -43,7 +43,7 @@ class MetricsWriter:
     In a run of several processes, which share the workdir and have the same metrics, only the first writes.
 
     Attributes:
-      past: the lines that remain. All processes of the run have the same.
+      past: lines of the run before it resumed, which remain in the file; the same in all processes.
       removed: lines of steps up to S that were removed; the same in all processes. They are evaluations that were done after the
         checkpoint; the run may write them again instead of repeating the evaluations.
       lines: number of lines in the file.
@@ -72,8 +72,7 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         existing = _lines_of(path) if path.exists() else []
-        # Drop duplicate lines before the truncation to `resume_lines`, which would otherwise remove
-        # other lines.
+        # Drop duplicate lines before the truncation to `resume_lines`, which would otherwise remove other lines.
         unique = list({json.dumps(line): line for line in existing}.values())
         known = [line for line in unique if line["step"] <= resume_step]
         end = len(known) if resume_lines is None else resume_lines

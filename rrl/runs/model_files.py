@@ -22,7 +22,7 @@ def write_model_files(
     config: DecoderConfig,
     tokenizer: PreTrainedTokenizerBase,
     card: RecipeCard | None = None,
-    start: str | pathlib.Path | None = None,
+    initial_model: str | pathlib.Path | None = None,
 ) -> None:
     """Write to a run's workdir what an export needs besides a checkpoint.
 
@@ -31,14 +31,15 @@ def write_model_files(
         config: shape of the model.
         tokenizer: its tokenizer.
         card: recipe card; None if the run has none.
-        start: folder of the initial model; None if the run had none. An export reads the frozen parameters from it,
+        initial_model: its folder; None if the run had none. An export reads the frozen parameters from it,
             because checkpoints do not contain them.
     """
     folder = pathlib.Path(workdir, MODEL_FILES)
     save_config_and_tokenizer(folder, config, tokenizer)
-    if start is not None:
+    if initial_model is not None:
         write_json(
-            folder / START_FILE, {"folder": os.path.abspath(shipped(start)), "sha256": folder_hash(start)}
+            folder / START_FILE,
+            {"folder": os.path.abspath(shipped(initial_model)), "sha256": folder_hash(initial_model)},
         )
     if card is not None:
         write_card(folder, card)

@@ -28,7 +28,7 @@ saved as text, as in trajectories.jsonl."""
 FOLDER = "report"
 """Folder of a workdir with the saved trajectories."""
 EVALUATED, SAMPLED = "evaluated", "sampled"
-"""Names of the files in it, without ".jsonl"."""
+"""Names of the two files in `FOLDER`, without ".jsonl". The first line of a file is a header with the step."""
 _ARRAYS = ("tokens", "roles", "logps", "sampled_logps", "turns")
 _REMEDY = "remove that file: trajectories.html is then written without its trajectories"
 
@@ -53,8 +53,8 @@ class SavedTrajectories:
             trajectories: N trajectories; only the first `MAX_PER_SOURCE` are saved.
             left_out: [N] true for those that the update did not learn from.
         """
-        about = {"step": step, "left_out": left_out[:MAX_PER_SOURCE].tolist()}
-        self._save(SAMPLED, about, trajectories[:MAX_PER_SOURCE])
+        header = {"step": step, "left_out": left_out[:MAX_PER_SOURCE].tolist()}
+        self._save(SAMPLED, header, trajectories[:MAX_PER_SOURCE])
 
     def load_evaluated(self, step: int) -> list[Trajectory]:
         """Return the trajectories that `save_evaluated` saved for this step; an empty list if there are none."""
@@ -62,14 +62,14 @@ class SavedTrajectories:
 
     def load_sampled(self, step: int) -> tuple[list[Trajectory], Bool[np.ndarray, "N"]]:
         """Return the trajectories and `left_out` that `save_sampled` saved for this step; both empty if there are none."""
-        about, trajectories = self._load(SAMPLED, step)
-        return trajectories, np.array(about.get("left_out", []), bool)
+        header, trajectories = self._load(SAMPLED, step)
+        return trajectories, np.array(header.get("left_out", []), bool)
 
-    def _save(self, name: str, about: dict[str, Any], trajectories: Sequence[Trajectory]) -> None:
+    def _save(self, name: str, header: dict[str, Any], trajectories: Sequence[Trajectory]) -> None:
         if jax.process_index() != 0:
             return
         records = [
-            about,
+            header,
             *(as_json(t, tokens=index < MAX_PER_SOURCE) for index, t in enumerate(trajectories)),
         ]
         file = self._folder / f"{name}.jsonl"
@@ -82,11 +82,11 @@ class SavedTrajectories:
         file = self._folder / f"{name}.jsonl"
         if not file.is_file():
             return {}, []
-        about, *records = [record for _, record in read_json_lines(file, _REMEDY)] or [{}]
-        if about.get("step") != step:
+        header, *records = [record for _, record in read_json_lines(file, _REMEDY)] or [{}]
+        if header.get("step") != step:
             return {}, []
         try:
-            return about, [from_json(record) for record in records]
+            return header, [from_json(record) for record in records]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{file}: not a trajectory ({error!r}); {_REMEDY}") from error
 

@@ -1,38 +1,24 @@
-"""The workdir of a run: it belongs to one config (`refuse_other_config`) and to one process at a time (`lock_workdir`)."""
+"""The config of a workdir: a workdir belongs to one config. Read `refuse_other_config` first."""
 
-import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import jax
 
 from rrl.config.renamed import rename_stored
 from rrl.errors import UserError
-from rrl.files import LOCK, MAX_NAME_BYTES, exclusive_lock, saving
+from rrl.files import MAX_NAME_BYTES
 
 CONFIG = "config.json"
 """File with the run's settings, as JSON."""
-FOLDERS = ("checkpoints", "model_files", "policy", "tensorboard", "not_finite", "report", "indexes")
-"""Folders that a training run creates in its workdir."""
-FILES = (
-    "metrics.jsonl",
-    "curves.png",
-    "trajectories.jsonl",
-    "trajectories.html",
-    "summary.txt",
-    "result.json",
-)
-"""Files that a training run creates in its workdir, besides `CONFIG`."""
-RESULTS: Mapping[str, str] = {
+UNFINISHED_RESULTS: Mapping[str, str] = {
     "checkpoints/*": "checkpoints",
     "results.jsonl": "answers (results.jsonl)",
     "blocks/*.jsonl": "sampled trajectories (blocks)",
 }
-"""Glob pattern -> description of unfinished results. Only a run of the same config may continue them. A cold start
-samples its questions in blocks, one file each (`rrl.sft.cold_start`)."""
+"""Glob pattern -> description of results that a run of the same config continues. A cold start samples its questions in blocks,
+one file each (`rrl.sft.cold_start`)."""
 ADDED_FIELDS = (
     "run.data.content",
     "run.tokenizer_sha256",
@@ -43,56 +29,6 @@ ADDED_FIELDS = (
 """Fields of config.json that older versions did not write. A run without them may continue."""
 MAX_DIFFERENCES = 6
 """Largest number of differing fields that an error message lists."""
-
-_locked_workdirs: set[pathlib.Path] = set()
-"""Workdirs that this process has locked."""
-_LOCKED = (
-    "workdir {}: another process works there. Wait until it has ended, stop it, or choose another --workdir."
-)
-
-
-@contextlib.contextmanager
-def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
-    """Lock a workdir within the block, so that no other process runs in it. Creates the folder if it is missing.
-
-    Readers (export, evaluation) do not take the lock. The operating system releases it when the process ends, even by a kill.
-    The lock is reentrant within a process. In a run of several processes only the first takes the lock.
-
-    Raises:
-        UserError: another process has locked the workdir.
-    """
-    folder = pathlib.Path(workdir).absolute()
-    if folder in _locked_workdirs or jax.process_index() != 0:
-        yield
-        return
-    with contextlib.ExitStack() as stack:
-        with saving(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        with saving(folder / LOCK):
-            stack.enter_context(exclusive_lock(folder, _LOCKED.format(os.fspath(workdir))))
-        _locked_workdirs.add(folder)
-        stack.callback(_locked_workdirs.discard, folder)
-        yield
-
-
-def refuse_locked(
-    workdir: str | os.PathLike[str], folders: Sequence[str] = FOLDERS, files: Sequence[str] = FILES
-) -> None:
-    """Raise UserError if another process has locked the workdir, or if a path in it that the run needs is occupied.
-
-    A path is occupied if one of `folders` is a file, or one of `files` is a folder. This function writes nothing; call it
-    before models are loaded.
-    """
-    folder = pathlib.Path(workdir).absolute()
-    for name in folders:
-        if (folder / name).exists() and not (folder / name).is_dir():
-            raise UserError(f"{folder / name} is a file, but the run needs a folder there; move it away")
-    for name in files:
-        if (folder / name).is_dir():
-            raise UserError(f"{folder / name} is a folder, but the run needs a file there; move it away")
-    if (folder / LOCK).is_file():
-        with lock_workdir(workdir):
-            pass
 
 
 def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -157,7 +93,9 @@ def refuse_other_config(
     path = pathlib.Path(workdir) / CONFIG
     refuse_unwritable(workdir, "workdir")
     if not path.exists():
-        if descriptions := [text for pattern, text in RESULTS.items() if any(path.parent.glob(pattern))]:
+        if descriptions := [
+            text for pattern, text in UNFINISHED_RESULTS.items() if any(path.parent.glob(pattern))
+        ]:
             raise UserError(
                 f"workdir {os.fspath(workdir)} holds {descriptions[0]}, but the config.json of their run is missing; restore "
                 "that file, choose another --workdir, or delete that folder."
@@ -166,14 +104,14 @@ def refuse_other_config(
     stored = _flat(read_config(workdir))
     given = _flat(json.loads(json.dumps(config)))
     names = sorted(n for n in stored.keys() | given.keys() if not _is_within(n, may_differ))
-    # A run of an older version, which lacks such a field, may continue.
-    not_stored = [prefix for prefix in ADDED_FIELDS if not any(_is_within(n, (prefix,)) for n in stored)]
+    # Fields that the version of the stored config did not write; its run may continue.
+    unwritten = [prefix for prefix in ADDED_FIELDS if not any(_is_within(n, (prefix,)) for n in stored)]
     grown = {
         n: (stored[n], given[n])
         for n in may_grow
         if n in stored and n in given and _grew(stored[n], given[n])
     }
-    names = [n for n in names if n not in grown and not _is_within(n, tuple(not_stored))]
+    names = [n for n in names if n not in grown and not _is_within(n, tuple(unwritten))]
     absent = "(absent)"
     differing = [
         f"{n}: {stored.get(n, absent)!r} there, {given.get(n, absent)!r} now"

@@ -29,7 +29,7 @@ from rrl.models.weights import CONFIG_FILE, read_json
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shardings
 from rrl.rl.optim import OptimConfig, split_trained
-from rrl.runs.checkpoints import read_part, saved_metadata, saved_steps
+from rrl.runs.checkpoint_reader import read_part, saved_metadata, saved_steps
 from rrl.runs.model_files import MODEL_FILES, START_FILE
 from rrl.runs.workdir import read_config, read_identity, refuse_unwritable
 from rrl.sft import loop as sft

@@ -36,16 +36,11 @@ from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
-from rrl.runs.datasets import (
-    DataConfig,
-    RetrieverConfig,
-    SearchDataset,
-    data_fingerprint,
-    encoder_folder,
-    load_datasets,
-)
+from rrl.runs.datasets import DataConfig, SearchDataset, data_fingerprint, load_datasets
+from rrl.runs.retriever import RetrieverConfig, encoder_folder
 from rrl.runs.timed_log import TimedLog
-from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
+from rrl.runs.workdir import refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
 from rrl.sft.teacher import REFUSED, EndpointTeacher, PolicyTeacher, Teacher
 from rrl.stopping import ServiceUnavailable, stop_requested
 
@@ -276,7 +271,7 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> ColdStart
     identity = json.loads(json.dumps(settings.identity()))
     # These fields may change: `keep` does not affect sampling, and `identity` holds content hashes of data and encoder.
     refuse_other_config(folder, identity, ("sampling.keep", "data.path", "retriever.encoder"))
-    refuse_locked(folder, FOLDERS, FILES)
+    refuse_occupied(folder, FOLDERS, FILES)
     enable_compilation_cache()
     with lock_workdir(folder):
         return _run(settings, identity, folder, log)

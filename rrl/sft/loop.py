@@ -255,7 +255,7 @@ def train(
         best_params = jax.tree.map(jnp.copy, params) if config.patience else None
         if checkpoints.latest is not None:
             (state, best_params), metadata = checkpoints.restore(
-                (state, best_params), fields=("loss", "bad", "seconds")
+                (state, best_params), required_fields=("loss", "bad", "seconds")
             )
         start = int(state.step)
         if metadata.get("stopped") == "done" and start < config.steps:  # the run was extended

@@ -49,10 +49,12 @@ from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.retrieval.folder import size_and_hash
 from rrl.rewards.judge_card import write_judge_card
 from rrl.rl.optim import OptimConfig
-from rrl.runs.datasets import DataConfig, RetrieverConfig, load_retriever, load_retriever_encoder
+from rrl.runs.datasets import DataConfig
 from rrl.runs.metrics import refuse_damaged_metrics
 from rrl.runs.model_files import MODEL_FILES, write_model_files
-from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
+from rrl.runs.retriever import RetrieverConfig, load_retriever, load_retriever_encoder
+from rrl.runs.workdir import refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
 from rrl.sft.demonstrations import DemonstrationConfig, RecipeDataConfig, demonstration_examples
 from rrl.sft.judge_agreement import held_out_judge_examples, judge_report
 from rrl.sft.judge_examples import (
@@ -203,7 +205,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     if out.exists() and not out.is_dir():
         raise UserError(f"out={str(out)!r} is a file; give a folder, which may be a new one")
     # Fail before anything is loaded. `lock_workdir` below creates the workdir, so it comes after all checks.
-    refuse_locked(workdir)
+    refuse_occupied(workdir)
     refuse_damaged_metrics(workdir)
     mesh = mesh_config.make()
     options: dict[str, Any] = {

@@ -93,7 +93,7 @@ def most_different_questions(runs: Sequence[EvaluationRun], count: int) -> list[
     ]
     shared = [q for q in runs[0].questions() if all((q.id, q.text) in values for values in by_run)]
     spread = np.array([np.ptp([values[q.id, q.text] for values in by_run]) for q in shared])
-    return [shared[at] for at in np.argsort(-spread, kind="stable")[:count]]
+    return [shared[index] for index in np.argsort(-spread, kind="stable")[:count]]
 
 
 def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
@@ -104,26 +104,33 @@ def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
         return f"<section><p class='quiet'>Nothing to show side by side: {why}.</p></section>"
     ids = {question.id for question in questions}
     by_run = [run.trajectories(list(ids)) for run in runs]
-    sides = [[trajectories[question.id] for trajectories in by_run] for question in questions]
-    links = "".join(_link(at, q, side) for at, (q, side) in enumerate(zip(questions, sides, strict=True)))
-    slots = "".join(
-        _slot(at, q, side, runs) for at, (q, side) in enumerate(zip(questions, sides, strict=True))
+    trajectories_by_question = [
+        [trajectories[question.id] for trajectories in by_run] for question in questions
+    ]
+    links = "".join(
+        _link(index, q, trajectories)
+        for index, (q, trajectories) in enumerate(zip(questions, trajectories_by_question, strict=True))
     )
+    slots = "".join(
+        _slot(index, q, trajectories, runs)
+        for index, (q, trajectories) in enumerate(zip(questions, trajectories_by_question, strict=True))
+    )
+    filters = _filters(trajectories_by_question)
     return f"""<div class="browser"><header class="bar"><h1>The same question, side by side</h1>
-<p class="quiet">{len(questions)} questions, starting with those on which the runs differ most</p>{_filters(sides)}</header>
+<p class="quiet">{len(questions)} questions, starting with those on which the runs differ most</p>{filters}</header>
 <nav id="list" aria-label="questions">{links}</nav>
 <main>{slots}<p id="none" hidden>No question matches this filter.</p></main></div>"""
 
 
-def _agreement(side: Sequence[Trajectory]) -> str:
+def _agreement(trajectories: Sequence[Trajectory]) -> str:
     """Return how many runs are right. `side` holds one question's trajectories, one per run."""
-    right = sum(correctness(trajectory) == "right" for trajectory in side)
-    return "all right" if right == len(side) else "some right" if right else "none right"
+    right = sum(correctness(trajectory) == "right" for trajectory in trajectories)
+    return "all right" if right == len(trajectories) else "some right" if right else "none right"
 
 
-def _filters(sides: Sequence[Sequence[Trajectory]]) -> str:
-    kinds = sorted({side[0].question.kind for side in sides} - {""})
-    agreements = sorted({_agreement(side) for side in sides})
+def _filters(trajectories_by_question: Sequence[Sequence[Trajectory]]) -> str:
+    kinds = sorted({trajectories[0].question.kind for trajectories in trajectories_by_question} - {""})
+    agreements = sorted({_agreement(trajectories) for trajectories in trajectories_by_question})
     selects = [("agreement", "right or wrong", agreements), ("kind", "every kind", kinds)]
     boxes = "".join(
         f'<select data-field="{field}" aria-label="{field}"><option value="">{every}</option>'
@@ -136,23 +143,30 @@ def _filters(sides: Sequence[Sequence[Trajectory]]) -> str:
     return f'<form id="filters">{boxes}{search}<output></output></form>'
 
 
-def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
-    marks = "".join(f'<b class="{correctness(t)}">{MARKS[correctness(t)]}</b>' for t in side)
+def _link(index: int, question: Question, trajectories: Sequence[Trajectory]) -> str:
+    marks = "".join(f'<b class="{correctness(t)}">{MARKS[correctness(t)]}</b>' for t in trajectories)
     return (
-        f'<a href="#t{at}" data-at="{at}"><span><span class="asked">{_text(question.text)}</span>'
+        f'<a href="#t{index}" data-at="{index}"><span><span class="asked">{_text(question.text)}</span>'
         f"<small>{marks} {in_words(question.kind)}</small></span></a>"
     )
 
 
-def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[EvaluationRun]) -> str:
+def _slot(
+    index: int, question: Question, trajectories: Sequence[Trajectory], runs: Sequence[EvaluationRun]
+) -> str:
     """Return the trajectories of question number `at` in columns, one per run; page.js shows one question at a time."""
-    searchable = [question.text, question.id, *question.answers, *(trajectory.answer for trajectory in side)]
+    searchable = [
+        question.text,
+        question.id,
+        *question.answers,
+        *(trajectory.answer for trajectory in trajectories),
+    ]
     columns = "".join(
         f"<div><h3>{_text(run.name)}</h3>{article(trajectory, tags=run.tags)}</div>"
-        for run, trajectory in zip(runs, side, strict=True)
+        for run, trajectory in zip(runs, trajectories, strict=True)
     )
     return (
-        f'<div class="slot" id="t{at}" data-kind="{_text(question.kind)}" data-agreement="{_agreement(side)}" '
+        f'<div class="slot" id="t{index}" data-kind="{_text(question.kind)}" data-agreement="{_agreement(trajectories)}" '
         f'data-words="{_text(" ".join(searchable).lower())}">'
         f'<h2>{_text(question.text)}</h2><div class="sides">{columns}</div></div>'
     )
@@ -160,12 +174,12 @@ def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequenc
 
 def _table(table: Table) -> str:
     head, *body = table
-    left = [at for at, name in enumerate(head) if at == 0 or name == "model"]
+    left = [index for index, name in enumerate(head) if index == 0 or name == "model"]
 
     def row(cells: Sequence[str], tag: str) -> str:
         return "".join(
-            f"<{tag}{' class=left' if at in left else ''}>{_text(text)}</{tag}>"
-            for at, text in enumerate(cells)
+            f"<{tag}{' class=left' if index in left else ''}>{_text(text)}</{tag}>"
+            for index, text in enumerate(cells)
         )
 
     rows = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in body)

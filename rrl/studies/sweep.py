@@ -14,7 +14,7 @@ import numpy as np
 from rrl.errors import UserError
 from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, comparison_rows, load_runs
 from rrl.files import atomic_stream, saving
-from rrl.report.curves import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
+from rrl.report.figures import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
 
 COSTS = {
     "searches": "searches per question",
@@ -109,7 +109,7 @@ def plot_sweep(
     Values that are not numbers become separate points instead of a line.
     """
     metrics = [metric for metric in runs[0].metrics if all(metric in row for row in rows)]
-    costs = {key: words for key, words in (RATES | COSTS).items() if all(key in row for row in rows)}
+    costs = {key: title for key, title in (RATES | COSTS).items() if all(key in row for row in rows)}
     first = runs[0].card
     figure, axes = new_figure(-(-(1 + len(costs)) // 3), min(3, 1 + len(costs)), f"{first.dataset}: {name}")
     numeric = _numbers(values)

@@ -14,11 +14,13 @@ from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import ScoringContext, check_tags
 from rrl.recipes.episodes import find_long_prompts
 from rrl.rollout.config import RESULT_INVARIANT_FIELDS, EngineConfig
-from rrl.runs.datasets import data_fingerprint, encoder_folder
+from rrl.runs.datasets import data_fingerprint
 from rrl.runs.metrics import refuse_damaged_metrics
 from rrl.runs.model_files import MODEL_FILES, write_model_files
+from rrl.runs.retriever import encoder_folder
 from rrl.runs.timed_log import TimedLog
-from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
+from rrl.runs.workdir import refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
 from rrl.train.components import TrainComponents, load_components
 from rrl.train.final_report import recipe_card, write_report
 from rrl.train.loop import train
@@ -56,7 +58,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
                 *increased_fields["steps"]
             )
         )
-    refuse_locked(workdir)
+    refuse_occupied(workdir)
     refuse_damaged_metrics(workdir)
     enable_compilation_cache()
     loaded = load_components(settings, log, workdir)

@@ -54,7 +54,7 @@ def write_report(
     text = summary(
         outcome.start_metrics,
         outcome.final_metrics,
-        run=_facts(settings, outcome, log),
+        facts=_facts(settings, outcome, log),
         reference=settings.reference,
         temperature=settings.train.eval_temperature,
         files=files,

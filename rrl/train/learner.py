@@ -33,7 +33,7 @@ from rrl.train.rl_config import RLConfig
 
 
 def learned_params_path(settings: Mapping[str, Any]) -> str:
-    """Return the path of the final policy's parameters in a checkpoint, for `rrl.runs.checkpoints.read_part`.
+    """Return the path of the final policy's parameters in a checkpoint, for `rrl.runs.checkpoint_reader.read_part`.
 
     A checkpoint has `Learner.state`: "[2]" is the average of the parameters, if the run has one, and "[0]" the parameters.
 

@@ -107,7 +107,7 @@ class RunRecorder:
             Its step and its number of metrics lines (None if an older version wrote the checkpoint).
         """
         self.learner.state, metadata = self._checkpoints.restore(
-            self.learner.state, fields=("before", "seconds", "curriculum", "step")
+            self.learner.state, required_fields=("before", "seconds", "curriculum", "step")
         )
         self.start_metrics, self.seconds = metadata["before"], metadata["seconds"]
         self.curriculum.restore(metadata["curriculum"])

@@ -25,7 +25,8 @@ from rrl.rl.critic import CriticConfig
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.config import EngineConfig
-from rrl.runs.datasets import DataConfig, RetrieverConfig, encoder_folder
+from rrl.runs.datasets import DataConfig
+from rrl.runs.retriever import RetrieverConfig, encoder_folder
 from rrl.train.guard import GuardConfig
 from rrl.train.rl_config import RLConfig
 

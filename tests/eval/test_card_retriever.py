@@ -9,7 +9,7 @@ from rrl.eval.evaluate import _retriever_for_card
 from rrl.eval.result_card import differences
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.build import build_index
-from rrl.runs.datasets import RetrieverConfig
+from rrl.runs.retriever import RetrieverConfig
 from tests.eval.test_result_card import CARD
 from tests.retrieval.fakes import WordEncoder
 

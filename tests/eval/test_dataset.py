@@ -8,7 +8,8 @@ import pytest
 from rrl.data.questions import Question, save_questions
 from rrl.errors import UserError
 from rrl.eval.dataset import DatasetConfig, load_dataset, with_retriever
-from rrl.runs.datasets import DataConfig, RetrieverConfig, load_datasets
+from rrl.runs.datasets import DataConfig, load_datasets
+from rrl.runs.retriever import RetrieverConfig
 from tests.shared_data import shared
 
 OFF, BM25 = RetrieverConfig(kind="off"), RetrieverConfig(kind="bm25")

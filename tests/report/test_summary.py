@@ -20,7 +20,7 @@ AFTER = {
 
 def test_gain_and_kinds_are_shown():
     text = summary(
-        BEFORE, AFTER, run={"steps": 80, "minutes": 6.25, "tokens/s": 5120.4}, files=["curves.png"]
+        BEFORE, AFTER, facts={"steps": 80, "minutes": 6.25, "tokens/s": 5120.4}, files=["curves.png"]
     )
     lines = text.splitlines()
     assert [line.split()[:2] for line in lines if line.startswith(("one hop", "all"))] == [

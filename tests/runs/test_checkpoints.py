@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from rrl.errors import UserError
-from rrl.runs.checkpoints import Checkpoints, refuse_other_config
+from rrl.runs.checkpoints import Checkpoints
+from rrl.runs.workdir import refuse_other_config
 from rrl.stopping import stop_requested
 
 CONFIG = {"steps": 3, "optim": {"lr": 1e-3}, "log_every": 1}

@@ -12,14 +12,8 @@ from rrl.errors import UserError
 from rrl.miniwiki import KINDS
 from rrl.retrieval.build import build_index
 from rrl.retrieval.serve import make_server
-from rrl.runs.datasets import (
-    DataConfig,
-    RetrieverConfig,
-    data_fingerprint,
-    hold_out,
-    load_datasets,
-    load_retriever_encoder,
-)
+from rrl.runs.datasets import DataConfig, data_fingerprint, hold_out, load_datasets
+from rrl.runs.retriever import RetrieverConfig, load_retriever_encoder
 from rrl.runs.workdir import refuse_other_config
 from rrl.sft import loop as sft
 from rrl.train import rl_config

@@ -9,11 +9,12 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.files import SaveError
-from rrl.runs.workdir import lock_workdir, read_config, read_identity, refuse_locked, refuse_other_config
+from rrl.runs.workdir import read_config, read_identity, refuse_other_config
+from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
 
 HOLDER = """
 import sys
-from rrl.runs.workdir import lock_workdir
+from rrl.runs.workdir_lock import lock_workdir
 with lock_workdir(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
@@ -37,13 +38,13 @@ def holder(tmp_path):
 
 def test_a_workdir_stays_locked_until_its_process_ends(tmp_path, holder):
     workdir = tmp_path / "run"
-    for hold in (refuse_locked, lambda folder: lock_workdir(folder).__enter__()):
+    for hold in (refuse_occupied, lambda folder: lock_workdir(folder).__enter__()):
         with pytest.raises(UserError, match=r"run: another process works there\. Wait .*another --workdir"):
             hold(workdir)
-    refuse_locked(tmp_path / "other")
+    refuse_occupied(tmp_path / "other")
     holder.kill()
     holder.wait()
-    refuse_locked(workdir)
+    refuse_occupied(workdir)
     with lock_workdir(workdir), lock_workdir(workdir):
         pass
 
@@ -56,7 +57,7 @@ def test_reading_needs_no_lock(tmp_path, holder):
 def test_only_the_first_process_of_a_run_takes_the_lock(tmp_path, holder, monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
     with lock_workdir(tmp_path / "run"):
-        refuse_locked(tmp_path / "run")
+        refuse_occupied(tmp_path / "run")
 
 
 def test_a_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
@@ -107,7 +108,7 @@ def test_an_occupied_path_is_refused(tmp_path, name):
     else:
         (tmp_path / name).write_text("mine")
     with pytest.raises(UserError, match=rf"{name} is a (file|folder), but the run needs .*; move it away"):
-        refuse_locked(tmp_path)
+        refuse_occupied(tmp_path)
 
 
 def test_a_workdir_that_cannot_be_created_raises_a_save_error(tmp_path):

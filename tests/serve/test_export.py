@@ -138,7 +138,7 @@ def test_frozen_parameters_come_from_the_starting_folder(tmp_path, tokenizer, lo
     nnx.update(learned, trained)
     settings = {"average_last": 0.0, "optim": {"frozen": frozen}, "run": {"lora": lora}}
     with Checkpoints(workdir, settings) as checkpoints:
-        write_model_files(workdir, SHAPE, tokenizer, start=start)
+        write_model_files(workdir, SHAPE, tokenizer, initial_model=start)
         checkpoints.save(1, (trained, optimiser(99), None), {})
     export(workdir, tmp_path / "out")
     found, expected = (

@@ -9,16 +9,13 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.runs.launcher import load_config
-from rrl.studies.analyses.analyze import analyze
-from rrl.studies.analyses.catalogue import (
-    ANALYSES,
-    TRAINING_ARMS,
-    analysis_named,
-    evaluation_points,
-    training_points,
-)
-from rrl.studies.analyses.table import interval
-from rrl.studies.reproduction import queue
+from rrl.studies.analyses import analyze as analyses
+from rrl.studies.analyses.catalogue import ANALYSES, TRAINING_ARMS, analysis_named
+from rrl.studies.analyses.plan import AnalysisFolders
+from rrl.studies.analyses.points import EvaluationOptions, evaluation_points, training_points
+from rrl.studies.analyses.rows import mean_interval
+from rrl.studies.reproduction.manifest import RunManifest, resolved_settings
+from rrl.studies.reproduction.options import RunOptions
 from rrl.studies.reproduction.plan import ARMS, PlannedRun
 from tests.eval.runs import finished
 
@@ -35,9 +32,15 @@ def here(monkeypatch):
 def put(out: Path, run: PlannedRun, right: str, **card) -> None:
     """Write the files of a finished run that answered these questions correctly."""
     finished(out / run.name, {name: RIGHT[name] for name in right}, **card)
-    queue.RunManifest(run.command("{out}"), queue.resolved_settings(run), "abc", 60.0, True).save(
+    RunManifest(run.command("{out}"), resolved_settings(run), "abc", 60.0, True).save(
         out / f"{run.name}.json"
     )
+
+
+def analyze(what, out, shared=None, keep=None, seeds=(0, 1, 2), run=True, command="python x", **evaluation):
+    folders = AnalysisFolders(out, shared, keep)
+    options = RunOptions(seeds=seeds, execute=run)
+    return analyses.analyze(what, folders, options, EvaluationOptions(**evaluation), command)
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
@@ -57,15 +60,14 @@ def test_every_analysis_names_the_papers_figure_or_table():
     assert all(source in ANALYSES[what].source for what, source in wanted.items())
     ten = [str(number) for number in range(1, 11)]
     for what in ("max_steps", "top_k"):
-        points, known = evaluation_points(analysis_named(what))
+        points, known = evaluation_points(analysis_named(what), EvaluationOptions())
         assert [point.value for point in points] == ten and len(known) == 10
 
 
 @pytest.mark.parametrize("what", [what for what in ANALYSES if not ANALYSES[what].arms])
 def test_arguments_and_fields_reach_the_config_of_each_evaluation(what):
-    points, known = evaluation_points(
-        analysis_named(what), arguments=["questions=7"], fields={"rollout.rows": "8"}
-    )
+    options = EvaluationOptions(arguments=["questions=7"], fields={"rollout.rows": "8"})
+    points, known = evaluation_points(analysis_named(what), options)
     assert [name for point in points for name in point.runs] == list(known)
     for run in [*known.values()][:: max(1, len(known) - 1)]:
         config = load_config(run.config, [f"{field}={value}" for field, value in run.fields.items()])
@@ -83,17 +85,14 @@ def test_the_varied_value_reaches_the_config():
         "search_o1": lambda c: c.method.searches,
     }
     for method, found in steps.items():
-        ((run,),) = (
-            [
-                *evaluation_points(analysis_named("max_steps"), [f"{method}@assets/miniwiki-policy"], ["7"])[
-                    1
-                ].values()
-            ],
-        )
+        options = EvaluationOptions([f"{method}@assets/miniwiki-policy"], ["7"])
+        (run,) = evaluation_points(analysis_named("max_steps"), options)[1].values()
         assert found(load_config(run.config, [f"{f}={v}" for f, v in run.fields.items()])) == 7
-    (run,) = evaluation_points(analysis_named("top_k"), [POLICY], ["9"])[1].values()
+    (run,) = evaluation_points(analysis_named("top_k"), EvaluationOptions([POLICY], ["9"]))[1].values()
     assert load_config(run.config, []).rollout.top_k == 9
-    (run,) = evaluation_points(analysis_named("retrievers"), [POLICY], ["exact@models/e5"])[1].values()
+    (run,) = evaluation_points(
+        analysis_named("retrievers"), EvaluationOptions([POLICY], ["exact@models/e5"])
+    )[1].values()
     config = load_config(run.config, [])
     assert (config.retriever.kind, config.retriever.encoder) == ("exact", "models/e5")
 
@@ -105,16 +104,15 @@ def test_a_retrieval_only_recipe_gets_a_reader_and_others_get_none():
         (["reader=x", "dataset=y"], "x"),
         (["dataset=y"], ""),
     ):
-        _, known = evaluation_points(analysis_named("tokens"), two, arguments=arguments)
+        _, known = evaluation_points(analysis_named("tokens"), EvaluationOptions(two, arguments=arguments))
         assert [load_config(run.config, []).reader for run in known.values()] == [reader, ""]
 
 
 def test_the_recipe_card_names_the_method_and_policies_of_one_method_get_distinct_labels():
-    points, _ = evaluation_points(analysis_named("tokens"), ["assets/miniwiki-policy"])
+    points, _ = evaluation_points(analysis_named("tokens"), EvaluationOptions(["assets/miniwiki-policy"]))
     assert [point.system for point in points] == ["rsearch"]
-    points, _ = evaluation_points(
-        analysis_named("tokens"), ["ircot@assets/miniwiki-policy", "ircot@assets/miniwiki-reader"]
-    )
+    policies = ["ircot@assets/miniwiki-policy", "ircot@assets/miniwiki-reader"]
+    points, _ = evaluation_points(analysis_named("tokens"), EvaluationOptions(policies))
     assert [point.system for point in points] == [
         "ircot@assets/miniwiki-policy",
         "ircot@assets/miniwiki-reader",
@@ -151,7 +149,7 @@ def test_arms_of_analyses_have_the_sizes_of_the_reproduction():
 
 def test_an_analysis_of_two_policies_writes_a_table_a_csv_and_a_plot(tmp_path, capsys):
     policies = [POLICY, "naive_rag@assets/miniwiki-reader"]
-    _, known = evaluation_points(analysis_named("top_k"), policies, ["1", "2", "3"])
+    _, known = evaluation_points(analysis_named("top_k"), EvaluationOptions(policies, ["1", "2", "3"]))
     put(tmp_path, known["rsearch-1"], "a", top_k=1)
     put(tmp_path, known["rsearch-2"], "abc", top_k=2, limits={"max_searches": 4, "context": 9})
     put(tmp_path, known["naive_rag-1"], "", top_k=1, corpus_sha256="e" * 64)
@@ -238,11 +236,11 @@ def test_the_published_measurements_yield_tables_and_plots_without_a_run(tmp_pat
 
 def test_the_interval_is_the_wider_of_questions_and_seeds():
     alike = [np.tile([0.0, 1.0], 200)] * 3  # seeds agree: the bootstrap over 400 questions
-    assert 0.04 < interval(alike).high - 0.5 < 0.06
+    assert 0.04 < mean_interval(alike).high - 0.5 < 0.06
     apart = [
         np.full(400, mean) for mean in (0.4, 0.5, 0.6)
     ]  # questions agree: t(0.975, 2) = 4.303 times 0.1 / sqrt(3)
-    assert round(interval(apart).high - 0.5, 3) == round(0.5 - interval(apart).low, 3) == 0.248
+    assert round(mean_interval(apart).high - 0.5, 3) == round(0.5 - mean_interval(apart).low, 3) == 0.248
 
 
 # -- wrong input ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ import pytest
 from rrl.errors import UserError
 from rrl.files import SaveError
 from rrl.stopping import RunStopped
-from rrl.studies.compare import ArmRun, arm_runs, commands, compare, table_rows, wait_for, with_arguments
+from rrl.studies.arm_comparison.arms import ArmRun, arm_runs, commands
+from rrl.studies.arm_comparison.compare import compare, wait_for
+from rrl.studies.arm_comparison.measurements import table_rows
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -68,13 +70,7 @@ def test_an_unknown_arm_is_refused_by_name(tmp_path):
         arm_runs(tmp_path, ["magic"], [0])
 
 
-def test_with_arguments_appends_to_a_config_flag():
-    assert with_arguments("a.py", "x=1", "") == "a.py:x=1"
-    assert with_arguments("a.py:y=2", "x=1") == "a.py:y=2,x=1"
-
-
-def test_with_arguments_replaces_arguments_of_the_same_name(tmp_path):
-    assert with_arguments("a.py:steps=2,quick", "steps=0", "quick") == "a.py:steps=0,quick"
+def test_steps_of_the_config_are_replaced_for_the_evaluation_of_the_supervised_arm(tmp_path):
     _, evaluation = commands(
         arm_runs(tmp_path, ["GRPO", "SFT continued"], [0])[1], "x.py:steps=2", "c.py", 1.0
     )
@@ -147,7 +143,7 @@ def test_arms_that_are_config_arguments_share_one_table(comparison):
 
 def test_the_x_axis_of_the_plot_is_minutes_or_updates(comparison, monkeypatch):
     axes = []
-    monkeypatch.setattr("rrl.studies.compare.plot_spread", lambda *_, x, **__: axes.append(x))
+    monkeypatch.setattr("rrl.studies.arm_comparison.compare.plot_spread", lambda *_, x, **__: axes.append(x))
     comparison()
     comparison(over="updates")
     assert axes == ["minutes", "step"]

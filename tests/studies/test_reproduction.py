@@ -9,7 +9,7 @@ import pytest
 from rrl.errors import UserError
 from rrl.eval.intervals import student
 from rrl.studies.reproduction.claims import claims_named
-from rrl.studies.reproduction.reproduce import seeds_of
+from rrl.studies.reproduction.options import parse_seeds
 from rrl.studies.reproduction.results import EvaluationResult, ReproductionResults
 from rrl.studies.reproduction.verdict import FAILS, HOLDS, UNTESTED, ClaimEvidence, judge_claim
 
@@ -213,4 +213,4 @@ def test_unknown_claims_and_invalid_seeds_are_refused():
         claims_named(["rl", "magic"])
     for given in ([], ["0", "0"], ["a"]):
         with pytest.raises(UserError, match="whole numbers"):
-            seeds_of(given)
+            parse_seeds(given)

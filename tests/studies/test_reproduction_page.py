@@ -13,8 +13,9 @@ import sys
 import pytest
 
 from rrl.errors import UserError
-from rrl.studies.reproduction import queue
 from rrl.studies.reproduction.claims import CLAIMS
+from rrl.studies.reproduction.manifest import RunManifest, resolved_settings
+from rrl.studies.reproduction.options import RunOptions
 from rrl.studies.reproduction.page import reproduction_page
 from rrl.studies.reproduction.plan import PlannedRun, planned_runs
 from rrl.studies.reproduction.reproduce import reproduce
@@ -24,6 +25,7 @@ from tests.eval.runs import finished
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
+FINISHED_ONLY = RunOptions(execute=False)
 
 
 ANSWERS = {"a": "Norway", "b": "Ada Berg", "c": "1947", "d": "yes"}
@@ -37,7 +39,7 @@ def measured_in(out, name, answers):
 
 def recorded(run, out, seconds=90.0):
     out.mkdir(exist_ok=True)
-    queue.RunManifest(run.command("{out}"), queue.resolved_settings(run), "abc", seconds, True).save(
+    RunManifest(run.command("{out}"), resolved_settings(run), "abc", seconds, True).save(
         out / f"{run.name}.json"
     )
 
@@ -53,7 +55,7 @@ def test_the_page_shows_measured_claims_and_lists_missing_ones(tmp_path, monkeyp
     measured_in(tmp_path, "naive_rag", ANSWERS)
     measured_in(tmp_path, "direct", {"d": "yes"})
     file = tmp_path / "page.md"
-    reproduce(tmp_path, file, run=False)
+    reproduce(tmp_path, file, FINISHED_ONLY)
     text = file.read_text()
     assert "| 100.0 against 25.0 | +75.0 [+25.0, +100.0] | 4 | **holds** |" in row_of(file, "naive-rag")
     assert row_of(file, "process").endswith(f"| – | – | – | {MISSING} |")
@@ -67,7 +69,7 @@ def test_the_page_shows_measured_claims_and_lists_missing_ones(tmp_path, monkeyp
     other = tmp_path / "other"
     measured_in(other, "naive_rag", {"d": "yes"})
     measured_in(other, "direct", ANSWERS)
-    reproduce(other, file, run=False)
+    reproduce(other, file, FINISHED_ONLY)
     assert row_of(file, "naive-rag").endswith(
         f"| 25.0 against 100.0 | -75.0 [-100.0, -25.0] | 4 | **{FAILS}** |"
     )
@@ -78,23 +80,24 @@ def test_the_store_makes_the_page_without_the_runs_and_they_are_not_repeated(tmp
     out, keep, file = tmp_path / "out", tmp_path / "kept", tmp_path / "page.md"
     measured_in(out, "naive_rag", ANSWERS)
     measured_in(out, "direct", {"d": "yes"})
-    reproduce(out, file, keep=keep, run=False, command="x")
+    reproduce(out, file, FINISHED_ONLY, store_folder=keep, command="x")
     first = file.read_text()
     files = {each.name: each.read_bytes() for each in keep.iterdir()}
     assert sorted(files) == ["direct.json.gz", "naive_rag.json.gz"]
-    reproduce(out, file, keep=keep, run=False, command="x")
+    reproduce(out, file, FINISHED_ONLY, store_folder=keep, command="x")
     assert {each.name: each.read_bytes() for each in keep.iterdir()} == files
 
     shutil.rmtree(out)
-    assert not reproduce(out, file, keep=keep, only=["naive-rag"], command="x").failed  # nothing is executed
+    # Nothing is executed.
+    assert not reproduce(out, file, RunOptions(), store_folder=keep, only=["naive-rag"], command="x").failed
     assert file.read_text() == first and not out.exists()
     capsys.readouterr()
-    reproduce(out, file, keep=keep, only=["naive-rag", "iterative"], list_only=True)
+    reproduce(out, file, RunOptions(list_only=True), store_folder=keep, only=["naive-rag", "iterative"])
     assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[:-1]] == ["iter_retgen", "ircot"]
 
     measured_in(out, "direct", ANSWERS)  # repeated: the newer one counts
     (out / "direct.json").write_text((out / "direct.json").read_text().replace("90.0", "30.0"))
-    reproduce(out, file, keep=keep, run=False, command="x")
+    reproduce(out, file, FINISHED_ONLY, store_folder=keep, command="x")
     assert (
         "| 100.0 against 100.0 |" in row_of(file, "naive-rag")
         and "2 core minutes in total" in file.read_text()
@@ -173,7 +176,7 @@ def test_measurements_made_with_other_settings_are_ignored(tmp_path, monkeypatch
     out, keep, file = tmp_path / "out", tmp_path / "kept", tmp_path / "page.md"
     measured_in(out, "naive_rag", ANSWERS)
     measured_in(out, "direct", {"d": "yes"})
-    reproduce(out, file, keep=keep, run=False)
+    reproduce(out, file, FINISHED_ONLY, store_folder=keep)
     changed = {
         "naive_rag": dataclasses.replace(
             planned_runs(SEEDS)["naive_rag"], fields={"prompted.most_passages": 3}
@@ -186,7 +189,7 @@ def test_measurements_made_with_other_settings_are_ignored(tmp_path, monkeypatch
     monkeypatch.setattr(
         "rrl.studies.reproduction.reproduce.planned_runs", lambda *_: planned_runs(SEEDS) | changed
     )
-    reproduce(out, file, keep=keep, run=False)  # neither from the store nor from the folder
+    reproduce(out, file, FINISHED_ONLY, store_folder=keep)  # neither from the store nor from the folder
     assert "naive_rag was made by launch/eval.py" in capsys.readouterr().err
     assert MISSING in row_of(file, "naive-rag")
 
@@ -209,10 +212,10 @@ def test_no_page_is_written_if_nothing_is_finished(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"no run is finished in .*out, and no measurement is stored in .*none"
     ):
-        reproduce(tmp_path / "out", file, keep=tmp_path / "none", run=False)
+        reproduce(tmp_path / "out", file, FINISHED_ONLY, store_folder=tmp_path / "none")
     assert file.read_text() == "published"
     with pytest.raises(UserError, match="is a file; give a folder"):
-        reproduce(tmp_path / "out", file, keep=file, run=False)
+        reproduce(tmp_path / "out", file, FINISHED_ONLY, store_folder=file)
 
 
 def test_a_damaged_file_of_the_store_is_refused_by_name(tmp_path, monkeypatch):

@@ -15,15 +15,9 @@ from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import load_config
 from rrl.studies.reproduction import queue
 from rrl.studies.reproduction.claims import CLAIMS
+from rrl.studies.reproduction.manifest import RunManifest, load_manifest, manifest_mismatch, resolved_settings
 from rrl.studies.reproduction.plan import PlannedRun, planned_runs, with_dependencies
-from rrl.studies.reproduction.queue import (
-    RunManifest,
-    core_shares,
-    load_manifest,
-    manifest_mismatch,
-    resolved_settings,
-    run_queue,
-)
+from rrl.studies.reproduction.queue import core_shares, run_queue
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEEDS = (0, 1, 2)

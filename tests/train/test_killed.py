@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from rrl.runs.checkpoints import saved_metadata, saved_steps
+from rrl.runs.checkpoint_reader import saved_metadata, saved_steps
 from tests.runs.event_files import scalars_of
 from tests.train import made
 

@@ -10,7 +10,7 @@ import pytest
 from rrl.errors import UserError
 from rrl.recipes.card import read_card
 from rrl.recipes.r2ag import R2AG, R2AGEnvironment
-from rrl.runs.checkpoints import saved_metadata
+from rrl.runs.checkpoint_reader import saved_metadata
 from rrl.runs.metrics import read_metrics
 from rrl.sft import stages
 from rrl.train import experiment

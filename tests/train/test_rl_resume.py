@@ -12,7 +12,7 @@ from rrl.errors import UserError
 from rrl.models.heads import ValueModel
 from rrl.rl.critic import CriticConfig
 from rrl.rl.optim import OptimConfig
-from rrl.runs.checkpoints import saved_steps
+from rrl.runs.checkpoint_reader import saved_steps
 from rrl.runs.metrics import MetricsWriter
 from rrl.runs.saved_trajectories import as_json
 from rrl.stopping import ServiceUnavailable, StopSignal

@@ -7,18 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from rrl.report.curves import (
-    COLOURS,
-    add_caption,
-    band,
-    band_caption,
-    legend_below,
-    new_figure,
-    save_figure,
-    style_axis,
-)
+from rrl.report.curves import band, band_caption
+from rrl.report.figures import COLOURS, add_caption, legend_below, new_figure, save_figure, style_axis
 from rrl.studies.analyses.catalogue import Analysis
-from rrl.studies.analyses.table import AnalysisRow
+from rrl.studies.analyses.rows import AnalysisRow
 from rrl.studies.sweep import COSTS, RATES
 
 ValueWithInterval = tuple[float, float, float]
@@ -27,7 +19,7 @@ METRICS = {"em": "exact match", "f1": "F1", "acc": "accuracy", "judge": "correct
 """Metric -> title of its panel."""
 
 
-def draw(
+def plot_analysis(
     analysis: Analysis,
     rows: Sequence[AnalysisRow],
     logs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
@@ -98,7 +90,7 @@ def _points(
     systems = list(dict.fromkeys(row.point.system for row in rows))
     values = list(dict.fromkeys(row.point.value for row in rows)) if analysis.varies else systems
     style_axis(axis, title, analysis.varies.replace("_", " ") or " ")
-    x_of_value = {value: float(at) for at, value in enumerate(values)}
+    x_of_value = {value: float(index) for index, value in enumerate(values)}
     numeric = all(value.isdigit() for value in values)
     if numeric:
         x_of_value = {value: float(value) for value in values}
@@ -108,12 +100,12 @@ def _points(
     )
     margin = 0.5 if len(x_of_value) > 1 else 1.0
     axis.set_xlim(min(x_of_value.values()) - margin, max(x_of_value.values()) + margin)
-    for at, (system, colour) in enumerate(_colours(rows).items()):
+    for index, (system, colour) in enumerate(_colours(rows).items()):
         system_points = [
             (row, point) for row, point in zip(rows, points, strict=True) if row.point.system == system
         ]
         # Points of several systems at one x are shifted sideways, so that their intervals do not overlap.
-        shift = (0.06 if numeric else 0.16) * (at - (len(systems) - 1) / 2) if analysis.varies else 0.0
+        shift = (0.06 if numeric else 0.16) * (index - (len(systems) - 1) / 2) if analysis.varies else 0.0
         x = [x_of_value[row.point.value if analysis.varies else system] + shift for row, _ in system_points]
         mean, low, high = np.array([point for _, point in system_points]).T
         line = "-" if numeric and len(system_points) > 1 else ""
@@ -127,4 +119,4 @@ def _points(
 def _colours(rows: Sequence[AnalysisRow]) -> dict[str, str]:
     """Return the colour of each policy or arm; it is the same in all panels."""
     systems = dict.fromkeys(row.point.system for row in rows)
-    return {system: COLOURS[at % len(COLOURS)] for at, system in enumerate(systems)}
+    return {system: COLOURS[index % len(COLOURS)] for index, system in enumerate(systems)}

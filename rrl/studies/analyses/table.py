@@ -1,118 +1,12 @@
-"""Builds the table of an analysis: one row per policy or arm and value, with means over seeds, intervals,
-costs and retrieval coverage."""
+"""Write the table of an analysis as Markdown and as CSV."""
 
-import dataclasses
-import types
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import numpy as np
-from jaxtyping import Float
-
-from rrl.errors import UserError
-from rrl.eval.comparison import (
-    COSTS,
-    RETRIEVAL,
-    EvaluationRun,
-    as_csv,
-    comparability_notes,
-    comparison_rows,
-    load_run,
-    shared_settings,
-)
-from rrl.eval.intervals import Interval, bootstrap, student
-from rrl.studies.analyses.catalogue import Analysis, AnalysisPoint
+from rrl.eval.comparison import COSTS, as_csv, comparability_notes, comparison_rows, shared_settings
+from rrl.eval.intervals import Interval
+from rrl.studies.analyses.catalogue import Analysis
+from rrl.studies.analyses.rows import AnalysisRow
 from rrl.studies.reproduction.page import SMOKE_NOTE, markdown
-
-
-@dataclasses.dataclass(frozen=True)
-class AnalysisRow:
-    """The measurements of one point."""
-
-    point: AnalysisPoint
-    runs: Sequence[EvaluationRun]
-    """One evaluation per seed."""
-    metrics: Mapping[str, Interval]
-    """em, f1, ... in [0, 1], with intervals."""
-    difference: Interval | None
-    """Main metric of this row minus that of the first row, paired by question and seed. None in the first row;
-    also None if the first row is not finished or if the questions differ."""
-    costs_and_coverage: Mapping[str, float]
-    """Costs and retrieval coverage, as means over seeds."""
-
-
-def load_rows(
-    points: Sequence[AnalysisPoint],
-    out: Path,
-    first: AnalysisPoint,
-    stored: Mapping[str, EvaluationRun] = types.MappingProxyType({}),
-) -> list[AnalysisRow]:
-    """Return the rows of these points.
-
-    Args:
-      points: finished points.
-      out: folder of the runs.
-      first: the point that the others are compared with, if it is among `points`.
-      stored: run -> its evaluation from a measurement store; other runs are read from `out`.
-
-    Raises:
-      UserError: `points` is empty, the runs of one point have different questions, or `load_run` cannot
-        read a run.
-    """
-    if not points:
-        raise UserError(f"{out}: no run of this analysis is finished in this folder; leave out --norun")
-    loaded = {
-        point: [stored[name] if name in stored else load_run(out / name) for name in point.runs]
-        for point in points
-    }
-    base = loaded.get(first)
-    rows = []
-    for point, runs in loaded.items():
-        if len({run.card.questions_sha256 for run in runs}) > 1:
-            raise UserError(
-                f"the runs {', '.join(point.runs)} answered different questions; delete those that are out of date"
-            )
-        names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
-        metrics = {name: _clipped(interval([run.metrics[name] for run in runs])) for name in names}
-        difference = None if base is None or runs is base else _difference(base, runs)
-        rows.append(AnalysisRow(point, runs, metrics, difference, _costs_and_coverage(runs)))
-    return rows
-
-
-def interval(columns: Sequence[Float[np.ndarray, "Q"]]) -> Interval:
-    """Return the mean over seeds and questions, with its interval.
-
-    `columns` has one array per seed. The interval covers both the bootstrap over questions and Student's t over
-    seeds.
-    """
-    questions = bootstrap(np.mean(columns, axis=0))
-    if len(columns) < 2:
-        return questions
-    seeds = student([column.mean() for column in columns])
-    return dataclasses.replace(
-        questions, low=min(questions.low, seeds.low), high=max(questions.high, seeds.high)
-    )
-
-
-def _clipped(interval: Interval) -> Interval:
-    """Clip an interval to [0, 1], which Student's t may exceed."""
-    return dataclasses.replace(interval, low=max(0.0, interval.low), high=min(1.0, interval.high))
-
-
-def _difference(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -> Interval | None:
-    main = first[0].main_metric
-    if any(
-        run.card.questions_sha256 != first[0].card.questions_sha256 or main not in run.metrics for run in runs
-    ):
-        return None
-    pairs = [(first[at % len(first)], runs[at % len(runs)]) for at in range(max(len(first), len(runs)))]
-    return interval([run.metrics[main] - base.metrics[main] for base, run in pairs])
-
-
-def _costs_and_coverage(runs: Sequence[EvaluationRun]) -> dict[str, float]:
-    measured = [{**run.report.get("retrieval", {}), **run.report.get("cost", {})} for run in runs]
-    names = [name for name in (*COSTS, *RETRIEVAL) if all(name in each for each in measured)]
-    return {name: float(np.mean([each[name] for each in measured])) for name in names}
 
 
 def analysis_markdown(
@@ -122,8 +16,7 @@ def analysis_markdown(
     missing: Sequence[str] = (),
     smoke: bool = False,
 ) -> str:
-    """Return the table as Markdown: above it the settings that all rows share, below it those in which
-    they differ."""
+    """Return the table as Markdown: above it the settings that all rows share, below it those in which they differ."""
     runs = [run for row in rows for run in row.runs]
     first = rows[0]
     lines = [f"# {analysis.title}: {analysis.source}", "", f"Made by `{command}`.", ""]
@@ -132,12 +25,12 @@ def analysis_markdown(
     lines += [f"- {part}: {value}" for part, value in shared_settings(runs)]
     lines += [f"- limits of {system}: {limits}" for system, limits in _limits(rows).items()]
     seeds = max(len(row.runs) for row in rows)
-    over = (
+    interval_basis = (
         "over questions"
         if seeds == 1
         else "over questions or seeds, whichever is wider, followed by the value of each seed"
     )
-    lines += ["", f"Percent, with 95 % intervals {over}.", ""]
+    lines += ["", f"Percent, with 95 % intervals {interval_basis}.", ""]
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     costs = [name for name in COSTS if any(name in row.costs_and_coverage for row in rows)]
     coverage = [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rrl.eval.result_card import ResultCard
 from rrl.studies.reproduction.claims import CLAIMS, Claim
+from rrl.studies.reproduction.manifest import run_states
 from rrl.studies.reproduction.plan import PlannedRun, with_dependencies
-from rrl.studies.reproduction.queue import run_states
 from rrl.studies.reproduction.store import MeasurementStore
 from rrl.studies.reproduction.verdict import (
     FAILS,
@@ -33,8 +33,8 @@ works in this code. A claim that does not hold here says nothing about the paper
 - **holds**: the whole interval is above 0. **does not hold**: the difference is 0 or below, however wide its interval.
   **can't be tested at this size**: the interval includes 0, or another reason that the row gives.
 - All evaluations use the same held-out questions (`test` split) and greedy decoding.
-- ScaNN and exact search rank the same vectors, and over so few passages they find the same ones. Beside BM25 they count as one
-  other retriever, not two.
+- ScaNN and exact search rank the same vectors, and over so few passages they find the same ones. With
+  BM25 this makes two different retrievers, not three.
 - To fit into three hours on two cores, TIRESRAG-R1 takes 42 updates here, R2AG 48 and R3-RAG 22, each after a cold start of 150
   demonstrations. R2AG uses 32 questions x 8 outputs at a learning rate of 3e-4, R3-RAG 3e-4 and a critic with all layers.
   docs/recipes.md has the results of the configs' own settings.

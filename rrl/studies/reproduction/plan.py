@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rrl.studies.compare import with_arguments
+from rrl.config.config_flag import with_arguments
 
 SHIPPED_POLICY = "assets/miniwiki-policy"
 SHIPPED_READER = "assets/miniwiki-reader"
@@ -89,7 +89,7 @@ ARMS: Mapping[str, Arm] = {
 }
 COLD_STARTS = {
     "r3rag_cold": "recipe=r3rag,demonstrations=150",
-    # As few as R3-RAG's: after 500 demonstrations the policy answers 74 % and RL no longer improves it.
+    # After 500 demonstrations the policy would answer 74 %, and RL would no longer improve it.
     "tiresrag_cold": "recipe=tiresrag,demonstrations=150",
     "r2ag_cold": "recipe=r2ag,demonstrations=150",
 }
@@ -104,9 +104,8 @@ PROMPTED: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {
     "iter_retgen": ("method=iter_retgen", 0.4, {}),
     "ircot": ("method=ircot", 0.6, {"method.steps": 4}),
 }
-"""Name of a run -> arguments of configs/eval.py, estimated minutes, overridden fields of an evaluation of a
-prompted method. The model is the shipped
-reader, the only shipped model that was trained to answer a question from passages."""
+"""Evaluations of prompted methods: name of the run -> (arguments of configs/eval.py, estimated minutes, overridden fields). The
+model is the shipped reader, the only shipped model that was trained to answer a question from passages."""
 EVALUATION_MINUTES = {"rsearch": 0.5, "r3rag": 0.6, "tiresrag": 0.5, "r2ag": 1.0}
 """Recipe -> estimated minutes of an evaluation."""
 RETRIEVERS = ("exact", "bm25")
@@ -167,20 +166,21 @@ def _training(arm_name: str, arm: Arm, seed: int) -> list[PlannedRun]:
 def _evaluations(name: str, recipe: str, policy: str) -> list[PlannedRun]:
     """Return the evaluations of a run's policy; R3-RAG's policies are also evaluated with the other
     retrievers."""
-    others = RETRIEVERS if recipe == "r3rag" else ()
-    other_evaluations = [
-        _policy_evaluation(f"{name}-{other}", recipe, policy, (name,), f"retriever={other}")
-        for other in others
-    ]
-    return [_policy_evaluation(f"{name}-eval", recipe, policy, (name,)), *other_evaluations]
+    evaluations = [_policy_evaluation(f"{name}-eval", recipe, policy, (name,))]
+    if recipe == "r3rag":
+        evaluations += [
+            _policy_evaluation(f"{name}-{retriever}", recipe, policy, (name,), f"retriever={retriever}")
+            for retriever in RETRIEVERS
+        ]
+    return evaluations
 
 
 def _policy_evaluation(
     name: str, recipe: str, policy: str, needs: tuple[str, ...] = (), *more: str
 ) -> PlannedRun:
-    # R2AG retrieves one passage per query, as in training.
-    tree = [f"reader={SHIPPED_READER}", "top_k=1"] * (recipe == "r2ag")
-    config = with_arguments("configs/eval.py", f"method={recipe}", f"policy={policy}", *tree, *more)
+    # R2AG retrieves one passage per query, as in training, and a reader writes its answer.
+    r2ag_arguments = [f"reader={SHIPPED_READER}", "top_k=1"] * (recipe == "r2ag")
+    config = with_arguments("configs/eval.py", f"method={recipe}", f"policy={policy}", *r2ag_arguments, *more)
     return PlannedRun(name, "eval", config, EVALUATION_MINUTES[recipe], needs=needs)
 
 

@@ -21,8 +21,8 @@ from rrl.eval.result_card import ResultCard, card_from_json
 from rrl.eval.scoring import CUTS, costs
 from rrl.files import atomic_stream
 from rrl.runs.metrics import read_metrics
+from rrl.studies.reproduction.manifest import RunManifest, load_manifest, manifest_mismatch
 from rrl.studies.reproduction.plan import PlannedRun, with_dependencies
-from rrl.studies.reproduction.queue import RunManifest, load_manifest, manifest_mismatch
 from rrl.studies.reproduction.results import EvaluationResult, ReproductionResults, read_evaluation
 
 STORED_COLUMNS = (
@@ -174,12 +174,15 @@ class MeasurementStore:
         """Drop measurements whose starting model has been trained again since."""
         for name in self._planned:  # each run comes after those that it needs
             entry = self.entries.get(name)
-            if entry is not None and any(self._was_replaced(need, was) for need, was in entry.needs.items()):
+            if entry is not None and any(
+                self._was_replaced(need, manifest) for need, manifest in entry.needs.items()
+            ):
                 del self.entries[name]
                 self.outdated[name] = f"started from {', '.join(entry.needs)}, which was repeated since"
 
-    def _was_replaced(self, need: str, was: RunManifest) -> bool:
-        return need in self.outdated or (need in self.entries and self.entries[need].manifest != was)
+    def _was_replaced(self, need: str, manifest: RunManifest) -> bool:
+        """Return whether the run `need` was executed again since its manifest was `manifest`."""
+        return need in self.outdated or (need in self.entries and self.entries[need].manifest != manifest)
 
     def _is_current(self, run: PlannedRun, out: Path) -> bool:
         """Return whether the run in `out` is the one that is stored, so that its model is not trained again."""

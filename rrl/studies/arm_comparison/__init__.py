@@ -1,0 +1,1 @@
+"""Comparisons of arms over several seeds: GRPO against its controls, PPO, ablations."""
