@@ -46,20 +46,11 @@ def main(_: Sequence[str]) -> None:
 
     from rrl.data.questions import load_questions
     from rrl.errors import UserError
+    from rrl.eval.matching import drop_unscorable, match_predictions, questions_in_file, scorable
     from rrl.eval.predictions import Prediction, load_predictions
     from rrl.eval.result_card import differences, load_card, questions_fingerprint
-    from rrl.eval.scoring import (
-        Scores,
-        as_text,
-        compare_scores,
-        drop_unscorable,
-        match_predictions,
-        questions_in_file,
-        report,
-        scorable,
-        score,
-        write_report,
-    )
+    from rrl.eval.score_report import as_text, compare_scores, report, write_report
+    from rrl.eval.scoring import Scores, score
     from rrl.text.normalize import rule_named
 
     assert _PREDICTIONS.value is not None  # a required flag

@@ -34,7 +34,7 @@ COUNT_FIELDS = (
 )
 """Optional numbers of a record that are averaged like metrics. "searches" is another one, given as a number or a list."""
 
-ALLOWED = (
+FORMATS = (
     "records {id or question, prediction}, optionally with titles, retrieval_result, retrieved_docids or searches, turns, tokens "
     f"(the prediction under one of {', '.join(PREDICTION_FIELDS)}), or one object {{id: prediction}}"
 )
@@ -69,7 +69,7 @@ class Prediction:
 
 
 def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -> list[Prediction]:
-    """Read a prediction file (see `ALLOWED`): JSON lines or one document, optionally gzipped.
+    """Read a prediction file (see `FORMATS`): JSON lines or one document, optionally gzipped.
 
     Args:
       path: the file.
@@ -95,10 +95,10 @@ def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -
                 raise ValueError(f"{what} occurs twice, first at {first[key]}")
             first[key] = place
         except ValueError as error:
-            raise UserError(f"{path}, {place}: {error}. Allowed: {ALLOWED}.") from error
+            raise UserError(f"{path}, {place}: {error}. Allowed: {FORMATS}.") from error
         predictions.append(prediction)
     if not predictions:
-        raise UserError(f"{path}: the file is empty. Allowed: {ALLOWED}.")
+        raise UserError(f"{path}: the file is empty. Allowed: {FORMATS}.")
     if empty := sum(prediction.empty_passages for prediction in predictions):
         logging.getLogger(__name__).warning(
             "%s: left out %d passages with neither title nor text", path, empty
@@ -107,9 +107,10 @@ def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -
 
 
 def _records(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """Yield each record with its place in the file. An object of answers by id yields a record for each answer."""
     records = list(read_records(path))
     if len(records) == 1 and isinstance(records[0][1], dict):
-        answers = _by_id(records[0][1])
+        answers = _answers_by_id(records[0][1])
         if answers is not None:
             yield from (
                 (f"id {name!r}", {"id": name, "prediction": answer}) for name, answer in answers.items()
@@ -118,13 +119,14 @@ def _records(path: str | Path) -> Iterator[tuple[str, Any]]:
     yield from records
 
 
-def _by_id(document: dict[str, Any]) -> dict[str, Any] | None:
+def _answers_by_id(document: dict[str, Any]) -> dict[str, Any] | None:
     """Return the answers of a document in SQuAD's format, {id: answer}, or in that of HotpotQA and 2Wiki,
     {"answer": {id: answer}} with supporting facts and evidence; None for a single record."""
     if isinstance(document.get("answer"), dict) and set(document) <= {"answer", "sp", "evidence"}:
         return document["answer"]
-    known = {*QUESTION_ID_FIELDS, *QUESTION_FIELDS, *(name.partition(".")[0] for name in PREDICTION_FIELDS)}
-    return None if known & document.keys() else document
+    prediction_fields = (name.partition(".")[0] for name in PREDICTION_FIELDS)
+    fields_of_a_record = {*QUESTION_ID_FIELDS, *QUESTION_FIELDS, *prediction_fields}
+    return None if fields_of_a_record & document.keys() else document
 
 
 def _prediction(place: str, record: Any, field: str, judge_field: str) -> Prediction:
@@ -156,6 +158,7 @@ def _prediction(place: str, record: Any, field: str, judge_field: str) -> Predic
 
 
 def _answers(fields: dict[str, Any], field: str) -> tuple[str, ...]:
+    """Return the answers in `field`, or in the first of `PREDICTION_FIELDS` that the record has."""
     missing = object()
     for name in (field,) if field else PREDICTION_FIELDS:
         value: Any = fields
@@ -197,30 +200,27 @@ def _answer_texts(name: str, value: Any) -> list[str]:
 def _retrieved(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None, int]:
     """Return titles and ids of the retrieved passages, and how many were left out because they have neither title nor text."""
     output = fields.get("output")
-    for name, inside in (
+    for name, container in (
         ("titles", fields),
         ("retrieval_result", fields),
         ("retrieval_result", output),
         ("passages", fields),
     ):
-        if isinstance(inside, dict) and inside.get(name) is not None:
-            entries = list(_entries(list_field(inside, name)))
+        if isinstance(container, dict) and container.get(name) is not None:
+            entries = list(_entries(list_field(container, name)))
             passages = [entry for entry in entries if entry is not None]
             titles = tuple(title for title, _ in passages)
-            return titles, _complete([passage_id for _, passage_id in passages]), len(entries) - len(passages)
+            ids = tuple(passage_id for _, passage_id in passages)
+            return titles, ids if all(ids) else None, len(entries) - len(passages)
     searches = fields.get("searches")
     if isinstance(searches, list):
-        each = [fields_of(search) for search in searches]
-        titles = tuple(t for search in each for t in list_field(search, "titles") if isinstance(t, str))
-        ids = [str(passage_id) for search in each for passage_id in list_field(search, "ids")]
-        return titles, tuple(ids) if len(ids) == len(titles) else None, 0
+        searches = [fields_of(search) for search in searches]
+        titles = tuple(t for search in searches for t in list_field(search, "titles") if isinstance(t, str))
+        ids = tuple(str(passage_id) for search in searches for passage_id in list_field(search, "ids"))
+        return titles, ids if len(ids) == len(titles) else None, 0
     if fields.get("retrieved_docids") is not None:  # BrowseComp-Plus
         return None, tuple(map(str, list_field(fields, "retrieved_docids"))), 0
     return None, None, 0
-
-
-def _complete(ids: list[str]) -> tuple[str, ...] | None:
-    return tuple(ids) if all(ids) else None
 
 
 def _entries(entries: list[Any]) -> Iterator[tuple[str, str] | None]:
@@ -243,9 +243,10 @@ def _entries(entries: list[Any]) -> Iterator[tuple[str, str] | None]:
 
 
 def _verdict(value: Any) -> bool | None:
-    words = {"true": True, "1": True, "yes": True, "correct": True, "false": False, "0": False, "no": False}
-    words |= {"1.0": True, "0.0": False, "wrong": False, "incorrect": False}
-    return words.get(str(value).strip().strip('."').lower())
+    word = str(value).strip().strip('."').lower()
+    if word in ("true", "1", "1.0", "yes", "correct"):
+        return True
+    return False if word in ("false", "0", "0.0", "no", "wrong", "incorrect") else None
 
 
 def _failed_searches(fields: dict[str, Any]) -> int:

@@ -79,7 +79,7 @@ def analyze(
         points, planned = evaluation_points(analysis, policies, values, arguments, fields, smoke)
         root = out
         settings = [
-            EvaluationSettings.of(
+            EvaluationSettings.parse(
                 load_config(
                     planned_run.config,
                     [f"{field}={value}" for field, value in planned_run.fields.items()],

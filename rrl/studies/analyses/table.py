@@ -10,16 +10,9 @@ import numpy as np
 from jaxtyping import Float
 
 from rrl.errors import UserError
-from rrl.eval.comparison import (
-    COSTS,
-    RETRIEVAL,
-    EvaluationRun,
-    as_csv,
-    comparability_notes,
-    comparison_rows,
-    load_run,
-    shared_settings,
-)
+from rrl.eval.comparison import as_csv, comparability_notes, comparison_rows, shared_settings
+from rrl.eval.comparison_tables import COSTS, RETRIEVAL
+from rrl.eval.evaluation_run import EvaluationRun, load_run
 from rrl.eval.intervals import Interval, bootstrap, student
 from rrl.studies.analyses.catalogue import Analysis, AnalysisPoint
 from rrl.studies.reproduction.page import SMOKE_NOTE, markdown
