@@ -99,9 +99,7 @@ class Agent:
         config = EngineConfig(
             rows=rows,
             context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_positions),
-            wake_threshold=min(
-                rows, 16
-            ),  # the default of `EngineConfig`, 16, may exceed `rows`, which is not allowed
+            wake_threshold=min(rows, 16),  # `rows` slots never reach a larger threshold
             top_k=top_k or card.top_k,
         )
         check_tags(recipe, tokenizer)
