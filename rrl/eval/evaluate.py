@@ -27,10 +27,8 @@ from rrl.eval.dataset import Dataset, load_dataset, with_retriever
 from rrl.eval.evaluation_report import report_evaluation
 from rrl.eval.judging import Judgements, judge_correctness, score_short_answers, verdicts_file
 from rrl.eval.methods import AnsweringMethod, TimedReader, TrainedAgent
-from rrl.eval.result_card import (
-    ResultCard,
-    commit_here,
-)
+from rrl.eval.provenance import current_commit
+from rrl.eval.result_card import ResultCard
 from rrl.eval.results import ResultLines, read_lines
 from rrl.eval.run_identity import identity_of, make_result_card
 from rrl.eval.score_report import as_text
@@ -214,7 +212,7 @@ def answer_questions(
             append_timing(
                 workdir,
                 len(batch),
-                commit=commit_here(),
+                commit=current_commit(),
                 answer=stats.seconds,
                 search=stats.retrieval_seconds,
                 **reader_seconds,

@@ -16,7 +16,7 @@ from rrl.data.trajectory import Trajectory
 from rrl.data.trajectory_files import load_trajectories
 from rrl.eval.judging import Judgements
 from rrl.eval.matching import match_predictions
-from rrl.eval.predictions import load_predictions
+from rrl.eval.prediction_files import load_predictions
 from rrl.eval.result_card import ResultCard, save_card
 from rrl.eval.results import read_lines
 from rrl.eval.score_report import CUTS, report, write_report

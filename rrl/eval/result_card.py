@@ -6,10 +6,7 @@ Two results over different corpora or retrievers belong in one table only with a
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
-import platform
-import subprocess
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +14,7 @@ from typing import Any
 
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
-from rrl.files import CHECKOUT, atomic_stream
-
-PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
+from rrl.files import atomic_stream
 
 BM25_FIELDS = ("k1", "b", "title_weight")
 """Settings of a retriever that only BM25 has."""
@@ -84,9 +79,9 @@ class ResultCard:
     compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Precision and attention backend, which can change greedy decoding if two logits are nearly equal; empty on older cards."""
     commit: str = ""
-    """`commit_here` of the code that answered; several if another commit continued the run."""
+    """`rrl.eval.provenance.current_commit` of the code that answered; several if another commit continued the run."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """`versions_here` when the last question was answered."""
+    """`rrl.eval.provenance.installed_versions` when the last question was answered."""
     command: str = ""
     """The command that reproduces the result."""
 
@@ -194,40 +189,6 @@ def gold_fingerprint(questions: Sequence[Question]) -> str:
     titles, ids = ([getattr(question, name) for question in questions] for name in ("gold", "gold_ids"))
     gold = [titles, ids] if any(ids) else titles
     return hashlib.sha256(json.dumps(gold).encode()).hexdigest() if any(titles) or any(ids) else ""
-
-
-def versions_here() -> dict[str, str]:
-    """Return the installed versions of Python, rrl and the packages on which results depend."""
-    versions = {"python": platform.python_version()}
-    for name in ("rrl", *PACKAGES):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
-
-
-def commit_here() -> str:
-    """Return the commit of rrl that is checked out, marked "with changes" if files differ from it; "unknown" outside a clone."""
-    commit = _git("rev-parse", "--short=12", "HEAD")
-    # An installed package may be inside the clone of another project.
-    if not commit or Path(_git("rev-parse", "--show-toplevel")) != CHECKOUT:
-        return "unknown"
-    return commit + (
-        " with changes"
-        if _git("status", "--porcelain", "--untracked-files=no", "rrl", "launch", "configs", "assets")
-        else ""
-    )
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def save_card(file: str | Path, card: ResultCard) -> None:

@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rrl.eval.dataset import Dataset
-from rrl.eval.result_card import (
-    BM25_FIELDS,
-    ResultCard,
-    commit_here,
-    gold_fingerprint,
-    questions_fingerprint,
-    versions_here,
-)
+from rrl.eval.provenance import current_commit, installed_versions
+from rrl.eval.result_card import BM25_FIELDS, ResultCard, gold_fingerprint, questions_fingerprint
 from rrl.eval.settings import EvaluationSettings
 from rrl.eval.timing import read_timing
 from rrl.models.hf import folder_hash
@@ -84,8 +78,8 @@ def make_result_card(
         seed=settings.eval.seed,
         gold_sha256=gold_fingerprint(data.questions),
         compute={"dtype": settings.compute.dtype, "attention": settings.compute.attention},
-        commit=", ".join(dict.fromkeys(line["commit"] for line in batches)) or commit_here(),
-        versions=batches[-1].get("versions", {}) if batches else versions_here(),
+        commit=", ".join(dict.fromkeys(line["commit"] for line in batches)) or current_commit(),
+        versions=batches[-1].get("versions", {}) if batches else installed_versions(),
         command=shlex.join(command or ["python", *sys.argv]),
     )
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from rrl.data.questions import Question, load_questions
 from rrl.errors import UserError
 from rrl.eval.matching import drop_unscorable, match_predictions, questions_in_file, scorable
-from rrl.eval.predictions import Prediction, load_predictions
+from rrl.eval.prediction_files import load_predictions
+from rrl.eval.predictions import Prediction
 from rrl.eval.result_card import ResultCard, differences, load_card, questions_fingerprint
 from rrl.eval.score_report import compare_scores, report, write_report
 from rrl.eval.scoring import Scores, score

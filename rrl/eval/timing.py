@@ -5,7 +5,7 @@ import numbers
 from pathlib import Path
 from typing import Any
 
-from rrl.eval.result_card import versions_here
+from rrl.eval.provenance import installed_versions
 from rrl.eval.results import drop_partial_line, read_lines
 from rrl.files import saving
 
@@ -35,7 +35,7 @@ def append_timing(
 
     Raises SaveError.
     """
-    named = {"judged": verdicts_name, "commit": commit, "versions": versions_here() if commit else {}}
+    named = {"judged": verdicts_name, "commit": commit, "versions": installed_versions() if commit else {}}
     line = {"questions": questions} | {name: value for name, value in named.items() if value} | seconds
     with saving(workdir / FILE):
         drop_partial_line(workdir / FILE)

@@ -10,7 +10,8 @@ from rrl.data.trajectory import Search
 from rrl.eval.answer_records import record_of_trajectory
 from rrl.eval.evaluation_report import scores_of
 from rrl.eval.judging import Judgements
-from rrl.eval.result_card import ResultCard, questions_fingerprint, versions_here
+from rrl.eval.provenance import installed_versions
+from rrl.eval.result_card import ResultCard, questions_fingerprint
 from rrl.eval.score_report import report, write_report
 from tests.eval.fakes import fake
 
@@ -51,7 +52,7 @@ def finished(folder: Path, answers: Mapping[str, str], **card: object) -> Path:
         model="models/x",
         model_sha256="d" * 64,
         normalization="squad",
-        versions=versions_here(),
+        versions=installed_versions(),
         command="python launch/eval.py",
     )
     scores = scores_of(folder, QUESTIONS, "squad", Judgements())

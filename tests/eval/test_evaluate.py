@@ -95,7 +95,7 @@ def test_a_run_records_its_setting_and_can_be_judged_later_without_answering_aga
     assert card.compute == {"dtype": "float32", "attention": "auto"} and len(card.gold_sha256) == 64
 
     monkeypatch.setattr(evaluate, "answer_questions", lambda *_: None)
-    monkeypatch.setattr(run_identity, "commit_here", lambda: "a later one")
+    monkeypatch.setattr(run_identity, "current_commit", lambda: "a later one")
     evaluate.run(config("method=rsearch,questions=10,judge=oracle,normalization=triviaqa"), tmp_path)
     judged = load_run(tmp_path)
     assert judged.card.commit == card.commit != "a later one"  # the commit of the code that answered

@@ -9,7 +9,8 @@ import pytest
 from rrl.data.questions import EMPTY_ANSWER, Question, load_questions
 from rrl.errors import UserError
 from rrl.eval.matching import drop_unscorable, match_predictions, questions_in_file, scorable
-from rrl.eval.predictions import Prediction, load_predictions
+from rrl.eval.prediction_files import load_predictions
+from rrl.eval.predictions import Prediction
 from rrl.eval.scoring import score
 from rrl.text.normalize import RULES
 from tests.eval.predicted import QUESTIONS, SQUAD, predicted

@@ -15,7 +15,7 @@ from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
 from rrl.eval.answer_records import record_of_result, record_of_trajectory
 from rrl.eval.methods import TimedReader, make_answering_method
-from rrl.eval.predictions import load_predictions
+from rrl.eval.prediction_files import load_predictions
 from rrl.rewards.reader import ReaderReply
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine

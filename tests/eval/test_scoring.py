@@ -7,7 +7,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.eval.matching import questions_in_file
-from rrl.eval.predictions import load_predictions
+from rrl.eval.prediction_files import load_predictions
 from rrl.eval.score_report import as_text, report
 from rrl.eval.scoring import score
 from tests.eval.predicted import QUESTIONS, SQUAD, predicted

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from rrl.config.renamed import new_name, rename_stored
 from rrl.errors import UserError
-from rrl.eval.result_card import commit_here
+from rrl.eval.provenance import current_commit
 from rrl.eval.settings import with_defaults as eval_defaults
 from rrl.files import atomic_stream, exclusive_lock, shipped
 from rrl.parallel.runtime import available_cores
@@ -243,7 +243,7 @@ class _RunProcess:
         self._manifest = RunManifest(
             run.command("{out}"),
             resolved_settings(run),
-            commit_here(),
+            current_commit(),
             previous.seconds if previous is not None else 0.0,
         )
         self._manifest.save(self._file)
