@@ -23,11 +23,11 @@ from benchmarks.measure import (
     NOT_MEASURED,
     BenchmarkRow,
     command,
+    elapsed,
     imports,
     interleave,
     medians,
-    seconds,
-    warm_up,
+    warm_up_note,
     write,
 )
 from benchmarks.peer_library import HF, peers
@@ -74,7 +74,7 @@ def measure_roofline(dtype: DTypeLike, on_cpu: bool) -> Roofline:
 
     def fastest(function: functools.partial) -> float:
         function().block_until_ready()
-        return min(seconds(lambda: function().block_until_ready()) for _ in range(10))
+        return min(elapsed(lambda: function().block_until_ready()) for _ in range(10))
 
     return Roofline(
         2 * size / fastest(functools.partial(copy, data)),
@@ -152,7 +152,7 @@ def against_roofline(
             TARGETS["prefilling"],
         ),
     ]
-    return rows, f"Roofline: {warm_up(times)}"
+    return rows, f"Roofline: {warm_up_note(times)}"
 
 
 def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[BenchmarkRow], list[str]]:
@@ -169,11 +169,13 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Benchma
             return [BenchmarkRow(what, "", HF, missing[HF], TARGETS[HF])], []
         hf = started[HF]
         times = interleave({"ours": lambda: rollouts.seconds(prompt, new)} | hf.sides("sample"), args.rounds)
-        ours = [int(row[0]) for row in rollouts.greedy(prompt, new)]
-        first = np.mean([one == other[0] for one, other in zip(ours, hf.process.ask("greedy")["tokens"])])
         # With random weights in bfloat16 the best logits are often equal. Texts diverge after a different choice, so only first
-        # tokens are compared. `below` holds how far our tokens lie below the best logit of Hugging Face's model.
-        below = max(hf.process.ask(" ".join(map(str, ["below", *ours])))["below"])
+        # tokens are compared.
+        our_tokens = [int(row[0]) for row in rollouts.greedy(prompt, new)]
+        hf_tokens = [row[0] for row in hf.process.ask("greedy")["tokens"]]
+        equal = np.mean([ours == theirs for ours, theirs in zip(our_tokens, hf_tokens)])
+        # How far our tokens lie below the best logit of Hugging Face's model.
+        gap = max(hf.process.ask(" ".join(map(str, ["below", *our_tokens])))["below"])
     seconds_of = medians(times)
     hf_seconds, hf_text = hf.best(seconds_of, lambda value: f"{batch * new / value:.0f}")
     rows = [
@@ -186,13 +188,13 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Benchma
         ),
         BenchmarkRow(
             "the same, greedy: equal first tokens; largest distance below the peer's best logit, in standard deviations",
-            f"{100 * first:.0f} %; {below:.3f}",
+            f"{100 * equal:.0f} %; {gap:.3f}",
             HF,
             "",
             "0.1",
         ),
     ]
-    return rows, [f"{HF}: {warm_up(times)}"]
+    return rows, [f"{HF}: {warm_up_note(times)}"]
 
 
 def unmeasured_rows(args: argparse.Namespace) -> list[BenchmarkRow]:

@@ -13,7 +13,7 @@ import tempfile
 import numpy as np
 from flax import nnx
 
-from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
+from benchmarks.measure import BenchmarkRow, PeerProcess, elapsed, imports, interleaved_medians, write
 from rrl.miniwiki import generate
 from rrl.models.config import EncoderConfig
 from rrl.models.encoder import Encoder
@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace) -> list[BenchmarkRow]:
         ours = model.embed_passages(passages)
         seconds_of = interleaved_medians(
             {
-                "ours": lambda: seconds(lambda: model.embed_passages(passages)),
+                "ours": lambda: elapsed(lambda: model.embed_passages(passages)),
                 "theirs": lambda: peer.ask("encode")["seconds"],
             },
             args.rounds,

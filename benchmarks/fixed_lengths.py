@@ -1,22 +1,29 @@
 """Rollouts of fixed lengths: a model with random weights that never ends a sequence."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.measure import seconds
+from benchmarks.measure import elapsed
 from rrl.data.questions import Question
+from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
+from rrl.models.tokenizer import load_tokenizer
+from rrl.models.weights import read_config
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 
 KEY = jax.random.key(0)
+SHIPPED = "assets/miniwiki-policy"
+"""Folder of the shipped policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +70,17 @@ class FixedLengths:
         params = nnx.state(self.decoder)
 
         def run() -> float:
-            took = seconds(lambda: engine.run(params, requests, environment, KEY))
+            took = elapsed(lambda: engine.run(params, requests, environment, KEY))
             assert tokens is None or engine.stats.policy_tokens == tokens, engine.stats
             return took
 
         return run
+
+
+@functools.cache
+def random_model() -> FixedLengths:
+    """Return a random model of the shipped policy's shape, in float32 on a CPU, otherwise in bfloat16. Peers load its weights."""
+    config = dataclasses.replace(DecoderConfig.from_hf(read_config(SHIPPED)), max_positions=8192)
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
+    return FixedLengths(decoder, load_tokenizer(SHIPPED))

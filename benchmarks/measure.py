@@ -46,6 +46,10 @@ class BenchmarkRow:
         return f"| {self.what} | {self.ours} | {self.peer} | {self.ratio} | {self.target} |"
 
 
+SectionResult = tuple[list[BenchmarkRow], list[str]]
+"""(rows, notes below them)."""
+
+
 def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Run all sides of a comparison in turn, `rounds` + 1 times.
 
@@ -72,7 +76,7 @@ def medians(times: Mapping[Any, list[float]]) -> dict[Any, float]:
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def warm_up(times: Mapping[str, list[float]]) -> str:
+def warm_up_note(times: Mapping[str, list[float]]) -> str:
     """Return a note about the warm-up times of `interleave`."""
     rounds = len(next(iter(times.values()))) - 1
     first = ", ".join(f"{name} {values[0]:.1f} s" for name, values in times.items())
@@ -87,8 +91,8 @@ def interleaved_medians(sides: Mapping[str, Callable[[], float]], rounds: int) -
     return medians(interleave(sides, rounds))
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """Return how long a call takes."""
+def elapsed(function: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
@@ -149,7 +153,7 @@ def start_peer(python: str, module: str, script: str, *arguments: str) -> PeerPr
 
 
 def command(module: str, parser: argparse.ArgumentParser, used: Mapping[str, object]) -> str:
-    """Return the command line with those options of `used` that differ from their defaults.
+    """Return the command line of a module with the options in `used`, by name, that differ from their defaults.
 
     The path of a Python interpreter is replaced by PATH.
     """
@@ -203,12 +207,12 @@ def write(
     print(body)
     old = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else "# Measured\n"
 
-    def older(device: str) -> re.Match | None:
+    def find_section(device: str) -> re.Match | None:
         title = rf"^## {re.escape(section)}, {device}$"
         return re.search(rf"{title}.*?(?=^## |\Z)", old, re.MULTILINE | re.DOTALL)
 
-    replaced = older(re.escape(device_name)) or older(NOT_MEASURED)
-    if not measured and not replaced and older("[^,\n]*"):
+    replaced = find_section(re.escape(device_name)) or find_section(NOT_MEASURED)
+    if not measured and not replaced and find_section("[^,\n]*"):
         return
     new = old.replace(replaced[0], body + "\n") if replaced else f"{old.rstrip()}\n\n{body}"
     RESULTS.write_text(new.rstrip() + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 """Runs a peer library with each of its cache implementations; the fastest one is compared."""
 
+import argparse
 import contextlib
 import math
 import tempfile
@@ -8,6 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from benchmarks.fixed_lengths import FixedLengths
 from benchmarks.measure import NOT_MEASURED, PeerProcess, imports, start_peer
 from rrl.models.hf import save_decoder
+
+HF, TUNIX = "HF generate", "Tunix Sampler"
+CACHES = ("dynamic", "static")
+"""Cache implementations of Hugging Face's generate."""
+_MODULES_AND_SCRIPTS = {HF: ("torch", "hf_generate.py"), TUNIX: ("tunix", "tunix_sampler.py")}
+"""Library -> (module that it needs, script in `benchmarks/peers`)."""
+_CACHES = {HF: CACHES, TUNIX: ("",)}
+"""Library -> the `caches` of its PeerLibrary."""
 
 
 class PeerLibrary:
@@ -63,15 +72,6 @@ class PeerLibrary:
         return f"{self.name}, {cache} cache" if cache else self.name
 
 
-HF, TUNIX = "HF generate", "Tunix Sampler"
-CACHES = ("dynamic", "static")
-"""Cache implementations of Hugging Face's generate."""
-_MODULES_AND_SCRIPTS = {HF: ("torch", "hf_generate.py"), TUNIX: ("tunix", "tunix_sampler.py")}
-"""Library -> (module that it needs, script in `benchmarks/peers`)."""
-_CACHES = {HF: CACHES, TUNIX: ("",)}
-"""Library -> the `caches` of its PeerLibrary."""
-
-
 @contextlib.contextmanager
 def peers(
     model: FixedLengths, pythons: Mapping[str, str], batch: int, prompt: int, new: int
@@ -93,3 +93,8 @@ def peers(
                 started[name] = PeerLibrary(name, peer, _CACHES[name])
                 stack.callback(peer.close)
         yield started, missing
+
+
+def pythons(args: argparse.Namespace) -> dict[str, str]:
+    """Return the Python of each peer."""
+    return {HF: args.hf_python, TUNIX: args.tunix_python}

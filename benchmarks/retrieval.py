@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
+from benchmarks.measure import BenchmarkRow, PeerProcess, elapsed, imports, interleaved_medians, write
 from rrl.miniwiki import KINDS, MiniWiki, generate
 from rrl.retrieval.dense import ScannIndex
 from rrl.retrieval.encode import TextEncoder
@@ -77,7 +77,7 @@ retriever = open_index(sys.argv[1], encoder)
 opened = time.perf_counter() - began
 (hits,) = retriever.search([sys.argv[3]], 5)
 print(json.dumps({"opening": opened, "seconds": time.perf_counter() - began, "hits": len(hits),
-                  "held": memory("VmRSS") - before, "peak": memory("VmHWM") - before}))
+                  "after_query": memory("VmRSS") - before, "peak": memory("VmHWM") - before}))
 """
 """Opens the index in a separate process whose encoder and libraries are already loaded. Writing 5
 to clear_refs resets the peak memory, VmHWM."""
@@ -163,7 +163,7 @@ def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[B
     nprobe = bisect.bisect_left(range(1, peer.info["leaves"]), recall, key=ivf_recall) + 1
     reached_recall = ivf_recall(nprobe)
     sides: dict[str, Any] = {
-        "ours": lambda: seconds(lambda: index.search(texts, K, embeddings)),
+        "ours": lambda: elapsed(lambda: index.search(texts, K, embeddings)),
         "flat": lambda: peer.ask(f"flat {K}")["seconds"],
         "ivf": lambda: peer.ask(f"ivf {nprobe} {K}")["seconds"],
     }
@@ -213,7 +213,7 @@ def index_costs(folder: Path, dim: int) -> list[BenchmarkRow]:
     return [
         BenchmarkRow(
             "memory of the open index: after a query, peak",
-            f"{cold['held'] / 1e6:.0f} MB, {cold['peak'] / 1e6:.0f} MB",
+            f"{cold['after_query'] / 1e6:.0f} MB, {cold['peak'] / 1e6:.0f} MB",
             f"{size / 1e6:.0f} MB on the disk",
             f"{cold['peak'] / size:.2f}",
             "≤ 1.2",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
+from benchmarks.measure import BenchmarkRow, PeerProcess, elapsed, imports, interleaved_medians, write
 from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY, PROMPT, Trajectory
 from rrl.miniwiki import KINDS, generate, mixed_questions
@@ -132,9 +132,9 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
             runner = StepRunner(decoder, objective)
             runner.step(batches, total)
             theirs = peer.ask("step")["loss"]
-            gap = abs(runner.loss - theirs) / abs(theirs)
+            loss_difference = abs(runner.loss - theirs) / abs(theirs)
             sides: dict[str, Callable[[], float]] = {
-                "ours": lambda runner=runner, batches=batches, total=total: seconds(  # type: ignore[misc]
+                "ours": lambda runner=runner, batches=batches, total=total: elapsed(  # type: ignore[misc]
                     lambda: runner.step(batches, total)
                 ),
                 "torch": lambda peer=peer: peer.ask("step")["seconds"],  # type: ignore[misc]
@@ -153,7 +153,11 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
         )
         table.append(
             BenchmarkRow(
-                "loss of the first step", f"relative difference {gap:.0e}", f"{theirs:.6f}", "", "the same"
+                "loss of the first step",
+                f"relative difference {loss_difference:.0e}",
+                f"{theirs:.6f}",
+                "",
+                "the same",
             )
         )
     return table
@@ -170,7 +174,7 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
             lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, attention=ATTENTION, remat="full")
         )
     )
-    rows_of_table = []
+    table = []
 
     def loss(params: Any, batch: Batch, all_logits: bool) -> jax.Array:
         model = nnx.merge(graph, params)
@@ -187,7 +191,7 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
         for all_logits in (False, True):
             compiled = jax.jit(jax.grad(loss), static_argnums=2).lower(params, batch, all_logits).compile()
             temporary_gib.append(compiled.memory_analysis().temp_size_in_bytes / 2**30)
-        rows_of_table.append(
+        table.append(
             BenchmarkRow(
                 f"log-probabilities and gradient, {rows} x {length} tokens, vocabulary of 151,936, 0.5B shape: GiB "
                 "beside the arguments",
@@ -197,7 +201,7 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
                 "at most 0.25",
             )
         )
-    return rows_of_table
+    return table
 
 
 def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
@@ -234,7 +238,7 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     sides: dict[str, Callable[[], float]] = {}
     for name, objective in (("packed", packed), ("padded", padded)):
         runner = StepRunner(load_language_model(TINY, "policy", attention=ATTENTION)[0], objective)
-        sides[name] = lambda runner=runner, name=name: seconds(  # type: ignore[misc]
+        sides[name] = lambda runner=runner, name=name: elapsed(  # type: ignore[misc]
             lambda: runner.step(batches[name], 1000.0)  # the divisor of the loss does not change the time
         )
     seconds_of = interleaved_medians(sides, min(args.rounds, 3))
@@ -254,7 +258,10 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Compare groups whose samples share their prompt in a row with one copy of the prompt per sample."""
+    """Compare groups whose samples share their prompt in a row with one copy of the prompt per sample.
+
+    The rows show the seconds, and in parentheses the token positions of all rows, padding included.
+    """
     config = DecoderConfig.from_hf(read_config(TINY))
     groups, samples, output = 8, 8, 128
     table = []
@@ -279,7 +286,7 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
             batches, total = pack_minibatch(trajectories, advantages, objective)
             positions[name] = sum(batch.tokens.size for batch in batches)
             runner = StepRunner(Decoder(config, rngs=nnx.Rngs(0), attention=ATTENTION), objective)
-            sides[name] = lambda runner=runner, batches=batches, total=total: seconds(  # type: ignore[misc]
+            sides[name] = lambda runner=runner, batches=batches, total=total: elapsed(  # type: ignore[misc]
                 lambda: runner.step(batches, total)
             )
         seconds_of = interleaved_medians(sides, args.rounds)

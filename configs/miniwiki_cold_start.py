@@ -56,23 +56,28 @@ DEMONSTRATIONS = {
     "r1_searcher": 75,
     "research": 100,
 }
-"""Recipe -> number of demonstrations, if not 500."""
+"""Recipe -> number of demonstrations, if not 500 (150 for a recipe of your own)."""
+
+
+ARGUMENTS: dict[str, Any] = {
+    "recipe": "rsearch",
+    "init": "runs/pretrain/model",
+    "out": "",
+    "demonstrations": 0,
+    "steps": 260,
+    "minutes": 0.0,
+    "seed": 0,
+    "retriever": ("scann", "bm25", "exact"),
+    "encoder": "",
+}
+
+NEVER = 100_000
+"""More steps, or evaluations, than a run with `minutes` reaches."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/miniwiki_cold_start.py:ARG`."""
-    args = parse(
-        arg,
-        recipe="rsearch",
-        init="runs/pretrain/model",
-        out="",
-        demonstrations=0,
-        steps=260,
-        minutes=0.0,
-        seed=0,
-        retriever=("scann", "bm25", "exact"),
-        encoder="",
-    )
+    args = parse(arg, **ARGUMENTS)
     refuse_unused_encoder(args)
     if args.recipe not in RECIPE_FIELDS and ":" not in args.recipe:
         raise UserError(
@@ -80,6 +85,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "your own"
         )
     recipe_options, environment = RECIPE_FIELDS.get(args.recipe, ({}, {}))
+    default_number = DEMONSTRATIONS.get(args.recipe, 150 if ":" in args.recipe else 500)
     config = ConfigDict()
     config.stage = "demonstrations"
     config.init = args.init
@@ -91,8 +97,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "held_out_worlds": 4,
         "world_size": 200,
         "demonstrations": {
-            "number": args.demonstrations
-            or DEMONSTRATIONS.get(args.recipe, 150 if ":" in args.recipe else 500),
+            "number": args.demonstrations or default_number,
             "held_out": 100,
             "top_k": 2,
             # R2AG's expert needs two passages per search; its policy retrieves one, which its recipe card states.
@@ -108,14 +113,14 @@ def get_config(arg: str = "") -> ConfigDict:
         },
     }
     config.train = {
-        "steps": args.steps if not args.minutes else 100_000,
+        "steps": args.steps if not args.minutes else NEVER,
         "minutes": args.minutes,
         "rows": 8,
         "row_length": 768,
         "seed": args.seed,
         "eval_every": 60,
-        # With `minutes`, time ends the training; the best parameters are kept.
-        "patience": 2 if not args.minutes else 100_000,
+        # Evaluations without progress that end the training. With `minutes`, only time ends it. The best parameters are kept.
+        "patience": 2 if not args.minutes else NEVER,
     }
     config.optim = {
         "name": "adamw",

@@ -28,8 +28,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data = {
         "worlds": 5,
         "world_size": 200,
-        "steps_per_block": 20,
-        "probes": 48,
+        "steps_per_block": 20,  # examples are generated in blocks
+        "probes": 48,  # held-out examples of each judge prompt
         # Shares of faulty and truncated trajectories, and their sizes (`rrl.sft.judge_examples.JudgeExamplesConfig`).
         "options": {"faulty": 0.6, "partial": 0.2, "top_k": 2, "context": 1280, "answer_tokens": 160},
     }

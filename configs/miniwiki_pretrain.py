@@ -10,6 +10,19 @@ from ml_collections import ConfigDict
 
 from rrl.config.arguments import parse
 
+MODEL = {
+    "model_type": "qwen2",
+    "hidden": 128,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "mlp": 384,
+    "tie_embeddings": True,
+    "max_positions": 2048,
+    "rope_theta": 1e6,  # half of the dimensions hardly rotate, so content matches at any distance
+}
+
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/miniwiki_pretrain.py:ARG`."""
@@ -25,24 +38,13 @@ def get_config(arg: str = "") -> ConfigDict:
     config.stage = "reading"
     config.init = ""
     config.tokenizer = args.tokenizer
-    # Factors of the initial parameters.
+    # The initial parameters are multiplied by these. 0: each layer initially passes its input on.
     config.scales = {"embedding": 5.0, "residual": 0.0}
     # Initialises induction heads. Without them, training first needs some million tokens until it forms such heads, and
     # learns to read only after that.
     config.induction = {"offsets": (1, 2, 3)}
     config.out = args.out
-    config.model = {
-        "model_type": "qwen2",
-        "hidden": 128,
-        "layers": 4,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 32,
-        "mlp": 384,
-        "tie_embeddings": True,
-        "max_positions": 2048,
-        "rope_theta": 1e6,  # half of the dimensions hardly rotate, so content matches at any distance
-    }
+    config.model = MODEL
     config.data = {
         "worlds": 10,
         "world_size": 200,
@@ -51,6 +53,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "options": {"plain": 0.1, "drills": 0.2, "questions": 0.12, "most_passages": 10},
         # Looking up a fact is easier to learn from few passages.
         "curriculum": args.curriculum,
+        # Three of four blocks have short rows, in which attention is cheaper.
         "short_length": 320,
         "short_options": {"most_passages": 6},
     }

@@ -19,7 +19,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.init = ""
     config.tokenizer = args.tokenizer
     config.out = args.out
-    # Factors of the initial parameters.
+    # The initial parameters are multiplied by these. 0: each layer initially passes its input on.
     config.scales = {"embedding": 5.0, "residual": 0.0}
     config.model = {
         "model_type": "llama",
@@ -40,8 +40,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "steps_per_block": 20,
         # Share of the examples whose evidence lacks a required sentence.
         "options": {"missing": 0.2},
-        # The reader learns to look up facts from the texts of configs/miniwiki_pretrain.py: answers alone have too few
-        # target tokens.
+        # The reader learns to look up facts from the reading examples of configs/miniwiki_pretrain.py: answers alone have too
+        # few target tokens. Shares of tokens that come from reading examples, during the curriculum and after it:
         "curriculum": "3:350",
         "reading": 0.75,
         "reading_later": 0.3,

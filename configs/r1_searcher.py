@@ -43,7 +43,9 @@ def get_config(arg: str = "") -> ConfigDict:
     config.policy = args.policy or (
         "runs/r1_searcher_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}"
     )
-    opening = {"auto": "bare" if tiny else "base"}.get(args.prompt, args.prompt)
+    opening = args.prompt
+    if opening == "auto":
+        opening = "bare" if tiny else "base"
     recipe = {"name": "r1_searcher", "opening": opening, "stage": args.stage}
     if tiny:
         set_miniwiki_training(config, args, recipe)

@@ -26,29 +26,137 @@ query. `t`: how many base queries of an output are searched: `most` is the paper
 (argument `hops`), and `half` is half of it. Half as many predicted queries are searched, as in training.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from rrl.config.shared import base_config, is_smoke, parse_run_arguments, shrink_to_smoke
 from rrl.errors import UserError
+
+ARGUMENTS: dict[str, Any] = {
+    "reader": "",
+    "prompt": ("auto", "instruct", "bare"),
+    "predictions": ("on", "off"),
+    "top_k": 1,
+    "t": ("most", "half"),
+    "hops": 4,
+}
+"""Arguments beside those of every training config."""
 
 POLICIES = {
     "tiny": "runs/r2ag_cold_start/model",
     "3b": "models/Qwen2.5-3B-Instruct",
     "7b": "models/Qwen3-8B",
 }
+"""Size -> default policy."""
+
+MINIWIKI: dict[str, dict[str, Any]] = {
+    "recipe": {
+        # The forest (Algorithm 1) is the set of trees that grow at the same time. Here it has few trees, so that a short run
+        # completes several forests.
+        "trees": 160,
+        # No reward for documents that the tree already has. With such a reward, as printed in the paper, a small policy learns
+        # to search for them again: their share of the held-out searches rose from 16 % to 31 % in 12 small updates.
+        "pay_known": False,
+        "environment": {"expansions": 5, "turn_tokens": 192},
+    },
+    "rollout": {
+        "rows": 64,
+        "context": 640,
+        "wake_threshold": 16,
+        "prefill_tokens": 256,
+        "workers": 2,
+        "top_p": 1.0,
+    },
+    "reader_rollout": {"rows": 32, "context": 512, "prefill_tokens": 512, "workers": 2},
+    "train": {
+        "steps": 46,
+        # With 32 questions x 8 outputs at a learning rate of 3e-4, full recall fell by 3.3 points with one of three seeds in
+        # as many updates.
+        "questions": 48,
+        "samples": 5,
+        "temperature": 1.0,
+        "eval_temperature": 0.0,
+        "average_last": 0.5,
+    },
+    "objective": {
+        # The paper has no KL. Without it, gradient noise moves a policy of this size further than the reward does.
+        "kl_coef": 0.1,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "aggregation": "group_token_mean",
+        "drop_spread": 0.0,
+        # A row holds two or three groups, with each prompt stored once. Shorter rows would often hold only one.
+        "row_lengths": (1792,),
+        "microbatch_tokens": 3584,
+        "share_prefixes": True,
+        "parallel_microbatches": 2,
+    },
+    "optim": {
+        "name": "adamw",
+        "lr": 2e-4,
+        "warmup_ratio": 0.3,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "schedule": "linear",
+        "b2": 0.999,
+        "frozen": ("^embedding$",),
+    },
+}
+"""Sections for size=tiny."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "recipe": {
+        "trees": 0,  # all questions at once, as in Algorithm 1
+        "pay_known": True,  # the reward as printed (Eq. 5)
+        "environment": {"expansions": 5, "turn_tokens": 4096},
+    },
+    "rollout": {
+        "rows": 256,
+        "context": 16384,
+        "wake_threshold": 16,
+        "prefill_tokens": 2048,
+        "workers": 0,
+        "top_p": 1.0,
+    },
+    "reader_rollout": {"rows": 128, "context": 8192, "prefill_tokens": 2048, "workers": 0},
+    "train": {
+        "steps": 80,
+        "questions": 128,
+        "samples": 12,
+        "temperature": 1.0,
+        "eval_every": 20,
+        "eval_temperature": 0.6,
+        "average_last": 0.0,
+    },
+    "objective": {
+        "kl_coef": 0.0,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "aggregation": "group_token_mean",
+        "drop_spread": 0.0,
+        "row_lengths": (2048, 4096, 8192, 16384),
+        "microbatch_tokens": 32768,
+        "share_prefixes": False,
+        "parallel_microbatches": 1,
+    },
+    "optim": {
+        "name": "adamw",
+        "lr": 1e-6,
+        "warmup_ratio": 0.0,
+        "weight_decay": 0.01,
+        "clip_norm": 1.0,
+        "schedule": "constant",
+        "b2": 0.999,
+        "frozen": (),
+    },
+}
+"""Sections with the paper's settings, for size=3b and size=7b."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/r2ag.py:ARG`."""
-    args = parse_run_arguments(
-        arg,
-        reader="",
-        prompt=("auto", "instruct", "bare"),
-        predictions=("on", "off"),
-        top_k=1,
-        t=("most", "half"),
-        hops=4,
-    )
+    args = parse_run_arguments(arg, **ARGUMENTS)
     if args.hops < 1:
         raise UserError(
             f"config argument hops={args.hops} must be at least 1: the largest number of queries that a question needs"
@@ -59,76 +167,23 @@ def get_config(arg: str = "") -> ConfigDict:
     config = base_config("r2ag", arg, args)
     config.policy = args.policy or POLICIES[args.size]
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else POLICIES["7b"])
+
+    config.recipe = {"name": "r2ag"}
+    config.update(MINIWIKI if tiny else PUBLISHED)
+    opening = args.prompt
+    if opening == "auto":
+        opening = "bare" if tiny else "instruct"
     queries = args.hops if args.t == "most" else max(1, args.hops // 2)
-    # The forest (Algorithm 1) is the set of trees that grow at the same time. In the built-in world it has few trees,
-    # so that a short run completes several forests.
-    config.recipe = {
-        "name": "r2ag",
-        "trees": 160 if tiny else 0,
-        # The reward as printed in the paper (Eq. 5) also pays for documents that the tree already has. With it, a small
-        # policy learns to search for them again: their share of the held-out searches rose from 16 % to 31 % in 12 small
-        # updates.
-        "pay_known": not tiny,
-    }
-    config.recipe.environment = {
-        "opening": {"auto": "bare" if tiny else "instruct"}.get(args.prompt, args.prompt),
-        "expansions": 5,
-        "base_queries": queries,
-        "predicted_queries": max(1, queries // 2) if args.predictions == "on" else 0,
-        "turn_tokens": 192 if tiny else 4096,
-    }
-    config.rollout = {
-        "rows": 64 if tiny else 256,
-        "context": 640 if tiny else 16384,
-        "wake_threshold": 16,
-        "prefill_tokens": 256 if tiny else 2048,
-        "workers": 2 if tiny else 0,
-        "top_k": args.top_k,
-        "top_p": 1.0,
-    }
-    config.reader_rollout = {
-        "rows": 32 if tiny else 128,
-        "context": 512 if tiny else 8192,
-        "prefill_tokens": 512 if tiny else 2048,
-        "workers": 2 if tiny else 0,
-    }
-    steps = args.steps if args.steps is not None else (46 if tiny else 80)
-    config.train = {
-        "steps": steps,
-        # With 32 questions x 8 outputs at a learning rate of 3e-4, full recall fell by 3.3 points with one of three seeds
-        # in as many updates.
-        "questions": 48 if tiny else 128,
-        "samples": 5 if tiny else 12,
-        "temperature": 1.0,
-        "seed": args.seed,
-        "eval_every": max(1, steps // 2) if tiny else 20,
-        "eval_temperature": 0.0 if tiny else 0.6,
-        "average_last": 0.5 if tiny else 0.0,
-        "permute_rewards": args.control == "permuted",
-    }
-    config.objective = {
-        # The paper has no KL. Without it, gradient noise moves a policy of this size further than the reward does.
-        "kl_coef": 0.1 if tiny else 0.0,
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "aggregation": "group_token_mean",
-        "drop_spread": 0.0,
-        # A row holds two or three groups, with each prompt stored once. Shorter rows would often hold only one.
-        "row_lengths": (1792,) if tiny else (2048, 4096, 8192, 16384),
-        "microbatch_tokens": 3584 if tiny else 32768,
-        "share_prefixes": tiny,
-        "parallel_microbatches": 2 if tiny else 1,
-    }
-    config.optim = {
-        "name": "adamw",
-        "lr": 2e-4 if tiny else 1e-6,
-        "warmup_ratio": 0.3 if tiny else 0.0,
-        "weight_decay": 0.0 if tiny else 0.01,
-        "clip_norm": 1.0,
-        "schedule": "linear" if tiny else "constant",
-        "b2": 0.999,
-        "frozen": ("^embedding$",) if tiny else (),
-    }
+    config.recipe.environment.opening = opening
+    config.recipe.environment.base_queries = queries
+    config.recipe.environment.predicted_queries = max(1, queries // 2) if args.predictions == "on" else 0
+    config.rollout.top_k = args.top_k
+
+    if args.steps is not None:
+        config.train.steps = args.steps
+    if tiny:
+        config.train.eval_every = max(1, config.train.steps // 2)
+    config.train.update({"seed": args.seed, "permute_rewards": args.control == "permuted"})
     if is_smoke(args):
         shrink_to_smoke(config)
         config.recipe.trees = 16

@@ -21,29 +21,36 @@ RL must train on other questions (Appendix A). In the built-in world the questio
 `configs/r3rag_ppo.py`; with your own data, give RL another folder.
 """
 
+import types
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from rrl.config.arguments import parse
 from rrl.config.shared import refuse_unused_encoder
 from rrl.errors import UserError
 
+ARGUMENTS: dict[str, Any] = {
+    "model": "runs/r3rag_cold_start/model",
+    "model_name": "",
+    "data": "miniwiki",
+    "encoder": "",
+    "retriever": "",
+    "questions": int,
+    "keep": 1,
+    "seed": 0,
+    "prompt": ("auto", "paper", "steps"),
+    "judge": "",
+    "judge_model": "",
+}
+
+TEMPERATURES = (0.1, 0.4, 0.7, 1.0)
+"""Each question is sampled once at each of these."""
+
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/r3rag_cold_start.py:ARG`."""
-    args = parse(
-        arg,
-        model="runs/r3rag_cold_start/model",
-        model_name="",
-        data="miniwiki",
-        encoder="",
-        retriever="",
-        questions=int,
-        keep=1,
-        seed=0,
-        prompt=("auto", "paper", "steps"),
-        judge="",
-        judge_model="",
-    )
+    args = parse(arg, **ARGUMENTS)
     refuse_unused_encoder(args)
     if args.model_name and not args.model.startswith("http"):
         raise UserError(
@@ -51,21 +58,12 @@ def get_config(arg: str = "") -> ConfigDict:
             "the service's address, model=http://..., or leave model_name out"
         )
     # These modules import jax, so they are imported only after the arguments have been checked.
-    from rrl.recipes.card import read_card
     from rrl.rewards.judge_settings import judge_sections
     from rrl.sft.cold_start import with_defaults
 
-    real, served = args.data != "miniwiki", args.model.startswith("http")
-    card = None if served else read_card(args.model)
-    trained_here = card is not None and card.recipe == "r3rag"
-    prompt = {"auto": "steps" if trained_here else "paper"}.get(args.prompt, args.prompt)
+    real = args.data != "miniwiki"
     config = ConfigDict()
-    config.model = "" if served else args.model
-    config.endpoint = {
-        "url": args.model if served else "",
-        "model": args.model_name,
-        "answer_tokens": 1024,
-    }
+    set_teacher(config, args)
     config.recipe = {
         "name": "r3rag",
         "match": "cover" if real else "exact",
@@ -77,15 +75,15 @@ def get_config(arg: str = "") -> ConfigDict:
     config.recipe.environment = {
         "max_steps": 5,
         "turn_tokens": 512 if real else 128,  # as in RL, where a longer step counts as malformed
-        "opening": prompt,
+        "opening": opening_of(args),
         "document_characters": 0 if real else 512,
     }
     if args.judge or args.judge_model:
         config.update(judge_sections(args.judge, args.judge_model))
-    questions = args.questions if args.questions is not None else (0 if real else 1000)
+    questions = args.questions if args.questions is not None else (0 if real else 1000)  # 0: all
     config.sampling = {
         "questions": questions,
-        "temperatures": (0.1, 0.4, 0.7, 1.0),
+        "temperatures": TEMPERATURES,
         "keep": args.keep,
         "seed": args.seed,
     }
@@ -96,12 +94,32 @@ def get_config(arg: str = "") -> ConfigDict:
         "top_k": 5 if real else 2,
     }
     config.data = {"path": args.data, "seed": 0, "held_out_per_kind": 1, "held_out_worlds": 1}
-    kind = args.retriever or ("bm25" if real and not args.encoder else "scann")
     config.retriever = {
-        "kind": kind,
+        "kind": args.retriever or ("bm25" if real and not args.encoder else "scann"),
         "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
         "title_weight": 1 if real else 3,
     }
     config.mesh = {"fsdp": -1 if real else 1}
     config.compute = {"dtype": "auto" if real else "float32"}
     return with_defaults(config)
+
+
+def set_teacher(config: ConfigDict, args: types.SimpleNamespace) -> None:
+    """Set the teacher: a model's folder, or a service."""
+    is_service = args.model.startswith("http")
+    config.model = "" if is_service else args.model
+    config.endpoint = {
+        "url": args.model if is_service else "",
+        "model": args.model_name,
+        "answer_tokens": 1024,
+    }
+
+
+def opening_of(args: types.SimpleNamespace) -> str:
+    """Return the form of the prompt: "steps" for a policy that rrl trained with this recipe, otherwise "paper"."""
+    from rrl.recipes.card import read_card
+
+    if args.prompt != "auto":
+        return args.prompt
+    card = None if args.model.startswith("http") else read_card(args.model)
+    return "steps" if card is not None and card.recipe == "r3rag" else "paper"

@@ -28,6 +28,10 @@ steps=0 only evaluates. It shows whole documents, as the paper's evaluation does
 documents as training does. To evaluate a policy with another retriever, combine steps=0 with its folder and `retriever`, or with
 `--config.retriever.kind=bm25`, `exact`, ...
 
+Arguments for comparisons: `ablation` is a row of Table 2. `last_step` is the reward of the last step of a correct trajectory: 2
+as in Figure 2 ("figure"), or that of Eq. 6 ("equation"). `malformed` is the reward of a malformed step: -1 (Eq. 5), or -0.9
+("released"). `cut` shortens each document, or the whole block of documents of a step.
+
 `judge` is "oracle" (data with gold passages), the folder of a model, or the http address of an OpenAI-compatible service, with
 its `judge_model`. The service's key is read from OPENAI_API_KEY. A model or service also extracts short answers for EM and F1.
 """
@@ -44,6 +48,122 @@ from rrl.config.shared import (
     shrink_to_smoke,
 )
 
+MINIWIKI: dict[str, dict[str, Any]] = {
+    "recipe": {"environment": {"max_steps": 5, "turn_tokens": 128, "document_characters": 512}},
+    "rollout": {
+        "rows": 128,
+        "oversubscribed_slots": 0,
+        "context": 1024,
+        "wake_threshold": 16,
+        "prefill_tokens": 512,
+        "workers": 2,
+        "top_k": 2,
+        "top_p": 0.95,
+    },
+    "train": {
+        "steps": 20,
+        # As in configs/rsearch_ppo.py: more questions are more informative than more samples of one question. With 96
+        # questions instead of 128, seeds 0 and 1 gain 3.5 and 3.9 points instead of 8.6 and 5.0.
+        "questions": 128,
+        "samples": 1,
+        "temperatures": (1.0,),
+        "eval_every": 0,  # only at the start and the end
+        "eval_temperature": 0.0,
+        "average_last": 0.5,
+    },
+    "objective": {
+        "kl_coef": 0.05,
+        "kl_estimator": "k3",
+        "kl_in": "loss",
+        "whiten": True,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        # With rows this short, each minibatch of the critic fills an even number of rows, so that its microbatches can be
+        # processed two at a time. A single length compiles one program; trajectories whose steps are longer in total are split
+        # (`rrl.rl.prefix_tree`).
+        "row_lengths": (2048,),
+        "microbatch_tokens": 2048,
+        "share_prefixes": True,
+        "parallel_microbatches": 2,
+    },
+    "critic": {
+        "discount": 1.0,
+        "gae_lambda": 1.0,
+        # If a step is credited only with its own reward, a small policy learns to answer at once, often correctly by luck.
+        "across_contexts": True,
+        # Half of the layers take 6 s per update instead of 11 (docs/recipes.md).
+        "layers": 2,
+        "minibatches": 6,
+    },
+    "critic_optim": {"name": "adamw", "lr": 1e-3, "clip_norm": 1.0, "b2": 0.999, "frozen": ("^embedding$",)},
+    "optim": {
+        "name": "adamw",
+        "lr": 5e-4,
+        "warmup_ratio": 0.2,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "schedule": "linear",
+        "b2": 0.999,
+        "frozen": ("^embedding$",),
+    },
+}
+"""Sections for size=tiny."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "recipe": {"environment": {"max_steps": 5, "turn_tokens": 512, "document_characters": 512}},
+    "rollout": {
+        "rows": 64,
+        "oversubscribed_slots": 0,
+        "context": 8192,
+        "wake_threshold": 16,
+        "prefill_tokens": 2048,
+        "workers": 0,
+        "top_k": 5,
+        "top_p": 1.0,
+    },
+    "train": {
+        "steps": 512,
+        "questions": 16,
+        "samples": 4,
+        "temperatures": (0.1, 0.4, 0.7, 1.0),
+        "eval_every": 64,
+        "eval_temperature": 0.0,
+        "average_last": 0.0,
+    },
+    "objective": {
+        "kl_coef": 0.01,
+        "kl_estimator": "k3",
+        "kl_in": "loss",
+        "whiten": True,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "row_lengths": (1024, 2048, 4096, 8192),
+        "microbatch_tokens": 32768,
+        "share_prefixes": False,
+        "parallel_microbatches": 1,
+    },
+    "critic": {
+        "discount": 1.0,
+        "gae_lambda": 1.0,
+        "across_contexts": False,
+        "layers": 0,  # all
+        "minibatches": 1,
+        "warmup_steps": 0,
+    },
+    "critic_optim": {"name": "adamw", "lr": 9e-6, "clip_norm": 1.0, "b2": 0.999, "frozen": ()},
+    "optim": {
+        "name": "adamw",
+        "lr": 5e-7,
+        "warmup_ratio": 0.03,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "schedule": "cosine",
+        "b2": 0.999,
+        "frozen": (),
+    },
+}
+"""Sections with the paper's settings, for size=3b and size=7b."""
+
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "process": {"use_process": False},
@@ -52,18 +172,20 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 """Ablation in Table 2 -> fields of the recipe. The last row of the table leaves out both rewards, so it is the cold-started
 policy: use `steps=0`."""
 
+ARGUMENTS: dict[str, Any] = {
+    "judge": "",
+    "judge_model": "",
+    "ablation": tuple(ABLATIONS),
+    "last_step": ("figure", "equation"),
+    "malformed": ("paper", "released"),
+    "cut": ("document", "block"),
+}
+"""Arguments beside those of every training config."""
+
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/r3rag_ppo.py:ARG`."""
-    args = parse_run_arguments(
-        arg,
-        judge="",
-        judge_model="",
-        ablation=tuple(ABLATIONS),
-        last_step=("figure", "equation"),
-        malformed=("paper", "released"),
-        cut=("document", "block"),
-    )
+    args = parse_run_arguments(arg, **ARGUMENTS)
     refuse_unused_with_ablation(args, "outcome", last_step="figure")
     if args.size == "tiny" and args.data == "miniwiki":  # there the judge scores documents only
         refuse_unused_with_ablation(args, "process", judge="")
@@ -76,6 +198,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.policy = args.policy or (
         "runs/r3rag_cold_start/model" if tiny else f"models/R3-RAG-CS-Qwen2.5-{args.size.upper()}"
     )
+
     config.recipe = {
         "name": "r3rag",
         "last_step": args.last_step,
@@ -84,80 +207,18 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     if tiny and not real:  # the oracle's verdict on an answer equals an exact match
         config.recipe.update({"match": "exact", "judge_answers": False, "short_answers": False})
-    config.recipe.environment = {
-        "max_steps": 5,
-        "turn_tokens": 128 if tiny else 512,
-        "document_characters": 0 if args.steps == 0 and not tiny else 512,
-        "cut": args.cut,
-    }
-    config.rollout = {
-        "rows": 128 if tiny else 64,
-        "oversubscribed_slots": 0,
-        "context": 1024 if tiny else 8192,
-        "wake_threshold": 16,
-        "prefill_tokens": 512 if tiny else 2048,
-        "workers": 2 if tiny else 0,
-        "top_k": 2 if tiny else 5,
-        "top_p": 0.95 if tiny else 1.0,
-    }
     judge = args.judge or ("oracle" if not real else "models/Qwen2.5-14B-Instruct")
     config.update(judge_sections(judge, args.judge_model))
-    steps = args.steps if args.steps is not None else (20 if tiny else 512)
-    config.train = {
-        "steps": steps,
-        # As in configs/rsearch_ppo.py: more questions are more informative than more samples of one question. With 96
-        # questions instead of 128, seeds 0 and 1 gain 3.5 and 3.9 points instead of 8.6 and 5.0.
-        "questions": 128 if tiny else 16,
-        "samples": 1 if tiny else 4,
-        "temperatures": (1.0,) if tiny else (0.1, 0.4, 0.7, 1.0),
-        "seed": args.seed,
-        "eval_every": 0 if tiny else 64,  # 0: only at the start and the end
-        "eval_temperature": 0.0,
-        "average_last": 0.5 if tiny else 0.0,
-        "permute_rewards": args.control == "permuted",
-    }
-    config.objective = {
-        "kl_coef": 0.05 if tiny else 0.01,
-        "kl_estimator": "k3",
-        "kl_in": "loss",
-        "whiten": True,
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        # Short rows: each minibatch of the critic then fills an even number of rows, as two parallel microbatches need. A
-        # single length compiles one program; trajectories whose steps are longer in total are split (`rrl.rl.prefix_tree`).
-        "row_lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
-        "microbatch_tokens": 2048 if tiny else 32768,
-        "share_prefixes": tiny,
-        "parallel_microbatches": 2 if tiny else 1,
-    }
-    config.critic = {
-        "discount": 1.0,
-        "gae_lambda": 1.0,
-        # With returns within a step only, a small policy learns to answer at once, which is often correct by luck.
-        "across_contexts": tiny,
-        # Half of the layers take 6 s per update instead of 11 (docs/recipes.md). Each of six minibatches fills an even number
-        # of rows, so two streams process them without waiting for each other.
-        "layers": 2 if tiny else 0,
-        "minibatches": 6 if tiny else 1,
-        "warmup_steps": min(1, steps // 4) if tiny else 0,
-    }
-    config.critic_optim = {
-        "name": "adamw",
-        "lr": 1e-3 if tiny else 9e-6,
-        "clip_norm": 1.0,
-        "b2": 0.999,
-        "frozen": ("^embedding$",) if tiny else (),
-    }
-    config.optim = {
-        "name": "adamw",
-        "lr": 5e-4 if tiny else 5e-7,
-        "warmup_ratio": 0.2 if tiny else 0.03,
-        "weight_decay": 0.0,
-        "clip_norm": 1.0,
-        "schedule": "linear" if tiny else "cosine",
-        "b2": 0.999,
-        "frozen": ("^embedding$",) if tiny else (),
-    }
+
+    config.update(MINIWIKI if tiny else PUBLISHED)
+    config.recipe.environment.cut = args.cut
+    if args.steps == 0 and not tiny:
+        config.recipe.environment.document_characters = 0  # whole documents
+    if args.steps is not None:
+        config.train.steps = args.steps
+    config.train.update({"seed": args.seed, "permute_rewards": args.control == "permuted"})
+    if tiny:
+        config.critic.warmup_steps = min(1, config.train.steps // 4)
     if is_smoke(args):
         shrink_to_smoke(config)
     return with_defaults(config)

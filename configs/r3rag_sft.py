@@ -15,6 +15,13 @@ from ml_collections import ConfigDict
 
 from rrl.config.arguments import parse
 
+INIT = {
+    "tiny": "runs/r3rag_cold_start/model",
+    "7b": "models/Qwen2.5-7B",
+    "8b": "models/Llama-3.1-8B",
+}
+"""Size -> default model from which training starts."""
+
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/r3rag_sft.py:ARG`."""
@@ -23,14 +30,7 @@ def get_config(arg: str = "") -> ConfigDict:
     steps = args.steps if args.steps is not None else (120 if tiny else 2000)
     config = ConfigDict()
     config.stage = "pairs"
-    config.init = (
-        args.init
-        or {
-            "tiny": "runs/r3rag_cold_start/model",
-            "7b": "models/Qwen2.5-7B",
-            "8b": "models/Llama-3.1-8B",
-        }[args.size]
-    )
+    config.init = args.init or INIT[args.size]
     config.tokenizer = ""
     config.out = args.out
     config.model = {}

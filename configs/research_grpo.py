@@ -36,11 +36,13 @@ def get_config(arg: str = "") -> ConfigDict:
     config.policy = args.policy or (
         "runs/research_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
     )
-    opening = {"auto": "bare" if tiny else "instruct"}.get(args.prompt, args.prompt)
+    opening = args.prompt
+    if opening == "auto":
+        opening = "bare" if tiny else "instruct"
     recipe = {"name": "research", "opening": opening}
     if tiny:
         set_miniwiki_training(config, args, recipe)
-        # Groups whose answers are all correct, or all have F1 0, differ only by format.
+        # Groups whose answers are all correct, or all have F1 0, differ only by format; they are left out of the update.
         config.objective.drop_spread = "auto"
     else:
         config.recipe = recipe

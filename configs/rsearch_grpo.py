@@ -5,10 +5,11 @@
     python launch/train.py --config=configs/rsearch_grpo.py:data=FOLDER,policy=FOLDER    # real questions, any policy
     python launch/train.py --config=configs/rsearch_grpo.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 
-size=tiny is the built-in world (`miniwiki`), starting from the shipped cold-started policy; its reader is the shipped one, of
+size=tiny starts from the shipped cold-started policy of the built-in world (`miniwiki`); its reader is the shipped one, of
 another model family. With policy=FOLDER, the recipe card in the folder (`rrl_recipe.json`) decides about the settings. If it
-states a short context, the policy was trained by rrl for the built-in world, and the settings stay the same. Any other folder is
-an ordinary language model: it gets the paper's prompt, objective and optimiser, in sizes that fit a single device.
+states a short context, the policy was trained by rrl for the built-in world, and the settings stay the same (`COLD_STARTED`).
+Any other folder is an ordinary language model: it gets the paper's prompt, objective and optimiser (`PUBLISHED`), in sizes that
+fit a single device (`SINGLE_DEVICE`).
 
 size=3b and size=7b hold the paper's settings (sections 4.1-4.3; the released values if the paper states none): Qwen2.5-Instruct
 as policy, Llama-3.2-3B-Instruct as reader, E5 as encoder, 8 x 80 GB.
@@ -22,6 +23,116 @@ from rrl.config.shared import base_config, is_smoke, parse_run_arguments, shrink
 
 ARGUMENTS: dict[str, Any] = {"reader": "", "prompt": ("auto", "bare", "paper")}
 """Arguments beside those of every training config."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "recipe": {"environment": {"max_searches": 4, "turn_tokens": 500, "observation_tokens": 1800}},
+    "rollout": {
+        "rows": 256,
+        "oversubscribed_slots": 0,
+        "context": 8192,
+        "wake_threshold": 16,
+        "prefill_tokens": 2048,
+        "draft_tokens": 0,
+        "workers": 0,
+        "top_k": 3,
+        "top_p": 0.95,
+    },
+    "reader_rollout": {"rows": 128, "context": 4096, "prefill_tokens": 2048, "workers": 0},
+    "train": {
+        "steps": 195,
+        "questions": 256,
+        "samples": 5,
+        "temperature": 1.0,
+        "eval_every": 20,
+        "eval_temperature": 0.1,
+        "average_last": 0.0,
+    },
+    "objective": {
+        "kl_coef": 0.001,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "row_lengths": (1024, 2048, 4096, 8192),
+        "microbatch_tokens": 32768,
+        "parallel_microbatches": 1,
+    },
+    "optim": {
+        "name": "adamw",
+        "lr": 1e-6,
+        "warmup_ratio": 0.95,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "schedule": "constant",
+        "b2": 0.999,
+        "frozen": (),
+    },
+}
+"""Sections with the paper's settings, for size=3b and size=7b."""
+
+SINGLE_DEVICE: dict[str, dict[str, Any]] = {
+    "recipe": {"environment": {"turn_tokens": 256, "observation_tokens": 1000}},
+    "rollout": {"rows": 16, "context": 4096, "prefill_tokens": 1024},
+    "reader_rollout": {"rows": 32, "context": 384, "prefill_tokens": 512},
+    "train": {"steps": 66, "questions": 32, "samples": 4, "eval_temperature": 0.0},
+    "objective": {"row_lengths": (1024, 2048, 4096), "microbatch_tokens": 8192},
+}
+"""Changes to `PUBLISHED` for size=tiny with an ordinary language model."""
+
+COLD_STARTED: dict[str, dict[str, Any]] = {
+    "recipe": {
+        "reader_weight": 0.3,  # the shipped reader is wrong for two of five questions, so its reward is noisy
+        "environment": {
+            "max_searches": 4,
+            "turn_tokens": 128,
+            "observation_tokens": 256,
+            "correction": "",  # the demonstrations have no corrections, and the policy never answered rightly after one
+        },
+    },
+    "rollout": {
+        "rows": 64,
+        "oversubscribed_slots": 32,  # these trajectories decode while others wait for passages
+        "context": 1024,
+        "wake_threshold": 16,
+        "prefill_tokens": 256,
+        # Samples of this policy are similar to each other and copy passages, so draft tokens are often accepted.
+        "draft_tokens": 1,
+        # Fixed, so that the result is bitwise the same on any number of cores.
+        "workers": 2,
+        "top_k": 2,
+        "top_p": 0.95,
+    },
+    "reader_rollout": {"rows": 32, "context": 384, "prefill_tokens": 512, "workers": 2},
+    "train": {
+        "steps": 66,
+        "questions": 32,
+        "samples": 4,
+        "temperature": 1.0,
+        "eval_temperature": 0.0,
+        # Averaging reduces the noise, which is as large as the gain of a run.
+        "average_last": 0.5,
+    },
+    "objective": {
+        # Without a KL, gradient noise changes the policy more than the reward does, above all in the decision that occurs in
+        # every question: stop or search again.
+        "kl_coef": 0.1,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "row_lengths": (1024,),
+        "microbatch_tokens": 2048,
+        "parallel_microbatches": 2,
+    },
+    "optim": {
+        "name": "adamw",
+        "lr": 3e-4,
+        "warmup_ratio": 0.3,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "schedule": "linear",
+        # Adam moves each parameter by about lr even on pure noise: a slow second moment and fewer parameters reduce that.
+        "b2": 0.999,
+        "frozen": ("^embedding$",),
+    },
+}
+"""Sections for size=tiny with a cold-started policy of the built-in world."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -39,85 +150,30 @@ def get_config(arg: str = "") -> ConfigDict:
     card = read_card(policy)
     cold_started = tiny and card is not None and 0 < card.context <= 1024
 
-    def sized(small: Any, single_device: Any, paper: Any) -> Any:
-        """Choose the value for a small cold-started policy, for another model with size=tiny, or for size=3b and 7b."""
-        return small if cold_started else single_device if tiny else paper
-
     config = base_config("rsearch_grpo", arg, args)
     config.policy = policy
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else "models/Llama-3.2-3B-Instruct")
 
-    # A policy too small to follow instructions was cold-started on the bare question, which its card states.
     config.recipe = {"name": "rsearch"}
+    # A policy too small to follow instructions was cold-started on the bare question, which its card states.
     if args.prompt == "bare":
         config.recipe.instruction = ""
     elif args.prompt == "auto" and card is not None and "instruction" in card.fields:
         config.recipe.instruction = card.fields["instruction"]
-    if cold_started:  # the shipped reader is wrong for two of five questions, so its reward is noisy
-        config.recipe.reader_weight = 0.3
-    config.recipe.environment = {
-        "max_searches": 4,
-        "turn_tokens": sized(128, 256, 500),
-        "observation_tokens": sized(256, 1000, 1800),
-    }
-    if cold_started:  # it has seen no corrections, and they never led it to a correct answer
-        config.recipe.environment.correction = ""
-    config.rollout = {
-        "rows": sized(64, 16, 256),
-        "oversubscribed_slots": sized(32, 0, 0),  # these trajectories decode while others wait for passages
-        "context": sized(1024, 4096, 8192),
-        "wake_threshold": 16,
-        "prefill_tokens": sized(256, 1024, 2048),
-        # Samples of this policy are similar to each other and copy passages, so draft tokens are often accepted.
-        "draft_tokens": sized(1, 0, 0),
-        # Fixed, so that the result is bitwise the same on any number of cores.
-        "workers": 2 if cold_started else 0,
-        "top_k": 2 if cold_started else 3,
-        "top_p": 0.95,
-    }
-    config.reader_rollout = {
-        "rows": 32 if tiny else 128,
-        "context": 384 if tiny else 4096,
-        "prefill_tokens": 512 if tiny else 2048,
-        "workers": 2 if cold_started else 0,
-    }
-    steps = args.steps if args.steps is not None else (66 if tiny else 195)
-    config.train = {
-        "steps": steps,
-        "questions": 32 if tiny else 256,
-        "samples": 4 if tiny else 5,
-        "temperature": 1.0,
-        "seed": args.seed,
-        "eval_every": max(1, steps // 2) if tiny else 20,
-        "eval_temperature": 0.0 if tiny else 0.1,
-        # Averaging reduces the noise, which is as large as the gain of a run.
-        "average_last": 0.5 if cold_started else 0.0,
-        "permute_rewards": args.control == "permuted",
-    }
-    config.objective = {
-        # Without a KL, gradient noise changes the policy more than the reward does, above all in the decision that occurs in
-        # every question: stop or search again.
-        "kl_coef": 0.1 if cold_started else 0.001,
-        "clip_low": 0.2,
-        "clip_high": 0.28 if cold_started else 0.2,
-        # Groups whose answers are all correct or all wrong differ only by format and reader rewards, by at most
-        # `RSearch.uninformative_spread`. They would take a third of the update's time and add a third of its noise.
-        "drop_spread": "auto" if cold_started and not real else None,
-        "row_lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
-        "microbatch_tokens": sized(2048, 8192, 32768),
-        "parallel_microbatches": sized(2, 1, 1),
-    }
-    config.optim = {
-        "name": "adamw",
-        "lr": 3e-4 if cold_started else 1e-6,
-        "warmup_ratio": 0.3 if cold_started else 0.95,
-        "weight_decay": 0.0,
-        "clip_norm": 1.0,
-        "schedule": "linear" if cold_started else "constant",
-        # Adam moves each parameter by about lr even on pure noise: a slow second moment and fewer parameters reduce that.
-        "b2": 0.999,
-        "frozen": ("^embedding$",) if cold_started else (),
-    }
+
+    config.update(COLD_STARTED if cold_started else PUBLISHED)
+    if tiny and not cold_started:
+        config.update(SINGLE_DEVICE)
+    if args.steps is not None:
+        config.train.steps = args.steps
+    if tiny:
+        config.train.eval_every = max(1, config.train.steps // 2)
+    config.train.update({"seed": args.seed, "permute_rewards": args.control == "permuted"})
+    # Groups whose answers are all correct or all wrong differ only by format and reader rewards, by at most
+    # `RSearch.uninformative_spread`. They are left out of the update: they would take a third of its time and add a third of its
+    # noise.
+    config.objective.drop_spread = "auto" if cold_started and not real else None
+
     if is_smoke(args):
         shrink_to_smoke(config)
     elif tiny and not args.policy and not real and args.control == "none":

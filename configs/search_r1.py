@@ -59,24 +59,7 @@ def get_config(arg: str = "") -> ConfigDict:
     else:
         set_published(config, args, recipe)
     if ppo:
-        config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
-        config.critic = {
-            "warmup_steps": min(2, config.train.steps // 4) if tiny else 0,
-            "minibatches": 1 if tiny else 2,
-        }
-        if tiny:  # as in configs/rsearch_ppo.py
-            config.objective.kl_coef = 0.05
-            config.train.update({"questions": 128, "samples": 1})
-            if args.steps is None:
-                config.train.update({"steps": 54, "eval_every": 27})
-        config.critic_optim = {
-            "name": "adamw",
-            "lr": 3e-4 if tiny else 1e-5,
-            "warmup_ratio": 0.0 if tiny else 0.015,
-            "b2": 0.999,
-            "clip_norm": 1.0,
-            "frozen": ("^embedding$",) if tiny else (),
-        }
+        set_critic(config, args)
     if is_smoke(args):
         shrink_to_smoke(config)
     return with_defaults(config)
@@ -113,3 +96,20 @@ def set_published(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[
         "microbatch_tokens": 32768,
     }
     config.optim = {"name": "adamw", "lr": 1e-6, "warmup_ratio": 0.285, "clip_norm": 1.0, "b2": 0.999}
+
+
+def set_critic(config: ConfigDict, args: types.SimpleNamespace) -> None:
+    """Change a GRPO config to PPO: a critic, and the KL in the reward."""
+    config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
+    config.critic_optim = {"name": "adamw", "b2": 0.999, "clip_norm": 1.0}
+    if args.size != "tiny":
+        config.critic = {"warmup_steps": 0, "minibatches": 2}
+        config.critic_optim.update({"lr": 1e-5, "warmup_ratio": 0.015, "frozen": ()})
+        return
+    # As in configs/rsearch_ppo.py.
+    config.critic = {"warmup_steps": min(2, config.train.steps // 4), "minibatches": 1}
+    config.critic_optim.update({"lr": 3e-4, "warmup_ratio": 0.0, "frozen": ("^embedding$",)})
+    config.objective.kl_coef = 0.05
+    config.train.update({"questions": 128, "samples": 1})
+    if args.steps is None:
+        config.train.update({"steps": 54, "eval_every": 27})

@@ -17,6 +17,10 @@ reaches EM 41.0 on HotpotQA, 52.8 on 2Wiki, 19.4 on MuSiQue, 44.0 on Bamboogle (
 paper does not state are those of the released code: top-p 0.95, a warm-up of 1.5 %, 1,024 tokens per prompt and 15,000 per
 trajectory.
 
+Arguments for comparisons: `ablation` is a row of Table 7. `estimator` is one of Table 4. `schedule` sets how the weight of the
+auxiliary rewards falls (appendices E and G.2). `reflect=released` takes the reflection reward of the released code instead of
+Eq. 4. `prompt` is that of Figure 9 ("instruct"), of Figure 10 ("base"), or the question alone ("bare").
+
 `judge` is "oracle" (data with gold passages), the folder of a model (the paper: Qwen3-8B), or the http address of an
 OpenAI-compatible service, with its `judge_model`. The service's key is read from OPENAI_API_KEY.
 """
@@ -33,6 +37,98 @@ from rrl.config.shared import (
     shrink_to_smoke,
 )
 
+MINIWIKI: dict[str, dict[str, Any]] = {
+    "recipe": {"environment": {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256}},
+    "rollout": {
+        "rows": 64,
+        "oversubscribed_slots": 32,
+        "context": 1024,
+        "wake_threshold": 16,
+        "prefill_tokens": 256,
+        "draft_tokens": 1,
+        "workers": 2,
+        "top_k": 2,
+        "top_p": 0.95,
+    },
+    "train": {
+        "steps": 60,
+        "questions": 32,
+        "samples": 4,
+        "temperature": 1.0,
+        "eval_temperature": 0.0,
+        "average_last": 0.5,
+    },
+    "objective": {
+        "kl_coef": 0.1,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "epochs": 1,
+        "aggregation": "token_mean",  # the expected results were measured with it
+        "constant_tokens": 1,
+        "row_lengths": (1024,),
+        "microbatch_tokens": 2048,
+        "parallel_microbatches": 2,
+    },
+    "optim": {
+        "name": "adamw",
+        "lr": 3e-4,
+        "warmup_ratio": 0.3,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "schedule": "linear",
+        "b2": 0.999,
+        "frozen": ("^embedding$",),
+    },
+}
+"""Sections for size=tiny."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "recipe": {"environment": {"max_searches": 8, "turn_tokens": 512, "observation_tokens": 1800}},
+    "rollout": {
+        "rows": 64,
+        "oversubscribed_slots": 0,
+        "context": 16384,
+        "wake_threshold": 16,
+        "prefill_tokens": 2048,
+        "draft_tokens": 0,
+        "workers": 0,
+        "top_k": 5,
+        "top_p": 0.95,
+    },
+    "train": {
+        "steps": 75,
+        "questions": 108,
+        "samples": 5,
+        "temperature": 1.0,
+        "eval_every": 20,
+        "eval_temperature": 0.0,
+        "average_last": 0.0,
+    },
+    "objective": {
+        "kl_coef": 0.0,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "epochs": 2,
+        # The sum over tokens (section 4.2): each sequence's sum is divided by 1.
+        "aggregation": "constant",
+        "constant_tokens": 1,
+        "row_lengths": (2048, 4096, 8192, 16384),
+        "microbatch_tokens": 32768,
+        "parallel_microbatches": 1,
+    },
+    "optim": {
+        "name": "adamw",
+        "lr": 2e-6,
+        "warmup_ratio": 0.015,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "schedule": "cosine",
+        "b2": 0.999,
+        "frozen": (),
+    },
+}
+"""Sections with the paper's settings, for size=3b and size=7b."""
+
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "filter": {"use_filter": False},
@@ -48,19 +144,21 @@ them."""
 ABLATIONS["naive"] = {name: value for fields in ABLATIONS.values() for name, value in fields.items()}
 """The first row of Table 7: all parts are left out, and the reward is the answer's F1."""
 
+ARGUMENTS: dict[str, Any] = {
+    "judge": "",
+    "judge_model": "",
+    "prompt": ("auto", "instruct", "base", "bare"),
+    "ablation": tuple(ABLATIONS),
+    "estimator": ("grpo", "reinforce_pp"),
+    "schedule": ("paper", "fixed", "linear", "fast"),
+    "reflect": ("paper", "released"),
+}
+"""Arguments beside those of every training config."""
+
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/tiresrag_grpo.py:ARG`."""
-    args = parse_run_arguments(
-        arg,
-        judge="",
-        judge_model="",
-        prompt=("auto", "instruct", "base", "bare"),
-        ablation=tuple(ABLATIONS),
-        estimator=("grpo", "reinforce_pp"),
-        schedule=("paper", "fixed", "linear", "fast"),
-        reflect=("paper", "released"),
-    )
+    args = parse_run_arguments(arg, **ARGUMENTS)
     refuse_unused_with_ablation(args, "naive", schedule="paper", reflect="paper", judge="")
     refuse_unused_with_ablation(args, "reflect", reflect="paper")
     # These modules import jax, so they are imported only after the arguments have been checked.
@@ -72,7 +170,10 @@ def get_config(arg: str = "") -> ConfigDict:
     config.policy = args.policy or (
         "runs/tiresrag_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
     )
-    opening = {"auto": "bare" if tiny else "instruct"}.get(args.prompt, args.prompt)
+
+    opening = args.prompt
+    if opening == "auto":
+        opening = "bare" if tiny else "instruct"
     config.recipe = {
         "name": "tiresrag",
         "opening": opening,
@@ -81,60 +182,17 @@ def get_config(arg: str = "") -> ConfigDict:
         "advantage": {"grpo": "grpo_population", "reinforce_pp": "reinforce_plus_plus"}[args.estimator],
         **ABLATIONS[args.ablation],
     }
-    config.recipe.environment = {
-        "max_searches": 4 if tiny else 8,
-        "turn_tokens": 128 if tiny else 512,
-        "observation_tokens": 256 if tiny else 1800,
-    }
-    config.rollout = {
-        "rows": 64,
-        "oversubscribed_slots": 32 if tiny else 0,
-        "context": 1024 if tiny else 16384,
-        "wake_threshold": 16,
-        "prefill_tokens": 256 if tiny else 2048,
-        "draft_tokens": 1 if tiny else 0,
-        "workers": 2 if tiny else 0,
-        "top_k": 2 if tiny else 5,
-        "top_p": 0.95,
-    }
     judge = args.judge or ("oracle" if not real else "models/Qwen3-8B")
     # The context holds a whole trajectory, the judge's reasoning and its answer.
     config.update(judge_sections(judge, args.judge_model, context=0 if tiny else 20480))
     config.judge_rollout.rows = 64 if tiny else 32
-    steps = args.steps if args.steps is not None else (60 if tiny else 75)
-    config.train = {
-        "steps": steps,
-        "questions": 32 if tiny else 108,
-        "samples": 4 if tiny else 5,
-        "temperature": 1.0,
-        "seed": args.seed,
-        "eval_every": max(1, steps // 2) if tiny else 20,
-        "eval_temperature": 0.0,
-        "average_last": 0.5 if tiny else 0.0,
-        "permute_rewards": args.control == "permuted",
-    }
-    config.objective = {
-        "kl_coef": 0.1 if tiny else 0.0,
-        "clip_low": 0.2,
-        "clip_high": 0.28 if tiny else 0.2,
-        "epochs": 1 if tiny else 2,
-        # The paper sums over tokens (section 4.2). In the built-in world the mean over tokens was used.
-        "aggregation": "token_mean" if tiny else "constant",
-        "constant_tokens": 1,
-        "row_lengths": (1024,) if tiny else (2048, 4096, 8192, 16384),
-        "microbatch_tokens": 2048 if tiny else 32768,
-        "parallel_microbatches": 2 if tiny else 1,
-    }
-    config.optim = {
-        "name": "adamw",
-        "lr": 3e-4 if tiny else 2e-6,
-        "warmup_ratio": 0.3 if tiny else 0.015,
-        "weight_decay": 0.0,
-        "clip_norm": 1.0,
-        "schedule": "linear" if tiny else "cosine",
-        "b2": 0.999,
-        "frozen": ("^embedding$",) if tiny else (),
-    }
+
+    config.update(MINIWIKI if tiny else PUBLISHED)
+    if args.steps is not None:
+        config.train.steps = args.steps
+    if tiny:
+        config.train.eval_every = max(1, config.train.steps // 2)
+    config.train.update({"seed": args.seed, "permute_rewards": args.control == "permuted"})
     if is_smoke(args):
         shrink_to_smoke(config)
     return with_defaults(config)

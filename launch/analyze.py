@@ -1,8 +1,8 @@
 """Runs one of the papers' analyses: `python launch/analyze.py --what=top_k --policy=runs/NAME/policy [--out=FOLDER]`.
 
-Executes the missing runs and writes table.md, table.csv and plot.png. They name the papers' figures and tables that the analysis
-corresponds to. Some analyses vary one value of an evaluation for given policies (max_steps, top_k, retrievers, tokens). The
-others train policies in different ways over seeds, and share these runs with launch/reproduce.py. The same command continues an
+Executes the missing runs and writes table.md, table.csv and plot.png, which name the corresponding figures and tables of the
+papers. Some analyses evaluate given policies at several values of one field (max_steps, top_k, retrievers, tokens). The others
+train policies by several methods over seeds; launch/reproduce.py uses the same training runs. The same command continues an
 interrupted analysis.
 """
 

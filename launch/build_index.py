@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
@@ -77,7 +78,8 @@ class StageProgress:
     def __init__(self) -> None:
         self._stage = ""
         self._done_at_start = self._began = 0.0
-        self._done, self._total = 0, 0
+        self._done, self._total = 0, 0  # a total of 0 is unknown
+        self._line: Any = None
         self._lock = threading.Lock()
         threading.Thread(target=self._repeat, name="progress", daemon=True).start()
 
@@ -94,7 +96,7 @@ class StageProgress:
                     self._update(self._stage, self._done, self._total)
 
     def _update(self, stage: str, done: int, total: int) -> None:
-        """Store the progress and print a line if one is due."""
+        """Store the progress and print a line if one is due: with an unknown total, every 100,000 passages."""
         from rrl.runs.progress import Progress
 
         self._done, self._total = done, total

@@ -1,8 +1,9 @@
-"""Compares ways to train over several seeds: `python launch/compare.py --config=configs/rsearch_grpo.py --out=runs/compare`.
+"""Compares training methods over several seeds: `python launch/compare.py --config=configs/rsearch_grpo.py --out=runs/compare`.
 
-The default arms are GRPO and its controls. Other arms are values of a config argument (`--arms=ablation=none,ablation=filter`)
-and other config files (`--arms=GRPO,configs/rsearch_ppo.py`), which may add one argument
-(`configs/search_r1.py:control=permuted`). Writes a table and a plot. The same command continues an interrupted comparison.
+Each compared method is an arm. The default arms are GRPO and its controls. An arm may also be a value of a config argument
+(`--arms=ablation=none,ablation=filter`) or another config file with at most one argument
+(`--arms=GRPO,configs/rsearch_ppo.py,configs/search_r1.py:control=permuted`). Writes a table and a plot. The same command
+continues an interrupted comparison.
 """
 
 import shlex

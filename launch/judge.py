@@ -15,7 +15,7 @@ _MODEL = flags.DEFINE_string("judge_model", "", "Name of the model, for a servic
 _QUESTIONS = flags.DEFINE_integer(
     "questions",
     500,
-    "Number of questions, a multiple of the 5 kinds of questions. Each yields one example per kind of judge prompt.",
+    "Number of questions, a multiple of 5 (there are 5 kinds). Each question yields one example of each judge prompt.",
 )
 _SPLIT = flags.DEFINE_enum(
     "split", "test", ["dev", "test"], "Split of the worlds that the examples come from."

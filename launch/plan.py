@@ -1,6 +1,7 @@
 """Predicts whether a run fits: `python launch/plan.py --config=configs/rsearch_grpo.py:size=7b --topology=v5e:4x4`.
 
-Compiles the run's programs for chips that need not be available. Prints memory, communication, minimum time and the verdict.
+Compiles the run's programs for the given chips, which this machine need not have. Prints memory, communication, minimum time
+and whether the run fits.
 """
 
 import os

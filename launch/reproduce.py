@@ -24,7 +24,7 @@ _PAGE = flags.DEFINE_string(
 _KEEP = flags.DEFINE_string(
     "keep",
     None,
-    "Folder of stored measurements; their runs are not executed again (default: the folder kept in --out).",
+    "Folder of stored measurements; their runs are not executed again (default: subfolder 'kept' of --out).",
 )
 _ONLY = flags.DEFINE_list(
     "only", [], "Claims whose runs are executed (default: all). The page shows all measured claims."

@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError('no query: give at least one after the flags, such as "capital of Norway"')
     index = _INDEX.value or ""
     remote = index.startswith("http")
-    for flag in (_ENCODER,) if remote else (_FORM,):
+    unused_flags = (_ENCODER,) if remote else (_FORM,)
+    for flag in unused_flags:
         if flag.present:
             raise UserError(f"--{flag.name} does not apply to --index={index}; leave it out")
     retriever = open_remote(index, _FORM.value) if remote else open_with_encoder(index, _ENCODER.value)

@@ -34,8 +34,8 @@ def main(_: Sequence[str]) -> None:
     server = make_server(retriever, _HOST.value, _PORT.value, _K.value)
 
     def stop(*_: Any) -> None:
-        # Raising an exception here would not be safe: Python ignores exceptions that occur inside a destructor.
-        # shutdown waits for serve_forever, which this handler interrupts; so it needs its own thread.
+        # An exception raised here would be lost if the signal arrives inside a destructor, where Python ignores exceptions.
+        # shutdown() waits until serve_forever() returns, and this handler interrupts serve_forever(): hence a thread.
         threading.Thread(target=server.shutdown).start()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -44,8 +44,8 @@ def main(_: Sequence[str]) -> None:
     configs = {value: config_at(value) for value in values}
     command = ["python", "launch/sweep.py", *sys.argv[1:]]
 
-    def evaluate(name: str, value: str, folder: pathlib.Path) -> None:
-        print(f"{name}={value}", file=sys.stderr, flush=True)
+    def evaluate(field: str, value: str, folder: pathlib.Path) -> None:
+        print(f"{field}={value}", file=sys.stderr, flush=True)
         run(configs[value], folder, command)
 
     out = _OUT.value or f"runs/sweep-{name}"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks import accelerator, measure, rollout
-from benchmarks.measure import BenchmarkRow, command, interleave, medians, warm_up, write
+from benchmarks.measure import BenchmarkRow, command, interleave, medians, warm_up_note, write
 from benchmarks.peer_library import CACHES, PeerLibrary
 
 SHAPE = "Rollout: Qwen2.5-7B's shape"
@@ -60,7 +60,7 @@ def test_the_printed_command_omits_paths_and_default_options():
 def test_the_warm_up_round_is_reported_separately_and_excluded_from_medians():
     times = interleave({"ours": iter([9.0, 1.0, 3.0, 2.0]).__next__}, 3)
     assert medians(times) == {"ours": 2.0}
-    assert warm_up(times).startswith("Medians of 3 rounds") and "ours 9.0 s" in warm_up(times)
+    assert warm_up_note(times).startswith("Medians of 3 rounds") and "ours 9.0 s" in warm_up_note(times)
 
 
 def test_the_fastest_cache_is_compared_and_a_failing_one_is_tried_once():

@@ -31,32 +31,32 @@ model.generation_config = transformers.GenerationConfig(pad_token_id=0)
 tokens = np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, prompt))
 tokens = torch.tensor(tokens, device=device)
 GREEDY: dict = {"do_sample": False}
-DRAWN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Sample from the full distribution; the default of top_k is 50."""
 
 
-def generate(asked: torch.Tensor, count: int = new, **how: object) -> torch.Tensor:
+def generate(texts: torch.Tensor, count: int = new, **options: object) -> torch.Tensor:
     """Return the texts with `count` new tokens after each."""
-    out = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=count, **how)
-    if out.shape != (batch, asked.shape[1] + count):
-        raise RuntimeError(f"{tuple(out.shape)} tokens, not {batch} x ({asked.shape[1]} + {count})")
+    out = model.generate(texts, attention_mask=torch.ones_like(texts), max_new_tokens=count, **options)
+    if out.shape != (batch, texts.shape[1] + count):
+        raise RuntimeError(f"{tuple(out.shape)} tokens, not {batch} x ({texts.shape[1]} + {count})")
     return out
 
 
-def turns(cache: str, lengths: list[int], how: dict, count: int = new) -> torch.Tensor:
-    """Run the turns from the beginning of the history each; return the last turn's output."""
-    named = {} if cache == "dynamic" else {"cache_implementation": cache}
+def turns(cache: str, lengths: list[int], sampling: dict, count: int = new) -> torch.Tensor:
+    """Run the turns, each from the beginning of the history. Return the new tokens of the last turn."""
+    cache_option = {} if cache == "dynamic" else {"cache_implementation": cache}
     for length in lengths:
-        out = generate(tokens[:, :length], count, **named, **how)
+        out = generate(tokens[:, :length], count, **cache_option, **sampling)
     return out[:, length:]
 
 
-def uncut(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
+def uncut(cache: str, lengths: list[int], sampling: dict) -> torch.Tensor:
     """As `turns`, with the first of `lengths` as the number of new tokens per turn."""
-    return turns(cache, lengths[1:], how, lengths[0])
+    return turns(cache, lengths[1:], sampling, lengths[0])
 
 
-def kept(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
+def kept(cache: str, lengths: list[int], sampling: dict) -> torch.Tensor:
     """Run the turns on one cache: each turn's text is the previous output plus new tokens."""
     keys_and_values = (
         transformers.DynamicCache(config=model.config)
@@ -66,7 +66,7 @@ def kept(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
     text = tokens[:, :0]
     for length in lengths:
         text = torch.cat([text, tokens[:, text.shape[1] : length]], dim=1)
-        text = generate(text, past_key_values=keys_and_values, **how)
+        text = generate(text, past_key_values=keys_and_values, **sampling)
     return text[:, length:]
 
 
@@ -92,11 +92,11 @@ for line in sys.stdin:
         began = time.perf_counter()
         try:
             with torch.inference_mode():
-                run, how = (
+                run, sampling = (
                     {"kept": kept, "uncut": uncut}.get(command, turns),
-                    GREEDY if command == "greedy" else DRAWN,
+                    GREEDY if command == "greedy" else SAMPLED,
                 )
-                out = run(cache, [*map(int, lengths)] or [prompt], how)
+                out = run(cache, [*map(int, lengths)] or [prompt], sampling)
             if device == "cuda":
                 torch.cuda.synchronize()
             answer = {"seconds": time.perf_counter() - began}

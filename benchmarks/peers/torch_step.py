@@ -30,23 +30,24 @@ tokens = draws.integers(0, policy.config.vocab_size, (rows, length))
 old = draws.normal(-np.log(policy.config.vocab_size), 0.1, (rows, length)).astype(np.float32)
 advantage = draws.normal(size=(rows, 1)).astype(np.float32)
 tokens, old, advantage = (torch.tensor(x, device=device) for x in (tokens, old, advantage))
-own = slice(prompt, None)
+policy_positions = slice(prompt, None)
 
 
 def logps(model):
     # Only positions that predict a policy token go through the head.
     hidden = model.model(tokens, use_cache=False).last_hidden_state[:, prompt - 1 : -1]
     logits = model.lm_head(hidden)
-    return torch.log_softmax(logits, -1).gather(-1, tokens[:, own, None])[..., 0]
+    return torch.log_softmax(logits, -1).gather(-1, tokens[:, policy_positions, None])[..., 0]
 
 
 def step():
     with torch.no_grad():
-        before = logps(reference)
-    now = logps(policy)
-    ratio = torch.exp(now - old[:, own])
+        reference_logps = logps(reference)
+    policy_logps = logps(policy)
+    ratio = torch.exp(policy_logps - old[:, policy_positions])
     clipped = torch.clamp(ratio, 1 - 0.2, 1 + 0.28)
-    kl = torch.exp(before - now) - (before - now) - 1
+    log_ratio = reference_logps - policy_logps
+    kl = torch.exp(log_ratio) - log_ratio - 1
     loss = (0.1 * kl - torch.minimum(ratio * advantage, clipped * advantage)).mean()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)

@@ -24,6 +24,8 @@ from rrl.text.normalize import title_key
 MINIWIKI = "miniwiki"
 SPLIT_PREFERENCE = ("test", "dev", "questions", "train")
 """Splits of a data folder, in order of preference. The default is the first of these that the folder has."""
+_NamedData = tuple[str, list[Question], str, Sequence[Passage]]
+"""Name, questions, name of the corpus, and passages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,18 +65,20 @@ class DatasetConfig:
             )
         if self.split and self.split not in SPLIT_PREFERENCE:
             raise UserError(f"split={self.split!r} is unknown; choose one of {', '.join(SPLIT_PREFERENCE)}")
-        file = self.path != MINIWIKI and not Path(self.path).is_dir()
-        if file and not Path(self.path).is_file():
+        is_file = self.path != MINIWIKI and not Path(self.path).is_dir()
+        if is_file and not Path(self.path).is_file():
             raise UserError(
                 f"path={self.path!r} is not miniwiki, a question file, or a folder of question files; give one of these"
             )
         for field in ("corpus", "truth"):
-            if getattr(self, field) and not file:
+            if getattr(self, field) and not is_file:
                 raise UserError(
-                    f"{field}={getattr(self, field)!r} goes with a question file; path={self.path!r} has its own"
+                    f"{field}={getattr(self, field)!r} applies to a question file only; path={self.path!r} contains its own"
                 )
-        if self.split and file:
-            raise UserError(f"split={self.split!r} goes with a folder; {self.path} is one file of questions")
+        if self.split and is_file:
+            raise UserError(
+                f"split={self.split!r} applies to a folder or the built-in world; {self.path} is one file of questions"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +124,13 @@ def load_dataset(
         return Dataset(name, questions)
     if passages and (missing := _without_gold(questions, passages)):
         log(
-            f"warning: the corpus has none of the gold passages of {missing} questions, by titles or ids: "
-            f"is {corpus} their corpus?"
+            f"warning: for {missing} questions the corpus has no gold passage, by title or id; "
+            f"check that {corpus} is the corpus of these questions"
         )
     if retriever.index:
-        index = retriever.identity()["index"]
-        known = index if isinstance(index, Mapping) else {}
-        return Dataset(name, questions, None, retriever.index, str(known.get("corpus", "")))
+        manifest = retriever.identity()["index"]
+        corpus_sha256 = str(manifest.get("corpus", "")) if isinstance(manifest, Mapping) else ""
+        return Dataset(name, questions, None, retriever.index, corpus_sha256)
     return Dataset(name, questions, None, corpus, fingerprint(passages), passages)
 
 
@@ -152,48 +156,54 @@ def with_retriever(
     return dataclasses.replace(dataset, retriever=search, passages=passages)
 
 
-def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str, Sequence[Passage]]:
-    """Return the name, the questions, the name of the corpus, and its passages if `corpus` is set."""
+def _read(config: DatasetConfig, with_passages: bool) -> _NamedData:
+    """Read the questions, and the passages if `with_passages`."""
     if config.path == MINIWIKI:
-        split = config.split or "test"
-        wiki = generate(split, config.seed, config.worlds * config.world_size, config.worlds)
-        per_kind = -(-config.questions // len(KINDS)) or config.per_kind
-        items = mixed_questions(wiki, per_kind, KINDS, config.seed)
-        name = f"miniwiki {split}, seed {config.seed}"
-        return name, [item.question for item in items][: config.questions or None], name, wiki.passages
+        return _generate_miniwiki(config)
+    if Path(config.path).is_dir():
+        return _read_folder(config, with_passages)
+    return _read_file(config, with_passages)
+
+
+def _generate_miniwiki(config: DatasetConfig) -> _NamedData:
+    split = config.split or "test"
+    wiki = generate(split, config.seed, config.worlds * config.world_size, config.worlds)
+    per_kind = -(-config.questions // len(KINDS)) or config.per_kind
+    items = mixed_questions(wiki, per_kind, KINDS, config.seed)
+    name = f"miniwiki {split}, seed {config.seed}"
+    return name, [item.question for item in items][: config.questions or None], name, wiki.passages
+
+
+def _read_folder(config: DatasetConfig, with_passages: bool) -> _NamedData:
     path = Path(config.path)
-    if path.is_dir():
-        folder = load_folder(path, on_error_for(config.on_error), corpus=corpus)
-        if config.split and config.split not in folder.files:
-            raise UserError(
-                f"data folder {path}: no file of the split {config.split!r}; it has {', '.join(folder.files)}"
-            )
-        chosen = (
-            folder.first_split_with_answers(SPLIT_PREFERENCE)
-            if not config.split
-            else (config.split, folder.questions(config.split))
+    folder = load_folder(path, on_error_for(config.on_error), corpus=with_passages)
+    if config.split and config.split not in folder.files:
+        raise UserError(
+            f"data folder {path}: no file of the split {config.split!r}; it has {', '.join(folder.files)}"
         )
-        if chosen is None:
-            raise UserError(f"data folder {path}: none of its question files has gold answers; give one")
-        split, questions = chosen
-        questions = _draw(questions, config, folder.file(split))
-        return f"{path.name} {split}", questions, path.name, folder.passages
-    questions = _draw(
-        load_questions(path, on_error_for(config.on_error), truth=config.truth or None), config, path
+    chosen = (
+        (config.split, folder.questions(config.split))
+        if config.split
+        else folder.first_split_with_answers(SPLIT_PREFERENCE)
     )
-    if not corpus:
+    if chosen is None:
+        raise UserError(f"data folder {path}: none of its question files has gold answers; give one")
+    split, questions = chosen
+    questions = _draw(questions, config, folder.file(split))
+    return f"{path.name} {split}", questions, path.name, folder.passages
+
+
+def _read_file(config: DatasetConfig, with_passages: bool) -> _NamedData:
+    path, on_error = Path(config.path), on_error_for(config.on_error)
+    questions = _draw(load_questions(path, on_error, truth=config.truth or None), config, path)
+    if not with_passages:
         return path.name, questions, "", []
     if not config.corpus:
         raise UserError(
             f"data.corpus='': {path} is a file of questions and the method searches. Give corpus=FILE (the same file if its "
             "questions contain their passages), retriever.index, or retriever=off"
         )
-    return (
-        path.name,
-        questions,
-        Path(config.corpus).name,
-        load_passages(config.corpus, on_error_for(config.on_error)),
-    )
+    return path.name, questions, Path(config.corpus).name, load_passages(config.corpus, on_error)
 
 
 def _without_gold(questions: Sequence[Question], passages: Sequence[Passage]) -> int:
@@ -208,6 +218,7 @@ def _without_gold(questions: Sequence[Question], passages: Sequence[Passage]) ->
 
 
 def _draw(questions: list[Question], config: DatasetConfig, file: Path) -> list[Question]:
+    """Return `config.questions` random questions, in the order of the file. Raises UserError for a repeated id."""
     _reject_repeated(file, questions)
     if config.questions > len(questions):
         raise UserError(

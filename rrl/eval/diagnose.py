@@ -63,17 +63,22 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
     for (index, _), score in zip(prompts, judge.grade([prompt for _, prompt in prompts]), strict=True):
         sufficiency[index].append(score)
     right = [cover_exact_match(t.answer, t.question.answers) > 0 for t in trajectories]
-    # Keys of `ERROR_ASPECTS`: which judge prompts each trajectory gets if its answer is wrong.
-    names = [("faithful", "reached") if scores[-1] else ("mistaken",) for scores in sufficiency]
-    aspects = [
-        (index, name, ErrorAnalysis(t.question, transcript_of(t, answer), t.answer, name, _last_titles(t)))
+    # A wrong answer is judged by other `ERROR_ASPECTS` if all its searches together suffice than if they do not.
+    aspects = [("faithful", "reached") if scores[-1] else ("mistaken",) for scores in sufficiency]
+    error_prompts = [
+        (
+            index,
+            aspect,
+            ErrorAnalysis(t.question, transcript_of(t, answer), t.answer, aspect, _last_titles(t)),
+        )
         for index, t in enumerate(trajectories)
         if not right[index]
-        for name in names[index]
+        for aspect in aspects[index]
     ]
     by_aspect: list[dict[str, float | None]] = [{} for _ in trajectories]
-    for (index, name, _), score in zip(aspects, judge.grade([prompt for *_, prompt in aspects]), strict=True):
-        by_aspect[index][name] = score
+    error_scores = judge.grade([prompt for *_, prompt in error_prompts])
+    for (index, aspect, _), score in zip(error_prompts, error_scores, strict=True):
+        by_aspect[index][aspect] = score
     return [
         Diagnosis(
             _thinking(scores),
@@ -86,17 +91,25 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
 
 
 def _last_titles(trajectory: Trajectory) -> tuple[str, ...]:
+    """Return the titles that the last search found."""
     searches = shown_searches(trajectory)
     return searches[-1].titles if searches else ()
 
 
 def _thinking(sufficiency: Sequence[float | None]) -> str:
+    """Return one of THINKING. `sufficiency` has a score for the first 0, 1, ..., n searches; None and 0 count as no."""
     if not sufficiency[-1]:
         return UNDER
     return OVER if any(sufficiency[:-1]) else GOOD
 
 
 def _error(sufficient: bool, verdicts: dict[str, float | None]) -> int:
+    """Return the row of ERRORS for a wrong answer, from the judge's scores by aspect.
+
+    Not sufficient: row 0 if the policy took what it found about something else for the answer ("mistaken"), otherwise 1.
+    Sufficient: row 3 if it reached the right answer in its thoughts ("reached"), row 4 if its thoughts agree with the evidence
+    ("faithful"), otherwise 2.
+    """
     if not sufficient:
         return 0 if verdicts["mistaken"] else 1
     if verdicts["reached"]:

@@ -15,7 +15,7 @@ from rrl.errors import UserError
 
 RESAMPLES = 10_000
 _BLOCK = 2_000_000
-"""Numbers drawn at a time, which bounds memory to some tens of MB for any number of questions."""
+"""Random numbers drawn at once. It bounds the memory to some tens of MB, whatever the number of questions."""
 
 Values = Sequence[float] | Float[np.ndarray, "Q"]
 """One value per question, in the same order for both runs of a pair."""

@@ -1,5 +1,9 @@
-"""Judge answers: whether each is correct, and scores of short forms of long answers. Verdicts are saved as they arrive."""
+"""Judge answers: whether each is correct, and scores of the short forms that the judge extracts from long answers.
 
+Verdicts are saved as they arrive. Read `judge_correctness` first.
+"""
+
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +23,18 @@ PROMPTS: Mapping[str, Callable[[Question, str], JudgePrompt]] = {"tiresrag": Cor
 """Judge prompts by name: tiresrag (TIRESRAG-R1, Figure 13) and r2ag (R2AG, Figure A.4)."""
 JUDGE_BATCH = 256
 """Answers that are judged in one batch. A kill loses at most one batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgements:
+    """What a judge found about the answers of an evaluation; empty without a judge."""
+
+    verdicts: Mapping[str, bool | None] = dataclasses.field(default_factory=dict)
+    """Whether the answer to each question, by id, is correct; None if the judge's reply could not be parsed."""
+    short_scores: Mapping[str, AnswerScores | None] = dataclasses.field(default_factory=dict)
+    """Scores of the short form of each answer, by id (`score_short_answers`); empty unless the method has long answers."""
+    file_name: str = ""
+    """Name of the file of the verdicts, by which its time is found in timing.jsonl."""
 
 
 def verdicts_file(folder: Path, identity: Mapping[str, Any], answers: Mapping[str, str]) -> Path:
@@ -74,12 +90,12 @@ def score_short_answers(
     """
 
     def grade(batch: Sequence[Question]) -> list[dict[str, Any]]:
-        plain = {q.id: score_answer(answers[q.id], q.answers, rule) for q in batch}
-        to_judge = [q for q in batch if answers[q.id] and not plain[q.id].em]
+        full = {q.id: score_answer(answers[q.id], q.answers, rule) for q in batch}
+        to_judge = [q for q in batch if answers[q.id] and not full[q.id].em]
         names = AnswerScores._fields
         scores = judge.grade([ShortAnswer(q, answers[q.id], name, rule) for q in to_judge for name in names])
-        by_id = {q.id: scores[at * len(names) : (at + 1) * len(names)] for at, q in enumerate(to_judge)}
-        return [{"id": q.id, **dict(zip(names, by_id.get(q.id, plain[q.id]), strict=True))} for q in batch]
+        judged = {q.id: scores[at * len(names) : (at + 1) * len(names)] for at, q in enumerate(to_judge)}
+        return [{"id": q.id, **dict(zip(names, judged.get(q.id, full[q.id]), strict=True))} for q in batch]
 
     lines = _grade_missing(file, questions, grade, "short answers", AnswerScores._fields)
     values = {
@@ -100,10 +116,10 @@ def _grade_missing(
 ) -> dict[str, dict[str, Any]]:
     """Return a record with `fields` for each question, by id; grade those that `file` lacks and append their records to it."""
     lines = ResultLines(file, [question.id for question in questions])
-    with Progress(len(questions), start=len(lines.done), label=label) as progress:
-        todo = [question for question in questions if question.id not in lines.done]
+    with Progress(len(questions), start=len(lines.ids), label=label) as progress:
+        todo = [question for question in questions if question.id not in lines.ids]
         for at in range(0, len(todo), JUDGE_BATCH):
             for record in grade(todo[at : at + JUDGE_BATCH]):
                 lines.append(record)
-            progress.update(len(lines.done), {})
+            progress.update(len(lines.ids), {})
     return {line["id"]: line for line in read_lines(file, *fields)}

@@ -11,26 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from rrl.config.sections import build
 from rrl.data.questions import Question, with_choices
 from rrl.data.records import OnFault
-from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
-from rrl.data.trajectory_files import searches_as_json
+from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
+from rrl.eval.answer_records import record_of_result, record_of_trajectory
 from rrl.models.weights import folder_hash
 from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.card import make_card
 from rrl.recipes.catalogue import RECIPES, is_recipe, make_recipe
 from rrl.recipes.episodes import find_long_prompts, question_requests, run_requests
-from rrl.recipes.prompted.base import PromptedResult, PromptedSettings
+from rrl.recipes.prompted.base import PromptedSettings
 from rrl.recipes.prompted.catalogue import METHODS, PromptedMethod, make_prompted_method
 from rrl.rewards.reader import ReaderReply
 from rrl.rollout.engine import Engine
 from rrl.text.chat import Prompt, chat_ids
-from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 
 NumberedQuestions = Sequence[tuple[int, Question]]
@@ -70,7 +68,8 @@ class AnsweringMethod(Protocol):
 
     @property
     def judges_short_forms(self) -> bool:
-        """Whether it answers in sentences, and a judge extracts short forms for EM and F1 (R3-RAG, 4.1)."""
+        """Whether it answers in sentences. A judge, if there is one, then extracts the short form of each answer for EM and F1
+        (R3-RAG, 4.1)."""
 
     @property
     def limits(self) -> dict[str, int]:
@@ -183,9 +182,11 @@ class TrainedAgent:
 
     @property
     def name(self) -> str:
-        # Integer fields of the environment are already in `limits`. An empty instruction (of small policies) is left out.
+        # `limits` already has the integer fields of the environment.
         environment = {k: v for k, v in self._recipe_card["environment"].items() if k not in self.limits}
-        changed = {k: _short(v) for k, v in {**self._recipe_card["fields"], **environment}.items() if v != ""}
+        fields = self._recipe_card["fields"] | environment
+        # Empty texts, such as the instruction of a policy too small to follow one, are left out.
+        changed = {name: _shorten(value) for name, value in fields.items() if value != ""}
         return _name_with_options(
             self.recipe_name, changed | ({"reader": self.reader_name} if self.reader_name else {})
         )
@@ -287,7 +288,7 @@ class PromptedAgent:
 
     @property
     def limits(self) -> dict[str, int]:
-        # `method.defaults` has the values in use: the config's option, or else the default.
+        # `self.method` was made with the config's options, so that its `defaults` are the values in use.
         options = {name: value for name, value in self.method.defaults.items() if type(value) is int}
         shown = {"tokens": self.settings.tokens}
         if self.searches:
@@ -330,82 +331,11 @@ class PromptedAgent:
             self.method.completion(settings),
             key,
             numbers=list(by_number),
-            on_finish=lambda number, outcome: on_record(record_of_result(by_number[number], outcome)),
+            on_finish=lambda number, result: on_record(record_of_result(by_number[number], result)),
         )
 
 
-def record_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the record of a finished and scored episode."""
-    roles = trajectory.roles
-    counts = {role: int((roles == role).sum()) for role in (PROMPT, POLICY, ENVIRONMENT)}
-    turns = len(np.unique(trajectory.turns[roles == POLICY]))
-    return _record(
-        trajectory.question,
-        trajectory.answer,
-        trajectory.ended,
-        trajectory.segments,
-        trajectory.searches,
-        turns,
-        counts,
-    )
-
-
-def record_of_result(question: Question, outcome: PromptedResult) -> dict[str, Any]:
-    """Return the record of a prompted method's result.
-
-    In `segments`, prompts after the first have the role of the environment. The token counts count every prompt as prompt.
-    """
-    segments: list[tuple[int, str]] = []
-    for generation in outcome.generations:
-        for role, text in generation.trajectory.segments:
-            segments.append((ENVIRONMENT if role == PROMPT and segments else role, text))
-    searches = [Search.of(turn, query, passages) for turn, (query, passages) in enumerate(outcome.searches)]
-    counts = {PROMPT: outcome.prompt_tokens, POLICY: outcome.sampled_tokens, ENVIRONMENT: 0}
-    turns = len(outcome.generations)
-    return _record(question, outcome.answer, outcome.ended, segments, searches, turns, counts)
-
-
-def _record(
-    question: Question,
-    answer: str,
-    ended: str,
-    segments: Sequence[tuple[int, str]],
-    searches: Sequence[Search],
-    turns: int,
-    tokens: Mapping[int, int],
-) -> dict[str, Any]:
-    """Return a line of results.jsonl, which is a prediction (`rrl.eval.predictions`) and a trajectory (`rrl.data`) in one."""
-    return {
-        "id": question.id,
-        "prediction": answer,
-        "question": dataclasses.asdict(question),
-        "segments": list(segments),
-        "searches": searches_as_json(searches),
-        "answer": answer,
-        "ended": ended,
-        "rewards": {},
-        "metrics": {},
-        "turns": turns,
-        "tokens": tokens[POLICY],
-        "prompt_tokens": tokens[PROMPT],
-        "environment_tokens": tokens[ENVIRONMENT],
-        "answer_rank": _answer_rank(question, searches),
-    }
-
-
-def _answer_rank(question: Question, searches: Sequence[Search]) -> int | None:
-    """Return the rank, from 1 among distinct texts, of the first passage with a gold answer; 0 if no passage has one.
-
-    Returns None if the question has gold passages, which measure retrieval better, or is multiple choice, where answers are
-    letters.
-    """
-    if question.gold or question.gold_ids or question.choices:
-        return None
-    texts = dict.fromkeys(passage.text for search in searches for passage in search.passages)
-    return next((at for at, text in enumerate(texts, 1) if cover_exact_match(text, question.answers)), 0)
-
-
-def _short(value: Any) -> Any:
+def _shorten(value: Any) -> Any:
     """Return a value that fits into a name: long values, such as instructions, are replaced by a hash."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return value if len(text) <= 24 else f"#{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -1,23 +1,19 @@
-"""Read prediction files: a model's answer to each question, in the format of rrl, FlashRAG, HotpotQA, R1-Searcher or others.
+"""Predictions: a model's answer to each question, parsed from a record of rrl, FlashRAG, HotpotQA, R1-Searcher or others.
 
-Read `load_predictions` first.
+Read `Prediction` and `parse_prediction` first; `rrl.eval.prediction_files` reads a file of records.
 """
 
 import dataclasses
-import json
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rrl.data.decoding import BrokenRecord
 from rrl.data.passages import passage_of
 from rrl.data.questions import answer_text
-from rrl.data.records import ExcludedRecord, fields_of, id_field, list_field, question_fields_of, read_records
+from rrl.data.records import ExcludedRecord, fields_of, id_field, list_field, question_fields_of
 from rrl.data.tables import PASSAGE_ID_FIELDS, PREDICTION_NAMES, QUESTION_FIELDS, QUESTION_ID_FIELDS
-from rrl.errors import UserError
 
 PREDICTION_FIELDS = tuple(
     field for name in PREDICTION_NAMES for field in (("output.pred", name) if name == "output" else (name,))
@@ -33,11 +29,6 @@ COUNT_FIELDS = (
     "seconds",
 )
 """Optional numbers of a record that are averaged like metrics. "searches" is another one, given as a number or a list."""
-
-ALLOWED = (
-    "records {id or question, prediction}, optionally with titles, retrieval_result, retrieved_docids or searches, turns, tokens "
-    f"(the prediction under one of {', '.join(PREDICTION_FIELDS)}), or one object {{id: prediction}}"
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,66 +59,11 @@ class Prediction:
     """Number of retrieved passages with neither title nor text; they are left out of `titles` and `ids`."""
 
 
-def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -> list[Prediction]:
-    """Read a prediction file (see `ALLOWED`): JSON lines or one document, optionally gzipped.
+def parse_prediction(place: str, record: Any, field: str = "", judge_field: str = "") -> Prediction:
+    """Return the prediction in a record. `field` and `judge_field`: see `rrl.eval.prediction_files.load_predictions`.
 
-    Args:
-      path: the file.
-      field: name of the prediction in a record, such as "output.pred" for a nested one; "": the first of `PREDICTION_FIELDS`.
-      judge_field: name of a judge's verdict in a record, true or false; "": none.
-
-    Raises UserError, with the line, for a record that cannot be read, has no prediction, has neither id nor question, or has no
-    id while others have one. Raises UserError, with both lines, for a repeated id, or a repeated record if there are no ids.
+    Raises ValueError for a record that cannot be read, or lacks the prediction, the verdict, or both id and question.
     """
-    predictions: list[Prediction] = []
-    first: dict[str, str] = {}
-    for place, record in _records(path):
-        try:
-            prediction = _prediction(place, record, field, judge_field)
-            if predictions and (prediction.id is None) != (predictions[0].id is None):
-                has, lacks = (
-                    (predictions[0], prediction) if prediction.id is None else (prediction, predictions[0])
-                )
-                raise ValueError(f"id: missing at {lacks.place}, while {has.place} has {has.id!r}")
-            key = json.dumps(record, sort_keys=True) if prediction.id is None else prediction.id
-            if key in first:
-                what = "the same record" if prediction.id is None else f"id: {prediction.id!r}"
-                raise ValueError(f"{what} occurs twice, first at {first[key]}")
-            first[key] = place
-        except ValueError as error:
-            raise UserError(f"{path}, {place}: {error}. Allowed: {ALLOWED}.") from error
-        predictions.append(prediction)
-    if not predictions:
-        raise UserError(f"{path}: the file is empty. Allowed: {ALLOWED}.")
-    if empty := sum(prediction.empty_passages for prediction in predictions):
-        logging.getLogger(__name__).warning(
-            "%s: left out %d passages with neither title nor text", path, empty
-        )
-    return predictions
-
-
-def _records(path: str | Path) -> Iterator[tuple[str, Any]]:
-    records = list(read_records(path))
-    if len(records) == 1 and isinstance(records[0][1], dict):
-        answers = _by_id(records[0][1])
-        if answers is not None:
-            yield from (
-                (f"id {name!r}", {"id": name, "prediction": answer}) for name, answer in answers.items()
-            )
-            return
-    yield from records
-
-
-def _by_id(document: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the answers of a document in SQuAD's format, {id: answer}, or in that of HotpotQA and 2Wiki,
-    {"answer": {id: answer}} with supporting facts and evidence; None for a single record."""
-    if isinstance(document.get("answer"), dict) and set(document) <= {"answer", "sp", "evidence"}:
-        return document["answer"]
-    known = {*QUESTION_ID_FIELDS, *QUESTION_FIELDS, *(name.partition(".")[0] for name in PREDICTION_FIELDS)}
-    return None if known & document.keys() else document
-
-
-def _prediction(place: str, record: Any, field: str, judge_field: str) -> Prediction:
     if isinstance(record, BrokenRecord):
         raise ValueError(record.reason)
     fields = question_fields_of(record)
@@ -156,6 +92,7 @@ def _prediction(place: str, record: Any, field: str, judge_field: str) -> Predic
 
 
 def _answers(fields: dict[str, Any], field: str) -> tuple[str, ...]:
+    """Return the answers in `field`, or in the first of `PREDICTION_FIELDS` that the record has."""
     missing = object()
     for name in (field,) if field else PREDICTION_FIELDS:
         value: Any = fields
@@ -197,30 +134,27 @@ def _answer_texts(name: str, value: Any) -> list[str]:
 def _retrieved(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None, int]:
     """Return titles and ids of the retrieved passages, and how many were left out because they have neither title nor text."""
     output = fields.get("output")
-    for name, inside in (
+    for name, container in (
         ("titles", fields),
         ("retrieval_result", fields),
         ("retrieval_result", output),
         ("passages", fields),
     ):
-        if isinstance(inside, dict) and inside.get(name) is not None:
-            entries = list(_entries(list_field(inside, name)))
+        if isinstance(container, dict) and container.get(name) is not None:
+            entries = list(_entries(list_field(container, name)))
             passages = [entry for entry in entries if entry is not None]
             titles = tuple(title for title, _ in passages)
-            return titles, _complete([passage_id for _, passage_id in passages]), len(entries) - len(passages)
+            ids = tuple(passage_id for _, passage_id in passages)
+            return titles, ids if all(ids) else None, len(entries) - len(passages)
     searches = fields.get("searches")
     if isinstance(searches, list):
-        each = [fields_of(search) for search in searches]
-        titles = tuple(t for search in each for t in list_field(search, "titles") if isinstance(t, str))
-        ids = [str(passage_id) for search in each for passage_id in list_field(search, "ids")]
-        return titles, tuple(ids) if len(ids) == len(titles) else None, 0
+        searches = [fields_of(search) for search in searches]
+        titles = tuple(t for search in searches for t in list_field(search, "titles") if isinstance(t, str))
+        ids = tuple(str(passage_id) for search in searches for passage_id in list_field(search, "ids"))
+        return titles, ids if len(ids) == len(titles) else None, 0
     if fields.get("retrieved_docids") is not None:  # BrowseComp-Plus
         return None, tuple(map(str, list_field(fields, "retrieved_docids"))), 0
     return None, None, 0
-
-
-def _complete(ids: list[str]) -> tuple[str, ...] | None:
-    return tuple(ids) if all(ids) else None
 
 
 def _entries(entries: list[Any]) -> Iterator[tuple[str, str] | None]:
@@ -243,9 +177,10 @@ def _entries(entries: list[Any]) -> Iterator[tuple[str, str] | None]:
 
 
 def _verdict(value: Any) -> bool | None:
-    words = {"true": True, "1": True, "yes": True, "correct": True, "false": False, "0": False, "no": False}
-    words |= {"1.0": True, "0.0": False, "wrong": False, "incorrect": False}
-    return words.get(str(value).strip().strip('."').lower())
+    word = str(value).strip().strip('."').lower()
+    if word in ("true", "1", "1.0", "yes", "correct"):
+        return True
+    return False if word in ("false", "0", "0.0", "no", "wrong", "incorrect") else None
 
 
 def _failed_searches(fields: dict[str, Any]) -> int:

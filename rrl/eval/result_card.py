@@ -6,10 +6,7 @@ Two results over different corpora or retrievers belong in one table only with a
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
-import platform
-import subprocess
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,29 +14,27 @@ from typing import Any
 
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
-from rrl.files import CHECKOUT, atomic_stream
-
-PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
+from rrl.files import atomic_stream
 
 BM25_FIELDS = ("k1", "b", "title_weight")
 """Settings of a retriever that only BM25 has."""
 
-SETTING: Mapping[str, tuple[str, ...]] = {
+COMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "corpus": ("corpus_sha256", "passages"),
     "retriever": ("retriever_settings",),
     "passages of a search": ("top_k",),
     "questions": ("questions_sha256", "questions"),
     "normalisation": ("normalization",),
 }
-"""Settings that must be equal in two rows that are compared: name -> the card's fields. Model, method, limits and seed are what
-a comparison varies."""
+"""Settings that are equal in comparable results: name of the setting -> fields of the card. Model, method, limits and seed are
+not among them, because a comparison varies these."""
 
-OPTIONAL_SETTING: Mapping[str, tuple[str, ...]] = {
+OPTIONAL_COMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "judge": ("judge",),
     "gold passages": ("gold_sha256",),
     "numerics": ("compute",),
 }
-"""Settings that must be equal only among the rows that have them."""
+"""Settings that are equal in comparable results, among those that have them: name -> fields of the card."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +79,9 @@ class ResultCard:
     compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Precision and attention backend, which can change greedy decoding if two logits are nearly equal; empty on older cards."""
     commit: str = ""
-    """`commit_here` of the code that answered; several if another commit continued the run."""
+    """`rrl.eval.provenance.current_commit` of the code that answered; several if another commit continued the run."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """`versions_here` when the last question was answered."""
+    """`rrl.eval.provenance.installed_versions` when the last question was answered."""
     command: str = ""
     """The command that reproduces the result."""
 
@@ -121,8 +116,8 @@ class ResultCard:
         return _as_text(judge) if isinstance(judge, dict) else self.judge
 
     @property
-    def _optional_setting(self) -> dict[str, str]:
-        """Values of `OPTIONAL_SETTING`, as text."""
+    def _optional_settings(self) -> dict[str, str]:
+        """Values of `OPTIONAL_COMPARED_FIELDS`, as text."""
         return {
             "judge": self.judge_text,
             "gold passages": self.gold_sha256[:12],
@@ -145,7 +140,7 @@ class ResultCard:
 
     @property
     def setting(self) -> dict[str, str]:
-        """Values of `SETTING`, as text. Two cards are comparable if these are equal."""
+        """Values of `COMPARED_FIELDS`, as text, for tables."""
         size_and_hash = (
             f"{self.passages:,} passages, {self.corpus_sha256[:12]}" if self.corpus_sha256 else UNKNOWN_CORPUS
         )
@@ -196,40 +191,6 @@ def gold_fingerprint(questions: Sequence[Question]) -> str:
     return hashlib.sha256(json.dumps(gold).encode()).hexdigest() if any(titles) or any(ids) else ""
 
 
-def versions_here() -> dict[str, str]:
-    """Return the installed versions of Python, rrl and the packages on which results depend."""
-    versions = {"python": platform.python_version()}
-    for name in ("rrl", *PACKAGES):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
-
-
-def commit_here() -> str:
-    """Return the commit of rrl that is checked out, marked "with changes" if files differ from it; "unknown" outside a clone."""
-    commit = _git("rev-parse", "--short=12", "HEAD")
-    # An installed package may be inside the clone of another project.
-    if not commit or Path(_git("rev-parse", "--show-toplevel")) != CHECKOUT:
-        return "unknown"
-    return commit + (
-        " with changes"
-        if _git("status", "--porcelain", "--untracked-files=no", "rrl", "launch", "configs", "assets")
-        else ""
-    )
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 def save_card(file: str | Path, card: ResultCard) -> None:
     """Write the card as JSON, atomically."""
     with atomic_stream(Path(file)) as stream:
@@ -248,44 +209,40 @@ def card_from_json(fields: Any) -> ResultCard:
     """Return the card of a decoded JSON object. Raises UserError for a missing or unknown field, or a wrong type."""
     if not isinstance(fields, dict):
         raise UserError(f"got {fields!r:.60}, not an object with the fields of a result card")
-    known = {
+    is_required = {
         field.name: field.default is field.default_factory is dataclasses.MISSING
         for field in dataclasses.fields(ResultCard)
     }
-    unknown = [name for name in fields if name not in known]
-    missing = [name for name, required in known.items() if required and name not in fields]
-    if unknown or missing:
-        faults = [f"unknown: {', '.join(unknown)}"] * bool(unknown)
-        faults += [f"missing: {', '.join(missing)}"] * bool(missing)
-        raise UserError(f"{'; '.join(faults)}; the fields are {', '.join(known)}")
+    unknown = [name for name in fields if name not in is_required]
+    missing = [name for name, required in is_required.items() if required and name not in fields]
+    faults = [
+        f"{what}: {', '.join(names)}" for what, names in (("unknown", unknown), ("missing", missing)) if names
+    ]
+    if faults:
+        raise UserError(f"{'; '.join(faults)}; the fields are {', '.join(is_required)}")
     return ResultCard(**fields)
 
 
 def differences(cards: Mapping[str, ResultCard]) -> list[str]:
     """Return a line for each setting in which cards differ, with the value of each card; [] if the cards are comparable.
 
-    `OPTIONAL_SETTING` is compared among the cards that have it. The judge is compared among all cards if some judge extracted the
-    short forms on which EM and F1 are computed.
+    `OPTIONAL_COMPARED_FIELDS` are compared among the cards that have them. The judge is compared among all cards if a judge
+    extracted the short forms on which EM and F1 of some card are computed.
     """
     lines = []
-    shortened = any('"short_answers": true' in card.judge for card in cards.values())
-    for part, fields in {**SETTING, **OPTIONAL_SETTING}.items():
-        groups: dict[str, list[str]] = {}
-        shown: dict[str, str] = {}
+    judge_sets_scores = any('"short_answers": true' in card.judge for card in cards.values())
+    for setting, fields in {**COMPARED_FIELDS, **OPTIONAL_COMPARED_FIELDS}.items():
+        optional = setting in OPTIONAL_COMPARED_FIELDS and not (setting == "judge" and judge_sets_scores)
+        names_by_value: dict[str, list[str]] = {}
+        text_of: dict[str, str] = {}
         for name, card in cards.items():
-            values = [_plain(getattr(card, field)) for field in fields]
-            if part in OPTIONAL_SETTING and not any(values) and not (part == "judge" and shortened):
+            values = [getattr(card, field) for field in fields]
+            if optional and not any(values):
                 continue
-            key = json.dumps(values, sort_keys=True)
-            groups.setdefault(key, []).append(name)
-            shown[key] = {**card.setting, **card._optional_setting}[part]
-        if len(groups) > 1:
-            lines.append(
-                f"{part} differs: "
-                + "; ".join(f"{', '.join(who)}: {shown[key]}" for key, who in groups.items())
-            )
+            key = json.dumps(values, sort_keys=True, default=dict)
+            names_by_value.setdefault(key, []).append(name)
+            text_of[key] = {**card.setting, **card._optional_settings}[setting]
+        if len(names_by_value) > 1:
+            groups = (f"{', '.join(names)}: {text_of[key]}" for key, names in names_by_value.items())
+            lines.append(f"{setting} differs: {'; '.join(groups)}")
     return lines
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value

@@ -2,9 +2,9 @@
 
 import json
 import numbers
-import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rrl.errors import UserError
@@ -12,7 +12,7 @@ from rrl.files import append_bytes, atomic_stream, read_json_lines, saving
 
 _REMEDY = "remove that line and run the command that wrote the file again"
 _TYPE_NAMES: Mapping[type, str] = {numbers.Real: "a number", str: "a text", dict: "an object"}
-_NO_KINDS: Mapping[str, type] = types.MappingProxyType({})
+_NO_TYPES: Mapping[str, type] = MappingProxyType({})
 
 
 class ResultLines:
@@ -28,51 +28,53 @@ class ResultLines:
         with saving(path):
             drop_partial_line(path)
             path.touch()
-        self.done = _ids(path, set(allowed))
+        self.ids = _ids(path, set(allowed))
+        """Ids of the records in the file."""
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line. Raises SaveError, also if the file was deleted meanwhile."""
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         with saving(self.path):
             append_bytes(self.path, line)
-        self.done.add(record["id"])
+        self.ids.add(record["id"])
 
 
 def drop_partial_line(path: Path) -> None:
     """Drop an incomplete last line from a file, if the file exists."""
     if not path.exists():
         return
-    whole, newline, cut = path.read_bytes().rpartition(b"\n")
-    if cut:
+    complete, newline, partial = path.read_bytes().rpartition(b"\n")
+    if partial:
         with atomic_stream(path) as stream:
-            stream.write(whole + newline)
+            stream.write(complete + newline)
 
 
 def _ids(path: Path, allowed: set[str]) -> set[str]:
+    """Return the ids in a file. Raises UserError, with the line, for one that is missing, repeated or not `allowed`."""
     first: dict[str, int] = {}
     remedy = "remove that line, and its question is answered again"
     for number, record in read_json_lines(path, remedy):
         if "id" not in record:
             raise UserError(f"{path}, line {number}: the record has no id; {remedy}")
-        identity = record["id"]
-        if not isinstance(identity, str) or identity not in allowed:
+        record_id = record["id"]
+        if not isinstance(record_id, str) or record_id not in allowed:
             raise UserError(
-                f"{path}, line {number}: the id {identity!r} belongs to no question of this evaluation; remove that line, or "
+                f"{path}, line {number}: the id {record_id!r} belongs to no question of this evaluation; remove that line, or "
                 "give another --workdir"
             )
-        if identity in first:
+        if record_id in first:
             raise UserError(
-                f"{path}, line {number}: the id {identity!r} occurs twice, first on line {first[identity]}; remove one of them"
+                f"{path}, line {number}: the id {record_id!r} occurs twice, first on line {first[record_id]}; remove one of them"
             )
-        first[identity] = number
+        first[record_id] = number
     return set(first)
 
 
-def read_lines(path: Path, *fields: str, kinds: Mapping[str, type] = _NO_KINDS) -> list[dict[str, Any]]:
+def read_lines(path: Path, *fields: str, types: Mapping[str, type] = _NO_TYPES) -> list[dict[str, Any]]:
     """Return the records of a JSON-lines file; [] if it does not exist.
 
     Raises UserError, with the line, for one that is not a JSON object, lacks one of `fields`, or has a value of another type than
-    in `kinds` (one of the types in `_TYPE_NAMES`).
+    in `types`, which maps fields to types in `_TYPE_NAMES`.
     """
     if not path.exists():
         return []
@@ -80,10 +82,10 @@ def read_lines(path: Path, *fields: str, kinds: Mapping[str, type] = _NO_KINDS) 
     for number, record in read_json_lines(path, _REMEDY):
         if missing := [field for field in fields if field not in record]:
             raise UserError(f"{path}, line {number}: there is no {missing[0]!r}; {_REMEDY}")
-        for name in record.keys() & kinds.keys():
-            if not isinstance(record[name], kinds[name]):
+        for name in record.keys() & types.keys():
+            if not isinstance(record[name], types[name]):
                 raise UserError(
-                    f"{path}, line {number}: {name}={record[name]!r} must be {_TYPE_NAMES[kinds[name]]}; {_REMEDY}"
+                    f"{path}, line {number}: {name}={record[name]!r} must be {_TYPE_NAMES[types[name]]}; {_REMEDY}"
                 )
         records.append(record)
     return records

@@ -18,9 +18,9 @@ GROUPS: Mapping[str, Callable[[Question], str]] = {
         f"{question.hops} hops" if question.hops else f"{len(question.gold or question.gold_ids)} gold"
     ),
 }
-"""Ways to group questions: by kind, or by number of hops (of gold passages, if the file has no hops)."""
+"""Groups of questions: by kind, or by number of hops (by number of gold passages if the file has no hops)."""
 METRICS = {"recall": "recall", "full_recall": "full", "hits": "hit", "mrr": "MRR", "map": "mAP"}
-"""Names in `GoldHits.metrics`, and in the head of the table."""
+"""Name of a metric in `GoldHits.metrics` -> its heading in the table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,9 @@ class RetrievalReport:
     """Means over the questions of a file, and over groups of them."""
 
     cuts: tuple[int, ...]
+    """Ranks k at which metrics are computed."""
     by: str
-    """"gold ids" or "gold titles"; "answers in title and text" if no question has gold passages."""
+    """How hits are recognised: "gold ids" or "gold titles"; "answers in title and text" if no question has gold passages."""
     left_out: int
     """Number of questions left out because they have no gold passages while others do."""
     warning: str
@@ -87,32 +88,32 @@ def retrieval_report(
     if not measured:
         raise UserError("no question has gold ids, gold titles or answers to look for: give another file")
     measured = [q for q in measured if q.gold or q.gold_ids] or measured
-    found = retriever.search([question.text for question in measured], cuts[-1])
-    passages = itertools.chain((hit.passage for hits in found for hit in hits), retriever.passages)
+    results = retriever.search([question.text for question in measured], cuts[-1])
+    passages = itertools.chain((hit.passage for result in results for hit in result), retriever.passages)
     key, warning = gold_key(measured, ((passage.id, passage.title) for passage in passages))
     if key == IDS and warning:
         raise UserError(
             f"{warning} The questions have no gold titles either; build the index from the corpus of these ids"
         )
     if key:
-        pairs = [(q, hits) for q, hits in zip(measured, found, strict=True) if gold_of(q, key)]
-        measured, found = [question for question, _ in pairs], [hits for _, hits in pairs]
-        hits = hits_by_key(
-            key, _names(found, "id"), _names(found, "title"), measured, repeats_take_ranks=True
-        )
+        pairs = [(q, result) for q, result in zip(measured, results, strict=True) if gold_of(q, key)]
+        measured, results = [question for question, _ in pairs], [result for _, result in pairs]
+        ids, titles = _passage_fields(results, "id"), _passage_fields(results, "title")
+        hits = hits_by_key(key, ids, titles, measured, repeats_take_ranks=True)
     else:
-        texts = [[f"{hit.passage.title} {hit.passage.text}" for hit in hits] for hits in found]
+        texts = [[f"{hit.passage.title} {hit.passage.text}" for hit in result] for result in results]
         hits = hits_by_answer(texts, [question.answers for question in measured], RULES["flashrag"])
-    names = np.array([GROUPS[by](question) for question in measured]) if by else np.array([], str)
-    masks = {"all": np.ones(len(measured), bool)} | {str(n): names == n for n in sorted(set(names.tolist()))}
+    labels = np.array([GROUPS[by](question) for question in measured]) if by else np.array([], str)
+    masks = {"all": np.ones(len(measured), bool)}
+    masks |= {label: labels == label for label in sorted(set(labels.tolist()))}
     groups = {name: _means(hits, cuts, mask) for name, mask in masks.items()}
     by_label = key or "answers in title and text"
     return RetrievalReport(cuts, by_label, len(questions) - len(measured), warning, groups)
 
 
-def _names(found: Sequence[Sequence[Hit]], field: str) -> list[list[str]]:
-    """Return the ids or titles of the hits."""
-    return [[getattr(hit.passage, field) for hit in hits] for hits in found]
+def _passage_fields(results: Sequence[Sequence[Hit]], field: str) -> list[list[str]]:
+    """Return a field of the passages that each search found: "id" or "title"."""
+    return [[getattr(hit.passage, field) for hit in result] for result in results]
 
 
 def _means(hits: GoldHits, cuts: Sequence[int], mask: np.ndarray) -> dict[str, float]:

@@ -108,7 +108,7 @@ class EvaluationSettings:
     judge: JudgeSettings | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "EvaluationSettings":
+    def parse(cls, config: Mapping[str, Any]) -> "EvaluationSettings":
         """Check a config (see configs/eval.py) and that its folders exist. Nothing is loaded yet. Raises UserError."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         names = ("name", "policy", "reader", "method", "recipe", "prompted")

@@ -20,11 +20,11 @@ class SingleStepComparison:
 
     kinds: tuple[str, ...]
     """Kind of each question."""
-    steps: GoldHits
+    step_wise: GoldHits
     """Hits of the policy's searches."""
-    single: GoldHits
+    single_same_k: GoldHits
     """Hits of the question as the only query, with as many passages as the policy retrieved for that question."""
-    fixed: GoldHits
+    single_mean_k: GoldHits
     """Hits of the question as the only query, with `k` passages for every question."""
     k: int
     """Mean number of passages that the policy retrieved per question, rounded up."""
@@ -32,7 +32,7 @@ class SingleStepComparison:
     @property
     def gain(self) -> PairedComparison:
         """Recall of the policy's searches less that of the single query, with the same number of passages for each question."""
-        return compare(self.single.recall(), self.steps.recall())
+        return compare(self.single_same_k.recall(), self.step_wise.recall())
 
 
 def compare_single_step(trajectories: Sequence[Trajectory], retriever: Retriever) -> SingleStepComparison:
@@ -40,26 +40,28 @@ def compare_single_step(trajectories: Sequence[Trajectory], retriever: Retriever
 
     K counts distinct passages. Raises UserError if no question has gold passages.
     """
-    known = [t for t in trajectories if t.question.gold]
-    if not known:
+    with_gold = [t for t in trajectories if t.question.gold]
+    if not with_gold:
         raise UserError(
             f"none of the questions of {len(trajectories)} trajectories has gold passages: give data with supporting facts"
         )
-    gold = [t.question.gold for t in known]
-    steps = gold_hits([[title for search in t.searches for title in search.titles] for t in known], gold)
-    k = max(1, math.ceil(steps.retrieved.mean()))
-    max_retrieved = max(k, int(steps.retrieved.max()))
+    gold = [t.question.gold for t in with_gold]
+    step_wise = gold_hits(
+        [[title for search in t.searches for title in search.titles] for t in with_gold], gold
+    )
+    k = max(1, math.ceil(step_wise.retrieved.mean()))
+    max_retrieved = max(k, int(step_wise.retrieved.max()))
     # Search twice as many, because only the first of several passages with the same title counts.
     ranked = [
         list(dict.fromkeys(hit.passage.title for hit in hits))
-        for hits in retriever.search([t.question.text for t in known], 2 * max_retrieved)
+        for hits in retriever.search([t.question.text for t in with_gold], 2 * max_retrieved)
     ]
-    same_k = [titles[:count] for titles, count in zip(ranked, steps.retrieved.tolist(), strict=True)]
+    same_k = [titles[:count] for titles, count in zip(ranked, step_wise.retrieved.tolist(), strict=True)]
     return SingleStepComparison(
-        kinds=tuple(t.question.kind for t in known),
-        steps=steps,
-        single=gold_hits(same_k, gold),
-        fixed=gold_hits([titles[:k] for titles in ranked], gold),
+        kinds=tuple(t.question.kind for t in with_gold),
+        step_wise=step_wise,
+        single_same_k=gold_hits(same_k, gold),
+        single_mean_k=gold_hits([titles[:k] for titles in ranked], gold),
         k=k,
     )
 
@@ -74,11 +76,11 @@ def as_text(comparison: SingleStepComparison) -> str:
         chosen = np.ones(len(kinds), bool) if kind is None else kinds == kind
         numbers = [
             f"{100 * values[chosen].mean():.1f}"
-            for hits in (comparison.steps, comparison.single, comparison.fixed)
+            for hits in (comparison.step_wise, comparison.single_same_k, comparison.single_mean_k)
             for values in (hits.recall(), hits.full_recall())
         ]
         name = "all" if kind is None else kind.replace("_", " ")
-        rows.append((name, f"{comparison.steps.retrieved[chosen].mean():.2f}", *numbers))
+        rows.append((name, f"{comparison.step_wise.retrieved[chosen].mean():.2f}", *numbers))
     gain = comparison.gain
     return "\n".join(
         [

@@ -5,18 +5,20 @@ import numbers
 from pathlib import Path
 from typing import Any
 
-from rrl.eval.comparison import STAGES
-from rrl.eval.result_card import versions_here
+from rrl.eval.provenance import installed_versions
 from rrl.eval.results import drop_partial_line, read_lines
 from rrl.files import saving
 
 FILE = "timing.jsonl"
-_KINDS: dict[str, type] = {
+STAGES = ("answer", "search", "read", "judge")
+"""Stages of an evaluation whose seconds are measured: the rollout, its searches, the reader model, and the judge."""
+_FIELD_TYPES: dict[str, type] = {
     "commit": str,
     "judged": str,
     "versions": dict,
     **dict.fromkeys(("questions", *STAGES), numbers.Real),
 }
+"""Type of each field of a line. "judged" is the name of the judge's file of verdicts."""
 
 
 def append_timing(
@@ -33,7 +35,7 @@ def append_timing(
 
     Raises SaveError.
     """
-    named = {"judged": verdicts_name, "commit": commit, "versions": versions_here() if commit else {}}
+    named = {"judged": verdicts_name, "commit": commit, "versions": installed_versions() if commit else {}}
     line = {"questions": questions} | {name: value for name, value in named.items() if value} | seconds
     with saving(workdir / FILE):
         drop_partial_line(workdir / FILE)
@@ -43,10 +45,10 @@ def append_timing(
 
 def read_timing(workdir: Path) -> list[dict[str, Any]]:
     """Return the lines. Raises UserError, with the line, for one that `append_timing` did not write."""
-    return read_lines(workdir / FILE, "questions", kinds=_KINDS)
+    return read_lines(workdir / FILE, "questions", types=_FIELD_TYPES)
 
 
-def latency(workdir: Path, verdicts_name: str = "") -> dict[str, float]:
+def seconds_per_question(workdir: Path, verdicts_name: str = "") -> dict[str, float]:
     """Return seconds per question by stage: the time of all complete batches, divided by their number of questions.
 
     The engine answers many questions at a time, so this is not the time that one question takes.

@@ -99,7 +99,7 @@ class Agent:
         config = EngineConfig(
             rows=rows,
             context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_positions),
-            wake_threshold=min(rows, 16),  # 16 is the default of `EngineConfig`
+            wake_threshold=min(rows, 16),  # `rows` slots never reach a larger threshold
             top_k=top_k or card.top_k,
         )
         check_tags(recipe, tokenizer)
@@ -141,7 +141,7 @@ class Agent:
         return self.ask_all([question], sample)[0]
 
     def ask_all(self, questions: Sequence[str | Question], sample: int = 0) -> list[DisplayedTrajectory]:
-        """Answer several questions, `rows` at a time. Each trajectory equals that of `ask`."""
+        """Answer several questions, `rows` at a time. The trajectories are the same as those of single calls of `ask`."""
         return self._run(questions, sample, self.recipe.environment)
 
     def stream(self, question: str | Question, sample: int = 0) -> Iterator[Event]:
@@ -188,17 +188,17 @@ class Agent:
         ]
 
     def _score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Score questions with gold answers; for the others only extract answer and evidence."""
-        without_gold = {id(t): t.question for t in trajectories if not t.question.answers}
-        for trajectory in trajectories:
-            if id(trajectory) in without_gold:
-                # A recipe needs some gold answer; these scores are discarded below.
-                trajectory.question = dataclasses.replace(trajectory.question, answers=("",))
+        """Score trajectories whose questions have gold answers. For the others only extract answer and evidence.
+
+        A recipe needs some gold answer to score. The others therefore get an empty one, and their scores are discarded.
+        """
+        without_gold = [(t, t.question) for t in trajectories if not t.question.answers]
+        for trajectory, question in without_gold:
+            trajectory.question = dataclasses.replace(question, answers=("",))
         self.recipe.score(trajectories, ScoringContext(reader=self.reader.answers if self.reader else None))
-        for trajectory in trajectories:
-            if id(trajectory) in without_gold:
-                trajectory.question = without_gold[id(trajectory)]
-                trajectory.rewards, trajectory.metrics = {}, {}
+        for trajectory, question in without_gold:
+            trajectory.question = question
+            trajectory.rewards, trajectory.metrics = {}, {}
 
 
 def _retriever(

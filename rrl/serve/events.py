@@ -16,8 +16,8 @@ class Event(NamedTuple):
     """One event of an episode."""
 
     kind: str
-    """"reasoning", "search", "observation", "evidence", "answer", "message" (a correction by the
-    environment) or "end"."""
+    """"reasoning", "search", "observation", "evidence", "answer", "end", or "message": a text of the environment that is no
+    observation, such as the correction of a malformed turn."""
     text: str
     """The text of the segment; for "end" the reason why the episode ended."""
     titles: tuple[str, ...] = ()
@@ -68,5 +68,5 @@ class ObservedEnvironment:
         return action
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
-        """Replace a message that does not fit, like the wrapped environment. Its event already held the full text."""
+        """Replace a message that does not fit, like the wrapped environment. No event: that of the full message was emitted."""
         return self._inner.overflow(episode, message, room)

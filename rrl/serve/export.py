@@ -37,8 +37,8 @@ from rrl.train import learner
 
 _MODEL_FOLDERS = (MODEL_FILES, "policy", "model")
 """Folders of a workdir that may hold the model's files. Workdirs of older versions have no `model_files/`."""
-_REWRITTEN_FILES = re.compile(r"start\.json|config\.json|generation_config\.json|model.*\.safetensors.*|\..*")
-"""Files that are not copied, since the export writes them itself."""
+_NOT_COPIED = re.compile(r"start\.json|config\.json|generation_config\.json|model.*\.safetensors.*|\..*")
+"""Files that are not copied from the model's folder: the export writes its own, or they belong to the run only."""
 _UNITS = {"MB": 10**6, "GB": 10**9}
 
 
@@ -53,7 +53,7 @@ def export(
 ) -> str:
     """Write a checkpoint as a folder for transformers, vLLM and rrl's own `policy=`.
 
-    The workdir is only read. The folder appears under its name when it is complete.
+    The workdir is only read. The folder is written under a temporary name and renamed when it is complete.
 
     Args:
       workdir: of launch/train.py or launch/sft.py; the run may still be active.
@@ -101,14 +101,14 @@ def export(
 def _write(
     out: pathlib.Path, decoder: Decoder, model_folder: pathlib.Path, dtype: str, shard_size: int
 ) -> None:
-    """Write a folder that appears under its name when it is complete."""
+    """Write the folder under a temporary name, and rename it when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         save_decoder(partial, decoder, dtype=dtype, shard_size=shard_size)
         for file in model_folder.iterdir():
-            if file.is_file() and not _REWRITTEN_FILES.fullmatch(file.name):
+            if file.is_file() and not _NOT_COPIED.fullmatch(file.name):
                 shutil.copyfile(file, partial / file.name)
         os.replace(partial, out)
     finally:
@@ -137,7 +137,7 @@ def _read_decoder(
     workdir: pathlib.Path, step: int, model_folder: pathlib.Path, start: str | pathlib.Path | None
 ) -> Decoder:
     """Return the model of a checkpoint, sharded over the devices of this process."""
-    settings, run = read_config(workdir), read_identity(workdir)
+    settings, identity = read_config(workdir), read_identity(workdir)
     if "optim" not in settings:
         raise UserError(f"{workdir / CONFIG_FILE} has no section optim; give the workdir of a training run")
     if "average_last" in settings:  # a field of reinforcement learning only
@@ -145,22 +145,22 @@ def _read_decoder(
     else:
         params_path = sft.learned_params_path(settings, saved_metadata(workdir, step))
     mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
-    frozen, lora = _frozen_and_lora(workdir, settings["optim"], run.get("lora", {}))
+    frozen, lora = _frozen_and_lora(workdir, settings["optim"], identity.get("lora", {}))
     if frozen or lora.rank:
         decoder = load_decoder(_start_folder(workdir, model_folder, start), mesh=mesh)
         add_lora(decoder, lora, rngs=nnx.Rngs(0))
     else:
         config = read_decoder_config(model_folder)
         decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    graph, trained, fixed = split_trained(decoder, frozen)
-    places = shardings(trained, mesh)
+    graph, trained, untrained = split_trained(decoder, frozen)
+    sharding_of = shardings(trained, mesh)
     template = nnx.from_flat_state(
         {
-            path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]))
+            path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of[path]))
             for path, leaf in nnx.to_flat_state(trained)
         }
     )
-    return nnx.merge(graph, read_part(workdir, step, params_path, template), fixed)
+    return nnx.merge(graph, read_part(workdir, step, params_path, template), untrained)
 
 
 def _frozen_and_lora(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, ...], LoraConfig]:
@@ -183,9 +183,9 @@ def _frozen_and_lora(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tupl
 
 
 def _start_folder(
-    workdir: pathlib.Path, model_folder: pathlib.Path, moved: str | pathlib.Path | None
+    workdir: pathlib.Path, model_folder: pathlib.Path, new_path: str | pathlib.Path | None
 ) -> pathlib.Path:
-    """Return the folder that a run started from. Raises UserError if its weights have changed."""
+    """Return the folder that a run started from, `new_path` if it was moved. Raises UserError if its weights have changed."""
     if not (model_folder / START_FILE).is_file():
         raise UserError(
             f"workdir {os.fspath(workdir)}: the run froze parameters that were randomly initialised. Its checkpoints do not "
@@ -194,7 +194,7 @@ def _start_folder(
     expected = read_json(
         model_folder / START_FILE, "the file that names the folder from which the run started"
     )
-    folder = shipped(moved or expected["folder"])
+    folder = shipped(new_path or expected["folder"])
     sha256 = folder_hash(folder) if (folder / CONFIG_FILE).is_file() else "none"
     if sha256 != expected["sha256"]:
         raise UserError(

@@ -15,7 +15,9 @@ import numpy as np
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.eval.comparison import EvaluationRun, Table, comparability_notes, shared_settings, tables
+from rrl.eval.comparison import comparability_notes, shared_settings
+from rrl.eval.comparison_tables import Table, tables
+from rrl.eval.evaluation_run import EvaluationRun
 from rrl.report.article import article, correctness, in_words
 
 QUESTIONS_SHOWN = 60

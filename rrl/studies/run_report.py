@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrl.errors import UserError
-from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, comparison_rows, load_runs
+from rrl.eval.comparison import as_csv, comparison_rows
+from rrl.eval.comparison_tables import as_markdown
+from rrl.eval.evaluation_run import EvaluationRun, load_runs
 from rrl.files import atomic_stream, saving
 from rrl.report.curves import plot_spread
 from rrl.studies.report_html import QUESTIONS_SHOWN, report_page

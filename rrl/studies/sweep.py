@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, comparison_rows, load_runs
+from rrl.eval.comparison import as_csv, comparison_rows
+from rrl.eval.comparison_tables import as_markdown
+from rrl.eval.evaluation_run import EvaluationRun, load_runs
 from rrl.files import atomic_stream, saving
 from rrl.report.figures import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from rrl.data.questions import Question, save_questions
 from rrl.data.trajectory import Search
-from rrl.eval.evaluate import scores_of
-from rrl.eval.methods import record_of_trajectory
-from rrl.eval.result_card import ResultCard, questions_fingerprint, versions_here
-from rrl.eval.scoring import report, write_report
+from rrl.eval.answer_records import record_of_trajectory
+from rrl.eval.evaluation_report import scores_of
+from rrl.eval.judging import Judgements
+from rrl.eval.provenance import installed_versions
+from rrl.eval.result_card import ResultCard, questions_fingerprint
+from rrl.eval.score_report import report, write_report
 from tests.eval.fakes import fake
 
 QUESTIONS = [
@@ -50,10 +52,10 @@ def finished(folder: Path, answers: Mapping[str, str], **card: object) -> Path:
         model="models/x",
         model_sha256="d" * 64,
         normalization="squad",
-        versions=versions_here(),
+        versions=installed_versions(),
         command="python launch/eval.py",
     )
-    scores = scores_of(folder, QUESTIONS, "squad", {}, {})
+    scores = scores_of(folder, QUESTIONS, "squad", Judgements())
     found = report(scores) | {
         "tags": [["search", "search"], [["<answer>", "</answer>"], "answer"]],
         "seconds": {"answer": 0.5},

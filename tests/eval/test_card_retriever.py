@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from rrl.data.passages import Passage
-from rrl.eval.evaluate import _retriever_for_card
 from rrl.eval.result_card import differences
+from rrl.eval.run_identity import _retriever_for_card
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.build import build_index
 from rrl.runs.retriever import RetrieverConfig

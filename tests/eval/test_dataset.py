@@ -79,7 +79,7 @@ def test_multiple_choice_mixed_with_free_answers_is_rejected(tmp_path: Path) -> 
             {},
             "is a file of questions and the method searches. Give corpus=FILE",
         ),
-        ([{"question": "?", "answer": "x"}], {"split": "dev"}, "split='dev' goes with a folder"),
+        ([{"question": "?", "answer": "x"}], {"split": "dev"}, "split='dev' applies to a folder"),
     ],
 )
 def test_errors_name_the_wrong_file(tmp_path: Path, lines: list, fields: dict, words: str) -> None:
@@ -94,7 +94,7 @@ def test_errors_name_the_wrong_file(tmp_path: Path, lines: list, fields: dict, w
     [
         ({"path": "/none"}, "path='/none' is not miniwiki, a question file"),
         ({"split": "train"}, "split='train' is not a split of the built-in world; choose one of dev, test"),
-        ({"corpus": "x"}, "corpus='x' goes with a question file"),
+        ({"corpus": "x"}, "corpus='x' applies to a question file"),
         ({"questions": -1}, "questions=-1 must be at least 0"),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_corpus_without_the_gold_passages_logs_a_warning(tmp_path: Path) -> No
         DatasetConfig(path=str(file), corpus=str(tmp_path / "wiki.jsonl")), BM25, log=messages.append
     )
     (warning,) = [line for line in messages if "warning" in line]
-    assert warning.startswith("warning: the corpus has none of the gold passages of 1 questions")
+    assert warning.startswith("warning: for 1 questions the corpus has no gold passage")
 
 
 def test_a_split_without_gold_answers_is_not_the_default(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval import evaluate
-from rrl.eval.comparison import comparison_rows, cost_table, load_run
+from rrl.eval import evaluate, run_identity
+from rrl.eval.comparison import comparison_rows
+from rrl.eval.comparison_tables import cost_table
 from rrl.eval.dataset import Dataset
+from rrl.eval.evaluation_run import load_run
 from rrl.eval.results import ResultLines, read_lines
 from rrl.eval.settings import EvaluationSettings
 from rrl.files import SaveError, exclusive_lock
@@ -93,7 +95,7 @@ def test_a_run_records_its_setting_and_can_be_judged_later_without_answering_aga
     assert card.compute == {"dtype": "float32", "attention": "auto"} and len(card.gold_sha256) == 64
 
     monkeypatch.setattr(evaluate, "answer_questions", lambda *_: None)
-    monkeypatch.setattr(evaluate, "commit_here", lambda: "a later one")
+    monkeypatch.setattr(run_identity, "current_commit", lambda: "a later one")
     evaluate.run(config("method=rsearch,questions=10,judge=oracle,normalization=triviaqa"), tmp_path)
     judged = load_run(tmp_path)
     assert judged.card.commit == card.commit != "a later one"  # the commit of the code that answered
@@ -252,7 +254,7 @@ def test_a_service_of_the_built_in_world_needs_no_encoder_to_be_left_out() -> No
 
 @pytest.mark.parametrize("name", [*RECIPES, *METHODS])
 def test_every_recipe_and_method_has_valid_settings(name: str) -> None:
-    settings = EvaluationSettings.of(config(f"method={name}"))
+    settings = EvaluationSettings.parse(config(f"method={name}"))
     assert json.loads(json.dumps(settings.method.identity)) and settings.method.limits
     assert settings.method.name == name and settings.searches == (name not in ("direct", "cot"))
 
@@ -270,11 +272,11 @@ def test_r3rag_has_the_papers_limits_on_real_questions() -> None:
 
 def test_gold_passages_are_part_of_the_identity_of_an_evaluation() -> None:
     """R2AG's trees and the diagnosis use the gold passages, so they matter even for the same questions."""
-    settings = EvaluationSettings.of(config("method=rsearch"))
+    settings = EvaluationSettings.parse(config("method=rsearch"))
     data = Dataset("four", QUESTIONS, corpus_sha256="c" * 64)
     moved = [dataclasses.replace(question, gold=("Rome",)) for question in QUESTIONS]
     other = dataclasses.replace(data, questions=moved)
-    one, two = (evaluate.identity_of(settings, some) for some in (data, other))
+    one, two = (run_identity.identity_of(settings, some) for some in (data, other))
     assert [name for name in one if one[name] != two[name]] == ["gold"]
 
 

@@ -13,8 +13,9 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
-from rrl.eval.methods import TimedReader, make_answering_method, record_of_result, record_of_trajectory
-from rrl.eval.predictions import load_predictions
+from rrl.eval.answer_records import record_of_result, record_of_trajectory
+from rrl.eval.methods import TimedReader, make_answering_method
+from rrl.eval.prediction_files import load_predictions
 from rrl.rewards.reader import ReaderReply
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine

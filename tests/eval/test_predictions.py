@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.predictions import load_predictions
+from rrl.eval.prediction_files import load_predictions
 
 
 def written(folder: Path, *records: object) -> Path:

@@ -3,23 +3,21 @@
 import dataclasses
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
+from rrl.eval.provenance import installed_versions
 from rrl.eval.result_card import (
     ResultCard,
     card_from_json,
-    commit_here,
     differences,
     gold_fingerprint,
     load_card,
     questions_fingerprint,
     save_card,
-    versions_here,
 )
 
 CARD = ResultCard(
@@ -38,7 +36,7 @@ CARD = ResultCard(
     normalization="squad",
     gold_sha256="1" * 64,
     compute={"dtype": "float32"},
-    versions=versions_here(),
+    versions=installed_versions(),
     command="python launch/eval.py",
 )
 CLOSED = dataclasses.replace(
@@ -145,18 +143,6 @@ def test_the_fingerprint_of_questions_depends_on_texts_answers_and_choices() -> 
     assert questions_fingerprint([one]) != questions_fingerprint([dataclasses.replace(one, answers=("z",))])
     choosing = [dataclasses.replace(one, choices=choices) for choices in ((), ("x", "y"), ("y", "x"))]
     assert len({questions_fingerprint([each]) for each in choosing}) == 3
-
-
-def test_the_commit_is_that_of_rrl_in_any_current_folder(tmp_path, monkeypatch) -> None:
-    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", "-C", str(tmp_path), *who, *command], check=True)
-    here = commit_here()
-    monkeypatch.chdir(tmp_path)
-    assert commit_here() == here
-    monkeypatch.setattr("rrl.eval.result_card.CHECKOUT", tmp_path / "site-packages")
-    (tmp_path / "site-packages").mkdir()
-    assert commit_here() == "unknown"
 
 
 def test_the_gold_fingerprint_depends_on_gold_ids():

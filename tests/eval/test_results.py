@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.evaluate import with_short_forms
+from rrl.eval.evaluation_report import with_short_forms
 from rrl.eval.judging import judge_correctness, score_short_answers, verdicts_file
 from rrl.eval.predictions import Prediction
 from rrl.eval.results import ResultLines, read_lines
@@ -29,9 +29,9 @@ def test_an_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     for cut in range(len(whole) + 1):
         file.write_bytes(whole[:cut])
         lines = ResultLines(file, "abc")
-        assert lines.done == set("ab"[: whole[:cut].count(b"\n")])
+        assert lines.ids == set("ab"[: whole[:cut].count(b"\n")])
         lines.append({"id": "c"})
-        assert [line["id"] for line in read_lines(file)] == [*sorted(lines.done - {"c"}), "c"]
+        assert [line["id"] for line in read_lines(file)] == [*sorted(lines.ids - {"c"}), "c"]
     assert read_lines(tmp_path / "none") == []
 
 

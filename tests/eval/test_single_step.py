@@ -36,11 +36,11 @@ SOME = [
 def test_both_methods_retrieve_the_same_number_of_passages():
     shelf = Shelf()
     comparison = compare_single_step(SOME, shelf)
-    assert comparison.steps.retrieved.tolist() == [2, 4, 1] and comparison.k == 3  # 7 / 3, rounded up
-    assert comparison.steps.recall().tolist() == [1, 0.5, 1]
-    assert comparison.single.retrieved.tolist() == [2, 4, 1]  # distinct passages
-    assert comparison.single.recall().tolist() == [0.5, 1, 0]
-    assert comparison.fixed.recall().tolist() == [1, 1, 0]
+    assert comparison.step_wise.retrieved.tolist() == [2, 4, 1] and comparison.k == 3  # 7 / 3, rounded up
+    assert comparison.step_wise.recall().tolist() == [1, 0.5, 1]
+    assert comparison.single_same_k.retrieved.tolist() == [2, 4, 1]  # distinct passages
+    assert comparison.single_same_k.recall().tolist() == [0.5, 1, 0]
+    assert comparison.single_mean_k.recall().tolist() == [1, 1, 0]
     assert comparison.gain.difference == pytest.approx(1 / 3) and comparison.gain.better == 2
 
 

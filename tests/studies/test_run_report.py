@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.comparison import (
-    as_markdown,
-    comparison_rows,
-    group_table,
-    load_runs,
-    paired_test,
-    retrieval_table,
-)
+from rrl.eval.comparison import comparison_rows, paired_test
+from rrl.eval.comparison_tables import as_markdown, group_table, retrieval_table
+from rrl.eval.evaluation_run import load_runs
 from rrl.files import SaveError
 from rrl.studies.report_html import most_different_questions
 from rrl.studies.run_report import write_run_report

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
-from rrl.eval.comparison import EvaluationRun
+from rrl.eval.evaluation_run import EvaluationRun
 from rrl.eval.settings import EvaluationSettings
 from rrl.runs.launcher import load_config
 from rrl.runs.metrics import read_metrics
@@ -121,7 +121,7 @@ def plan_analysis(
     if folders.store is not None:
         raise UserError(f"what={name!r} evaluates existing policies: leave out --keep")
     points, planned = evaluation_points(analysis, evaluation, options.smoke)
-    settings = [EvaluationSettings.of(_config_of(run)) for run in planned.values()]
+    settings = [EvaluationSettings.parse(_config_of(run)) for run in planned.values()]
     return AnalysisPlan(analysis, points, planned, folders.out, settings=settings)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Float
 
 from rrl.errors import UserError
-from rrl.eval.comparison import COSTS, RETRIEVAL, EvaluationRun, load_run
+from rrl.eval.comparison_tables import COSTS, RETRIEVAL
+from rrl.eval.evaluation_run import EvaluationRun, load_run
 from rrl.eval.intervals import Interval, bootstrap, student
 from rrl.studies.analyses.points import AnalysisPoint
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from rrl.eval.comparison import COSTS, as_csv, comparability_notes, comparison_rows, shared_settings
+from rrl.eval.comparison import as_csv, comparability_notes, comparison_rows, shared_settings
+from rrl.eval.comparison_tables import COSTS
 from rrl.eval.intervals import Interval
 from rrl.studies.analyses.catalogue import Analysis
 from rrl.studies.analyses.rows import AnalysisRow

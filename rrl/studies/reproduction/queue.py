@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rrl.errors import UserError
-from rrl.eval.result_card import commit_here
+from rrl.eval.provenance import current_commit
 from rrl.files import exclusive_lock, shipped
 from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import EXIT_TRY_AGAIN
@@ -158,7 +158,7 @@ class _RunProcess:
         self._manifest = RunManifest(
             run.command("{out}"),
             resolved_settings(run),
-            commit_here(),
+            current_commit(),
             previous.seconds if previous is not None else 0.0,
         )
         self._manifest.save(self._file)

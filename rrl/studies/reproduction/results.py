@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rrl.errors import UserError
-from rrl.eval.comparison import load_run
+from rrl.eval.evaluation_run import load_run
 from rrl.eval.results import read_lines
 from rrl.retrieval.gold import GoldHits, gold_hits
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.eval.comparison import EvaluationRun, load_run
+from rrl.eval.evaluation_run import EvaluationRun, load_run
 from rrl.eval.result_card import ResultCard, card_from_json
-from rrl.eval.scoring import CUTS, costs
+from rrl.eval.score_report import CUTS, costs
 from rrl.files import atomic_stream
 from rrl.runs.metrics import read_metrics
 from rrl.studies.reproduction.manifest import RunManifest, load_manifest, manifest_mismatch
