@@ -53,6 +53,7 @@ from rrl.runs.datasets import DataConfig, RetrieverConfig, load_retriever, load_
 from rrl.runs.metrics import refuse_damaged_metrics
 from rrl.runs.model_files import MODEL_FILES, write_model_files
 from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
+from rrl.sft.config import MAY_DIFFER, MAY_GROW, SFTConfig
 from rrl.sft.demonstrations import DemonstrationConfig, RecipeDataConfig, demonstration_examples
 from rrl.sft.judge_agreement import held_out_judge_examples, judge_report
 from rrl.sft.judge_examples import (
@@ -61,7 +62,7 @@ from rrl.sft.judge_examples import (
     make_judge_examples,
     tokenize_judge_examples,
 )
-from rrl.sft.loop import MAY_DIFFER, MAY_GROW, SFTConfig, SFTResult, train
+from rrl.sft.loop import SFTResult, train
 from rrl.sft.pairs import PairsConfig, load_pairs
 from rrl.sft.sources import AlternatingSource, BatchSource, FixedSource, StreamSource
 

@@ -417,8 +417,8 @@ def test_the_loss_is_on_outputs_only_and_training_shares_no_question_with_held_o
     for example, row in zip([*train, *held_out], rows, strict=True):
         prompt = chat_ids(tokenizer, row["input"])
         np.testing.assert_array_equal(example.tokens[: len(prompt)], prompt)
-        assert not example.loss[: len(prompt)].any() and example.loss[len(prompt) :].all()
-        targets = example.tokens[example.loss]
+        assert not example.loss_mask[: len(prompt)].any() and example.loss_mask[len(prompt) :].all()
+        targets = example.tokens[example.loss_mask]
         assert tokenizer.decode(targets[:-1]) == row["output"] and targets[-1] == tokenizer.eos_token_id
 
 
@@ -448,7 +448,7 @@ def test_pairs_are_tokenised_like_demonstrations(tmp_path):
     train, held_out = load_pairs(PairsConfig(path=str(tmp_path / "p.jsonl"), held_out=1), tokenizer, 1000)
     for one, other in zip([*train, *held_out], demonstrated, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.loss, other.loss)
+        np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
 
 
 def test_long_pairs_are_dropped_and_a_file_with_too_few_pairs_is_refused(tmp_path, capsys):

@@ -16,7 +16,7 @@ from rrl.models.hf import load_decoder, save_decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.rl.optim import OptimConfig
 from rrl.runs.datasets import RetrieverConfig
-from rrl.sft.loop import SFTConfig
+from rrl.sft.config import SFTConfig
 from rrl.sft.sources import AlternatingSource, StreamSource
 from rrl.sft.stages import (
     OPTIONAL_SECTIONS,
