@@ -17,7 +17,7 @@ from rrl.rewards.judge_prompts import Correctness, Relevance, Sufficiency, Think
 from rrl.rewards.oracle import Oracle
 from rrl.rl.optim import OptimConfig
 from rrl.runs.metrics import read_metrics
-from rrl.sft import stages
+from rrl.sft import stage_data
 from rrl.sft.config import SFTConfig
 from rrl.sft.judge_agreement import held_out_judge_examples
 from rrl.sft.judge_examples import (
@@ -104,11 +104,11 @@ def test_held_out_examples_share_no_name_with_training(monkeypatch):
         made.append((split, seed))
         return generate(split, seed, passages, worlds)
 
-    monkeypatch.setattr(stages, "generate", spy)
+    monkeypatch.setattr(stage_data, "generate", spy)
     settings = SFTConfig(steps=1, optim=OptimConfig(total_steps=1), rows=2, row_length=768)
     data = {"worlds": 1, "steps_per_block": 2, "probes": 5, "options": {}}
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    source, probes = stages.STAGES["verdicts"](data, settings, tokenizer, pathlib.Path("unused"))
+    source, probes = stage_data.STAGES["verdicts"](data, settings, tokenizer, pathlib.Path("unused"))
     assert {split for split, _ in made} == {"dev"}
     assert set(probes) == {kind.__name__.lower() for kind in PROMPT_KINDS} and all(probes.values())
     made.clear()
