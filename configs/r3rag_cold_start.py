@@ -53,7 +53,7 @@ def get_config(arg: str = "") -> ConfigDict:
     # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.recipes.card import read_card
     from rrl.rewards.judge_settings import judge_sections
-    from rrl.sft.cold_start import with_defaults
+    from rrl.sft.cold_start_settings import with_defaults
 
     real, served = args.data != "miniwiki", args.model.startswith("http")
     card = None if served else read_card(args.model)

@@ -80,9 +80,12 @@ def load_pairs(
 
 
 def _pair(position: int, record: Any) -> tuple[str, str, str]:
+    """Return (question id, input, output) of a record. Without an id, its position stands for the question."""
     fields = fields_of(record)
     for name in ("input", "output"):
-        text_field(fields, name)  # refuses a missing or empty text; white space at its ends is kept
+        text_field(
+            fields, name
+        )  # refuses a missing or empty text, but strips white space, which the pair retains
     return str(fields.get("id", position)), fields["input"], fields["output"]
 
 

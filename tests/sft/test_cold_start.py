@@ -25,7 +25,8 @@ from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rollout.protocol import Append
 from rrl.runs.workdir import refuse_other_config
 from rrl.sft import cold_start, stages
-from rrl.sft.cold_start import ColdStartSettings, select_pairs
+from rrl.sft.cold_start_pairs import ColdStartReport, select_pairs
+from rrl.sft.cold_start_settings import ColdStartSettings
 from rrl.sft.demonstrations import demonstration_examples
 from rrl.sft.pairs import PairsConfig, load_pairs
 from rrl.sft.teacher import EndpointTeacher
@@ -122,7 +123,7 @@ def test_correct_and_well_formed_trajectories_are_accepted_and_others_counted_by
     made = settings(service, tmp_path / "cache", temperatures=(0.1, 0.1, 0.4, 0.7, 1.0), keep=0)
     report = cold_start.run(made, tmp_path / "run")
     steps = sum(len(item.plan.hops) + 1 for item in service.plans.values())
-    assert report == cold_start.ColdStartReport(
+    assert report == ColdStartReport(
         questions=10,
         trajectories=50,
         kept=10,
@@ -131,7 +132,7 @@ def test_correct_and_well_formed_trajectories_are_accepted_and_others_counted_by
         fell={"duplicate": 10, "incorrect": 10, "malformed": 10, "unanswered": 10},
         by_temperature={"0.1": (10, 20), "0.4": (0, 10), "0.7": (0, 10), "1.0": (0, 10)},
     )
-    assert "10 kept (20.0 %), of 10 questions" in capsys.readouterr().out
+    assert "10 accepted (20.0 %), of 10 questions" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "report.json").read_text())["fell"]["malformed"] == 10
     pairs = lines(tmp_path / "run" / "pairs.jsonl")
     assert len(pairs) == steps
@@ -336,7 +337,7 @@ def test_the_first_distinct_trajectories_of_a_question_are_selected():
         ("q1", 1, "a"),
         ("q1", 2, "b"),
     ]
-    assert report.fell == {"duplicate": 1, "more than are kept of its question": 1, "incorrect": 1}
+    assert report.fell == {"duplicate": 1, "more than sampling.keep of its question": 1, "incorrect": 1}
     assert (report.kept, report.answered, report.pairs) == (2, 2, 4)
     _, both = select_pairs(records, 0, 2)
     assert both.kept == 3 and both.fell == {"duplicate": 1, "incorrect": 1}
