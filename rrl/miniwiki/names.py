@@ -37,7 +37,7 @@ Gav Helm Ing Jess Kost Lund Mir Nes Ob Prin Rud Stav Tren
 WORD_MIDDLE = _words("""
 a e i o u am an ar el em en er il im in ir ol om on or ul um un ur and end ind ond und ath eth oth
 """)
-"""Optional syllables between the start and the end of such a word."""
+"""Optional syllables between the start and the end of a surname, company name or city name."""
 
 SURNAME_END = _words("""
 ikov ner sen dal mann berg ini escu ovic ley ton stad kin ard ius ez ova ström off ein ero wick low ham quist
@@ -110,7 +110,7 @@ class Pattern:
     parts: tuple[tuple[str, ...], ...]
     """One table of words for each part."""
     share: float = 1.0
-    """This pattern gets `share` of the names that earlier patterns do not provide, or all that it has if these are fewer."""
+    """Share of the names that earlier patterns leave over. If the pattern has fewer names, it provides all of them."""
 
     @property
     def pairs(self) -> int:
@@ -118,7 +118,10 @@ class Pattern:
         return math.prod(len(part) for part in self.parts) // 2
 
     def pair_range(self, split: str) -> tuple[int, int]:
-        """Return the first and last + 1 pair number of `split`. `render` permutes them, so each split is a random part."""
+        """Return (first, last + 1) of the pair numbers of `split`.
+
+        `render` permutes the numbers, so the names of a split are a random part of all names.
+        """
         i = SPLITS.index(split)
         edges = np.cumsum((0.0, *_SHARES)) * self.pairs
         return int(edges[i]), int(edges[i + 1])

@@ -8,7 +8,7 @@ from jaxtyping import Int
 
 from rrl.data.passages import Passage
 from rrl.miniwiki import KINDS, MiniWiki, generate
-from rrl.miniwiki.passages import RELATIONS
+from rrl.miniwiki.relations import RELATIONS
 
 QUERY_KINDS = ("query", "name", "question")
 """Kinds of queries: the search query of a hop, the name of its subject, a whole question."""

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, MiniWiki, generate
+from rrl.miniwiki.drills import drill_segments
 from rrl.miniwiki.evidence import UNKNOWN, gather_evidence, reader_examples
 from rrl.miniwiki.lookup import WikiLookup
-from rrl.miniwiki.reading import drill_segments, passage_segments, reading_examples
+from rrl.miniwiki.reading import passage_segments, reading_examples
 from rrl.models.tokenizer import load_tokenizer
 
 TEMPLATE = "Passages: {evidence}\n\nQuestion: {query}\n\nAnswer:"
