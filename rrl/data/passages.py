@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rrl.data.field_names import PASSAGE_ID_FIELDS, TEXT_FIELDS
+from rrl.data.fields import fields_of, id_field, list_in_text
 from rrl.data.question_passages import has_passages, join_sentences, passages_in
-from rrl.data.records import ExcludedRecord, OnError, fields_of, id_field, list_in_text, parse_records
-from rrl.data.tables import PASSAGE_ID_FIELDS, TEXT_FIELDS
+from rrl.data.records import ExcludedRecord, OnError, parse_records
 
 ALLOWED = (
     "{id, contents} (the first line of contents is the title if the record has no title), {id, title, text}, "

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rrl.data.records import fields_of, list_field
-from rrl.data.tables import TEXT_FIELDS
+from rrl.data.field_names import TEXT_FIELDS
+from rrl.data.fields import fields_of, list_field
 
 PASSAGE_WORDS = 100
 """Words per passage when a long text is split, as in DPR's and FlashRAG's Wikipedia."""

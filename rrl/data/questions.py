@@ -10,20 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rrl.data.decoding import BrokenRecord, decompressed_name
-from rrl.data.records import (
-    TABLE_ENDINGS,
-    ExcludedRecord,
-    OnError,
-    fields_of,
-    id_field,
-    list_field,
-    list_in_text,
-    load_records,
-    question_fields_of,
-    read_records,
-    text_field,
-)
-from rrl.data.tables import ANSWER_FIELDS, PASSAGE_ID_FIELDS, QUESTION_FIELDS
+from rrl.data.field_names import ANSWER_FIELDS, PASSAGE_ID_FIELDS, QUESTION_FIELDS
+from rrl.data.fields import fields_of, id_field, list_field, list_in_text, question_fields_of, text_field
+from rrl.data.records import TABLE_ENDINGS, ExcludedRecord, OnError, load_records, read_records
 from rrl.errors import UserError
 
 ALLOWED = (

@@ -10,7 +10,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
-from rrl.data.records import fields_of, load_records, text_field
+from rrl.data.fields import fields_of, text_field
+from rrl.data.records import load_records
 from rrl.errors import UserError, at_least
 from rrl.sft.demonstrations import RecipeDataConfig
 from rrl.text.chat import chat_ids
