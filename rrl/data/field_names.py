@@ -19,7 +19,7 @@ ANSWER_FIELDS = (
     "reference",
 )
 """Field names of gold answers. A record may have several of them, and all are used."""
-PREDICTION_FIELDS = (
+PREDICTION_NAMES = (
     "prediction",
     "predictions",
     "pred",
@@ -36,7 +36,7 @@ CANONICAL_NAMES = {
     for names in (
         ("title", "contents", "metadata"),
         (
-            *PREDICTION_FIELDS,
+            *PREDICTION_NAMES,
             *ANSWER_FIELDS,
             *QUESTION_FIELDS,
             *TEXT_FIELDS,

@@ -19,7 +19,7 @@ from rrl.data.field_names import (
     ANSWER_FIELDS,
     CANONICAL_NAMES,
     PASSAGE_ID_FIELDS,
-    PREDICTION_FIELDS,
+    PREDICTION_NAMES,
     QUESTION_FIELDS,
     QUESTION_ID_FIELDS,
     TEXT_FIELDS,
@@ -141,7 +141,7 @@ _ROLES = (
     ("question", tuple(name for name in QUESTION_FIELDS if name not in TEXT_FIELDS)),
     ("text", (*TEXT_FIELDS, "contents")),
     ("answer", ANSWER_FIELDS),
-    ("prediction", PREDICTION_FIELDS),
+    ("prediction", PREDICTION_NAMES),
 )
 """(role, column names that can have it), for the log. If a table has several of the names, the first has the role."""
 

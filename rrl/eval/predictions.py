@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from rrl.data.decoding import BrokenRecord
-from rrl.data.field_names import PASSAGE_ID_FIELDS, PREDICTION_FIELDS, QUESTION_FIELDS, QUESTION_ID_FIELDS
+from rrl.data.field_names import PASSAGE_ID_FIELDS, PREDICTION_NAMES, QUESTION_FIELDS, QUESTION_ID_FIELDS
 from rrl.data.fields import fields_of, id_field, list_field, question_fields_of
+from rrl.data.gold_answers import answer_text
 from rrl.data.passages import passage_of
-from rrl.data.questions import answer_text
 from rrl.data.records import ExcludedRecord, read_records
 from rrl.errors import UserError
 
 PREDICTION_FIELDS = tuple(
-    field for name in PREDICTION_FIELDS for field in (("output.pred", name) if name == "output" else (name,))
+    field for name in PREDICTION_NAMES for field in (("output.pred", name) if name == "output" else (name,))
 )
 """Fields that may hold the prediction, by precedence. The nested "output.pred" (FlashRAG) precedes "output"."""
 COUNT_FIELDS = (

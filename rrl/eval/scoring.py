@@ -13,7 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from rrl.data.questions import EMPTY_ANSWER, Question, question_of
+from rrl.data.gold_answers import EMPTY_ANSWER
+from rrl.data.questions import Question, question_of
 from rrl.data.records import read_records
 from rrl.errors import UserError
 from rrl.eval.intervals import bootstrap, compare

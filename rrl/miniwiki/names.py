@@ -207,9 +207,29 @@ def draw_names(family: str, count: int, split: str, seed: int) -> list[str]:
     # Group g has one name, or two namesakes if g is a multiple of _NAMESAKE_EVERY.
     groups = -(-count * _NAMESAKE_EVERY // (_NAMESAKE_EVERY + 1)) + 1
     sizes = 1 + (np.arange(groups) % _NAMESAKE_EVERY == 0)
-    patterns = PATTERNS[family]
+    patterns, group_counts = PATTERNS[family], _groups_by_pattern(family, groups, split)
+    pattern_of_group = rng.permutation(np.repeat(np.arange(len(patterns)), group_counts))
+    group = np.repeat(np.arange(groups), sizes)
+    # 0 for the first name of a group, 1 for its namesake.
+    second = np.concatenate([[0], (group[1:] == group[:-1]).astype(np.int64)])
+    names = np.empty(len(group), object)
+    for i, pattern in enumerate(patterns):
+        low, high = pattern.pair_range(split)
+        key = int(rng.integers(2**62))
+        # Number of the pair of namesakes from which each group takes its name or names.
+        pair = np.zeros(groups, np.int64)
+        pair[pattern_of_group == i] = (
+            low + permute(np.arange(group_counts[i]), high - low, key) if group_counts[i] else 0
+        )
+        positions = np.flatnonzero(pattern_of_group[group] == i)
+        names[positions] = pattern.render(pair[group[positions]], second[positions])
+    return names[:count].tolist()
+
+
+def _groups_by_pattern(family: str, groups: int, split: str) -> list[int]:
+    """Return how many of the groups of names each pattern of a family provides. Raises UserError if they are too few."""
     remaining, group_counts = groups, []
-    for pattern in patterns:
+    for pattern in PATTERNS[family]:
         low, high = pattern.pair_range(split)
         group_counts.append(min(high - low, math.ceil(remaining * pattern.share)))
         remaining -= group_counts[-1]
@@ -218,17 +238,4 @@ def draw_names(family: str, count: int, split: str, seed: int) -> list[str]:
             f"passages: the split {split!r} of miniwiki has only {sum(group_counts)} groups of names of the family {family!r}, "
             f"but {groups} are required; give fewer passages"
         )
-    pattern_of_group = rng.permutation(np.repeat(np.arange(len(patterns)), group_counts))
-    group = np.repeat(np.arange(groups), sizes)
-    second = np.concatenate([[0], (group[1:] == group[:-1]).astype(np.int64)])
-    names = np.empty(len(group), object)
-    for i, pattern in enumerate(patterns):
-        low, high = pattern.pair_range(split)
-        key = int(rng.integers(2**62))
-        pair = np.zeros(groups, np.int64)
-        pair[pattern_of_group == i] = (
-            low + permute(np.arange(group_counts[i]), high - low, key) if group_counts[i] else 0
-        )
-        positions = np.flatnonzero(pattern_of_group[group] == i)
-        names[positions] = pattern.render(pair[group[positions]], second[positions])
-    return names[:count].tolist()
+    return group_counts

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rrl.data.questions import EMPTY_ANSWER, Question, load_questions
+from rrl.data.gold_answers import EMPTY_ANSWER
+from rrl.data.questions import Question, load_questions
 from rrl.errors import UserError
 from rrl.eval.predictions import Prediction, load_predictions
 from rrl.eval.scoring import (
