@@ -47,7 +47,7 @@ def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float
     if rng.random() >= faulty:
         return correct
     # Miscopied names are the most frequent fault of weak agents.
-    fault_names = [*FAULTS, "misspelt", "misspelt"]
+    fault_names = [*FAULTS, "miscopied", "miscopied"]
     hops, failed = FAULTS[fault_names[int(rng.integers(len(fault_names)))]](item, lookup, rng)
     conclusion = item.plan.conclusion
     if hops == item.plan.hops and not failed:
@@ -140,7 +140,7 @@ def _fail_search(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan
 FAULTS: dict[str, Callable[[MiniQuestion, WikiLookup, Rng], FaultyPlan]] = {
     "early": _stop_early,
     "wrong value": _read_wrong_value,
-    "misspelt": _miscopy_name,
+    "miscopied": _miscopy_name,
     "other relation": _look_up_other_relation,
     "other entity": _look_up_other_entity,
     "skipped": _skip_hop,
