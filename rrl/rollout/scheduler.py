@@ -38,12 +38,12 @@ from rrl.rollout.protocol import (
     CONTEXT,
     EOS,
     TURN_TOKENS,
-    Action,
     Append,
     Environment,
     Finish,
     Restart,
     SearchFor,
+    StepResult,
     message_ids,
 )
 from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches, SearchOutcome, SearchRunner
@@ -224,7 +224,7 @@ class Scheduler:
                 # The turn wrote the keys and values of the pending token before it (`last`), but not those of its last token.
                 self.prefixes.append_decoded(slot, np.concatenate([last, ids[:-1]]))
             name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
-            self._apply(slot, state, self.environment.react(state.episode, text, name))
+            self._apply(slot, state, self.environment.step(state.episode, text, name))
 
     def _end_not_finite(self, slot: int, state: EpisodeState) -> None:
         """End an episode whose logits are not finite, without a reaction of the environment."""
@@ -233,7 +233,7 @@ class Scheduler:
         self.not_finite.append((self.request_numbers[slot], state.request.question.id))
         self._finish(slot, state, NOT_FINITE)
 
-    def _apply(self, slot: int, state: EpisodeState, action: Action) -> None:
+    def _apply(self, slot: int, state: EpisodeState, action: StepResult) -> None:
         if isinstance(action, Finish):
             self._finish(slot, state, action.reason)
         elif isinstance(action, Append):

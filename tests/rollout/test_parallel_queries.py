@@ -19,7 +19,7 @@ from rrl.rollout.scheduler import Scheduler
 class ThreeQueries(SingleTurn):
     """One turn with three queries, two of them equal."""
 
-    def react(self, episode, text, stop):
+    def step(self, episode, text, stop):
         return SearchFor("a", ("b", "a"))
 
     def observe(self, episode, *outcomes):
