@@ -59,7 +59,7 @@ def get_config(arg: str = "") -> ConfigDict:
         )
     # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.rewards.judge_settings import judge_sections
-    from rrl.sft.cold_start import with_defaults
+    from rrl.sft.cold_start_settings import with_defaults
 
     real = args.data != "miniwiki"
     config = ConfigDict()

@@ -29,7 +29,9 @@ def main(_: Sequence[str]) -> None:
     from rrl.files import atomic_stream
 
     assert _TRAIN.value is not None and _HELD_OUT.value is not None  # required flags
-    train, held_out = (load_questions(file, unanswered=True) for file in (_TRAIN.value, _HELD_OUT.value))
+    train, held_out = (
+        load_questions(file, answers_optional=True) for file in (_TRAIN.value, _HELD_OUT.value)
+    )
     leaks = shared_questions(train, held_out)
     same = sum(leak.same_answer for leak in leaks)
     print(

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
         from rrl.eval.retrieval_report import retrieval_report
 
         # Files of retrieval benchmarks have gold ids and no answers.
-        questions = load_questions(_QUESTIONS.value, unanswered=not has_answers(_QUESTIONS.value))
+        questions = load_questions(_QUESTIONS.value, answers_optional=not has_answers(_QUESTIONS.value))
         print(retrieval_report(retriever, questions, ks, _BY.value or "").as_text())
         return
     if len(ks) > 1:

@@ -12,8 +12,8 @@ class Example:
 
     tokens: Int[np.ndarray, "T"]
     """int32 token ids."""
-    loss: Bool[np.ndarray, "T"]
-    """The loss mask, not a loss value: True if the token is a target. The first token has no context and is never a target."""
+    loss_mask: Bool[np.ndarray, "T"]
+    """True if the token is a target. The first token has no context and is never a target."""
 
     def __len__(self) -> int:
         return len(self.tokens)

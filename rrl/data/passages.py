@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rrl.data.field_names import PASSAGE_ID_FIELDS, TEXT_FIELDS
+from rrl.data.fields import fields_of, id_field, list_in_text
 from rrl.data.question_passages import has_passages, join_sentences, passages_in
-from rrl.data.records import ExcludedRecord, OnError, fields_of, id_field, list_in_text, parse_records
-from rrl.data.tables import PASSAGE_ID_FIELDS, TEXT_FIELDS
+from rrl.data.records import ExcludedRecord, OnError, parse_records
 
 ALLOWED = (
     "{id, contents} (the first line of contents is the title if the record has no title), {id, title, text}, "
@@ -111,8 +112,8 @@ def _digest(*parts: str) -> bytes:
 
 
 _METADATA_FIELDS = ("title", "metadata", "url", "score")
-"""Fields beside the ids of a document that has a title and no text. If a record without a known text field has any other field,
-that field may be the text under an unknown name, and the record is broken."""
+"""Fields that a document without a text may have besides its ids. A record without a known text field is broken if it has any
+other field, since that field may hold the text under an unknown name."""
 
 
 def passage_of(position: int, record: Any) -> Passage:
@@ -129,7 +130,7 @@ def passage_of(position: int, record: Any) -> Passage:
     if title is not None and not isinstance(title, str):
         raise ValueError(f"title: got {title!r}, not a string")
     title = (title or "").strip()
-    name = next((name for name in (*TEXT_FIELDS, "contents") if _filled(fields.get(name))), "")
+    name = next((name for name in (*TEXT_FIELDS, "contents") if _has_content(fields.get(name))), "")
     title_only = "title" in fields and not fields.keys() - {*PASSAGE_ID_FIELDS, *_METADATA_FIELDS}
     if not title_only and not {*TEXT_FIELDS, "contents"} & fields.keys():
         present = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
@@ -159,7 +160,7 @@ def _sentence_list(text: str) -> list[str]:
     return listed if listed and all(isinstance(sentence, str) for sentence in listed) else []
 
 
-def _filled(value: Any) -> bool:
+def _has_content(value: Any) -> bool:
     return bool(value.strip() if isinstance(value, str) else value)
 
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rrl.data.records import fields_of, list_field
-from rrl.data.tables import TEXT_FIELDS
+from rrl.data.field_names import TEXT_FIELDS
+from rrl.data.fields import fields_of, list_field
 
 PASSAGE_WORDS = 100
 """Words per passage when a long text is split, as in DPR's and FlashRAG's Wikipedia."""
@@ -55,7 +55,7 @@ def passages_in(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _non_empty(_title(fields.get("title")), text)
     context = record.get("context")
     if isinstance(context, str):
-        # A text in brackets is a list written as text, unless the record is LongBench's, whose context is always plain text.
+        # A text in brackets is a list in a table cell. In LongBench's records the context is always plain text.
         text = context.strip()
         if not (text.startswith("[") and text.endswith("]")) or {"choice_A", "input"} & record.keys():
             yield from _split_context(record, context)

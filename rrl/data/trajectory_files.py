@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from rrl.data.fields import fields_of
 from rrl.data.questions import Question
-from rrl.data.records import OnError, fields_of, load_records
+from rrl.data.records import OnError, load_records
 from rrl.data.trajectory import Search, Trajectory
 
 ALLOWED = (

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rrl.data.questions import EMPTY_ANSWER, Question, question_of
+from rrl.data.gold_answers import EMPTY_ANSWER
+from rrl.data.questions import Question, question_of
 from rrl.data.records import read_records
 from rrl.errors import UserError
 from rrl.eval.predictions import Prediction

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rrl.data.decoding import BrokenRecord
+from rrl.data.field_names import PASSAGE_ID_FIELDS, PREDICTION_NAMES, QUESTION_FIELDS, QUESTION_ID_FIELDS
+from rrl.data.fields import fields_of, id_field, list_field, question_fields_of
+from rrl.data.gold_answers import answer_text
 from rrl.data.passages import passage_of
-from rrl.data.questions import answer_text
-from rrl.data.records import ExcludedRecord, fields_of, id_field, list_field, question_fields_of
-from rrl.data.tables import PASSAGE_ID_FIELDS, PREDICTION_NAMES, QUESTION_FIELDS, QUESTION_ID_FIELDS
+from rrl.data.records import ExcludedRecord
 
 PREDICTION_FIELDS = tuple(
     field for name in PREDICTION_NAMES for field in (("output.pred", name) if name == "output" else (name,))

@@ -14,7 +14,8 @@ import numpy as np
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.miniwiki.questions import KINDS, Hop, MiniQuestion, Plan, generate_questions
+from rrl.miniwiki.plans import Hop, Plan
+from rrl.miniwiki.questions import KINDS, MiniQuestion, generate_questions
 from rrl.miniwiki.world import World, build_world, write_passages
 
 __all__ = [

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rrl.miniwiki.lookup import Entity, WikiLookup, facts_of
-from rrl.miniwiki.passages import RELATION_BY_KEY
-from rrl.miniwiki.questions import Hop, MiniQuestion, Plan, make_hop
+from rrl.miniwiki.plans import Hop, Plan, make_hop
+from rrl.miniwiki.questions import MiniQuestion
+from rrl.miniwiki.relations import RELATION_BY_KEY
 
 Rng = np.random.Generator
 
@@ -46,7 +47,7 @@ def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float
     if rng.random() >= faulty:
         return correct
     # Miscopied names are the most frequent fault of weak agents.
-    fault_names = [*FAULTS, "misspelt", "misspelt"]
+    fault_names = [*FAULTS, "miscopied", "miscopied"]
     hops, failed = FAULTS[fault_names[int(rng.integers(len(fault_names)))]](item, lookup, rng)
     conclusion = item.plan.conclusion
     if hops == item.plan.hops and not failed:
@@ -60,38 +61,40 @@ def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float
 
 FaultyPlan = tuple[tuple[Hop, ...], frozenset[int]]
 """The hops of a plan with a fault, and the indices of hops whose search fails."""
-NO_HOPS: frozenset[int] = frozenset()
-"""No search fails."""
+NO_FAILED_SEARCH: frozenset[int] = frozenset()
+"""The second part of `FaultyPlan` if no search fails."""
 
 
 def _stop_early(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Stop before the last facts."""
     hops = item.plan.hops
-    return hops[: int(rng.integers(1, max(len(hops), 2)))], NO_HOPS
+    return hops[: int(rng.integers(1, max(len(hops), 2)))], NO_FAILED_SEARCH
 
 
 def _read_wrong_value(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Read a wrong value of a fact, and continue from that value."""
     before, chosen, relations, after = _split_at_hop(item, rng)
     other = _other_values(item, lookup, rng, chosen, 1)[0]
-    return _continue_from(lookup, before, dataclasses.replace(chosen, value=other), relations, after), NO_HOPS
+    return _continue_from(
+        lookup, before, dataclasses.replace(chosen, value=other), relations, after
+    ), NO_FAILED_SEARCH
 
 
-def _misspell_name(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
+def _miscopy_name(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Search for a miscopied name. The name may already be wrong in the hop before, and the value read may be wrong too."""
     before, chosen, relations, after = _split_at_hop(item, rng)
     subject = lookup.entity_named(chosen.subject)
-    name = _corrupt(chosen.subject, lookup.sample_names(rng, item.subworld, subject.type, 1)[0], rng)
+    name = _miscopy(chosen.subject, lookup.sample_names(rng, item.subworld, subject.type, 1)[0], rng)
     if before and before[-1].value == chosen.subject and rng.random() < 0.5:
         before = (*before[:-1], dataclasses.replace(before[-1], value=name))
     value, draw = chosen.value, rng.random()
     # 30 %: another value; 30 %: a miscopied value; 40 %: the correct value.
     if draw < 0.6:
         other = _other_values(item, lookup, rng, chosen, 1)[0]
-        value = other if draw < 0.3 else _corrupt(value, other, rng)
+        value = other if draw < 0.3 else _miscopy(value, other, rng)
     query = RELATION_BY_KEY[subject.type, chosen.relation].query(name)
     misread = dataclasses.replace(chosen, subject=name, value=value, query=query, title=name)
-    return _continue_from(lookup, before, misread, relations, after), NO_HOPS
+    return _continue_from(lookup, before, misread, relations, after), NO_FAILED_SEARCH
 
 
 def _look_up_other_relation(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
@@ -100,9 +103,9 @@ def _look_up_other_relation(item: MiniQuestion, lookup: WikiLookup, rng: Rng) ->
     subject = lookup.entity_named(chosen.subject)
     keys = [key for key in facts_of(lookup.world, subject) if key[1] != chosen.relation]
     if not keys:
-        return item.plan.hops, NO_HOPS
+        return item.plan.hops, NO_FAILED_SEARCH
     other = make_hop(lookup.world, keys[int(rng.integers(len(keys)))], subject.index)
-    return _continue_from(lookup, before, other, relations, after), NO_HOPS
+    return _continue_from(lookup, before, other, relations, after), NO_FAILED_SEARCH
 
 
 def _look_up_other_entity(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
@@ -111,14 +114,14 @@ def _look_up_other_entity(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> F
     subject = lookup.entity_named(chosen.subject)
     other = lookup.entity_named(lookup.sample_names(rng, item.subworld, subject.type, 1)[0])
     detour = _chain(lookup, other, [chosen.relation, *relations])
-    return (*before, *detour, *after) or item.plan.hops, NO_HOPS
+    return (*before, *detour, *after) or item.plan.hops, NO_FAILED_SEARCH
 
 
 def _skip_hop(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     """Skip a hop, and continue as if its value were known."""
     hops = item.plan.hops
     at = int(rng.integers(len(hops)))
-    return (hops[:at] + hops[at + 1 :]) or hops, NO_HOPS
+    return (hops[:at] + hops[at + 1 :]) or hops, NO_FAILED_SEARCH
 
 
 def _repeat_hop(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
@@ -126,7 +129,7 @@ def _repeat_hop(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
     hops = item.plan.hops
     at = int(rng.integers(len(hops)))
     twice = hops[: at + 1] + hops[at:]
-    return twice[: len(hops)] if rng.random() < 0.5 else twice[:4], NO_HOPS
+    return twice[: len(hops)] if rng.random() < 0.5 else twice[:4], NO_FAILED_SEARCH
 
 
 def _fail_search(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
@@ -137,7 +140,7 @@ def _fail_search(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan
 FAULTS: dict[str, Callable[[MiniQuestion, WikiLookup, Rng], FaultyPlan]] = {
     "early": _stop_early,
     "wrong value": _read_wrong_value,
-    "misspelt": _misspell_name,
+    "miscopied": _miscopy_name,
     "other relation": _look_up_other_relation,
     "other entity": _look_up_other_entity,
     "skipped": _skip_hop,
@@ -158,7 +161,7 @@ def wrong_answer(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> str:
     other = others[0] if others[0] != answer else others[1]
     draw = rng.random()
     if draw < 0.5:
-        mixed = _corrupt(answer, other, rng)
+        mixed = _miscopy(answer, other, rng)
         return mixed if mixed != answer else other
     return item.plan.hops[0].value if draw < 0.65 and len(item.plan.hops) > 1 else other
 
@@ -223,7 +226,7 @@ def _other_values(item: MiniQuestion, lookup: WikiLookup, rng: Rng, fact: Hop, n
     return lookup.sample_names(rng, item.subworld, relation.value_type, n)
 
 
-def _corrupt(name: str, other: str, rng: Rng) -> str:
+def _miscopy(name: str, other: str, rng: Rng) -> str:
     """Miscopy a name as weak policies do: replace one of its words, or the second half of the word, by that of another name.
 
     In a name of one word, which may be a year, only the second half is replaced.

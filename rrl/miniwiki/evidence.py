@@ -1,6 +1,6 @@
-"""Generate training examples for the model that answers from evidence alone: evidence and a question, followed by a short answer.
+"""Generate training examples for the reader, a model that answers from evidence alone: evidence, a question and a short answer.
 
-R-Search (Eq. 4) rewards a policy by the answers of such a model, of another model family than the policy.
+R-Search (Eq. 4) rewards a policy by the answers of a reader that is of another model family than the policy.
 """
 
 import itertools
@@ -68,15 +68,15 @@ def gather_evidence(
 
     With probability `missing`, one random required sentence is left out.
     """
+    # Two wordings of each fact: the sentence of the passage, and a statement.
     wordings = list(
         dict.fromkeys((hop.sentence, f"The {hop.query} is {hop.value}.") for hop in item.plan.hops)
     )
-    style = rng.random()
     # 60 % of the examples have sentences of passages, 20 % statements, 20 % a mixture.
-    use_statement = [rng.random() < (0.0 if style < 0.6 else 1.0 if style < 0.8 else 0.5) for _ in wordings]
-    sentences = list(
-        dict.fromkeys(pair[bool(use)] for pair, use in zip(wordings, use_statement, strict=True))
-    )
+    draw = rng.random()
+    statement_share = 0.0 if draw < 0.6 else 1.0 if draw < 0.8 else 0.5
+    chosen = [statement if rng.random() < statement_share else sentence for sentence, statement in wordings]
+    sentences = list(dict.fromkeys(chosen))
     answer = item.question.answers[0]
     if rng.random() < missing:
         sentences.pop(int(rng.integers(len(sentences))))

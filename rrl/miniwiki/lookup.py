@@ -7,8 +7,8 @@ import numpy as np
 
 from rrl.miniwiki import MiniWiki
 from rrl.miniwiki.names import COUNTRY
-from rrl.miniwiki.passages import RELATION_BY_KEY, RELATIONS, TYPES
-from rrl.miniwiki.questions import Hop, RelationKey, make_hop
+from rrl.miniwiki.plans import Hop, RelationKey, make_hop
+from rrl.miniwiki.relations import RELATION_BY_KEY, RELATIONS, TYPES
 from rrl.miniwiki.world import World
 
 _RELATION_KEYS: dict[str, list[RelationKey]] = {
@@ -23,7 +23,7 @@ class Entity:
     """An entity of a world."""
 
     type: str
-    """One of `rrl.miniwiki.passages.TYPES`."""
+    """One of `rrl.miniwiki.relations.TYPES`."""
     index: int
     """Its index within the type, counted over all sub-worlds."""
 
@@ -35,7 +35,8 @@ class SeenEntities:
     entities: list[Entity]
     """All of them, in the order of their passages."""
     recent: list[Entity]
-    """Those whose passages come after the previous tasks. Half of the sampled facts are about them, the rest about any entity."""
+    """The entities of the latest block of passages (see `rrl.miniwiki.reading`). `sample_fact` draws half of its facts from them,
+    the rest from all entities."""
 
     def of_type(self, entity_type: str) -> list[Entity]:
         """Return the entities of one type."""

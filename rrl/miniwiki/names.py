@@ -37,7 +37,7 @@ Gav Helm Ing Jess Kost Lund Mir Nes Ob Prin Rud Stav Tren
 WORD_MIDDLE = _words("""
 a e i o u am an ar el em en er il im in ir ol om on or ul um un ur and end ind ond und ath eth oth
 """)
-"""Optional syllables between the start and the end of such a word."""
+"""Optional syllables between the start and the end of a surname, company name or city name."""
 
 SURNAME_END = _words("""
 ikov ner sen dal mann berg ini escu ovic ley ton stad kin ard ius ez ova ström off ein ero wick low ham quist
@@ -110,7 +110,7 @@ class Pattern:
     parts: tuple[tuple[str, ...], ...]
     """One table of words for each part."""
     share: float = 1.0
-    """This pattern gets `share` of the names that earlier patterns do not provide, or all that it has if these are fewer."""
+    """Share of the names that earlier patterns leave over. If the pattern has fewer names, it provides all of them."""
 
     @property
     def pairs(self) -> int:
@@ -118,7 +118,10 @@ class Pattern:
         return math.prod(len(part) for part in self.parts) // 2
 
     def pair_range(self, split: str) -> tuple[int, int]:
-        """Return the first and last + 1 pair number of `split`. `render` permutes them, so each split is a random part."""
+        """Return (first, last + 1) of the pair numbers of `split`.
+
+        `render` permutes the numbers, so the names of a split are a random part of all names.
+        """
         i = SPLITS.index(split)
         edges = np.cumsum((0.0, *_SHARES)) * self.pairs
         return int(edges[i]), int(edges[i + 1])
@@ -204,9 +207,29 @@ def draw_names(family: str, count: int, split: str, seed: int) -> list[str]:
     # Group g has one name, or two namesakes if g is a multiple of _NAMESAKE_EVERY.
     groups = -(-count * _NAMESAKE_EVERY // (_NAMESAKE_EVERY + 1)) + 1
     sizes = 1 + (np.arange(groups) % _NAMESAKE_EVERY == 0)
-    patterns = PATTERNS[family]
+    patterns, group_counts = PATTERNS[family], _groups_by_pattern(family, groups, split)
+    pattern_of_group = rng.permutation(np.repeat(np.arange(len(patterns)), group_counts))
+    group = np.repeat(np.arange(groups), sizes)
+    # 0 for the first name of a group, 1 for its namesake.
+    second = np.concatenate([[0], (group[1:] == group[:-1]).astype(np.int64)])
+    names = np.empty(len(group), object)
+    for i, pattern in enumerate(patterns):
+        low, high = pattern.pair_range(split)
+        key = int(rng.integers(2**62))
+        # Number of the pair of namesakes from which each group takes its name or names.
+        pair = np.zeros(groups, np.int64)
+        pair[pattern_of_group == i] = (
+            low + permute(np.arange(group_counts[i]), high - low, key) if group_counts[i] else 0
+        )
+        positions = np.flatnonzero(pattern_of_group[group] == i)
+        names[positions] = pattern.render(pair[group[positions]], second[positions])
+    return names[:count].tolist()
+
+
+def _groups_by_pattern(family: str, groups: int, split: str) -> list[int]:
+    """Return how many of the groups of names each pattern of a family provides. Raises UserError if they are too few."""
     remaining, group_counts = groups, []
-    for pattern in patterns:
+    for pattern in PATTERNS[family]:
         low, high = pattern.pair_range(split)
         group_counts.append(min(high - low, math.ceil(remaining * pattern.share)))
         remaining -= group_counts[-1]
@@ -215,17 +238,4 @@ def draw_names(family: str, count: int, split: str, seed: int) -> list[str]:
             f"passages: the split {split!r} of miniwiki has only {sum(group_counts)} groups of names of the family {family!r}, "
             f"but {groups} are required; give fewer passages"
         )
-    pattern_of_group = rng.permutation(np.repeat(np.arange(len(patterns)), group_counts))
-    group = np.repeat(np.arange(groups), sizes)
-    second = np.concatenate([[0], (group[1:] == group[:-1]).astype(np.int64)])
-    names = np.empty(len(group), object)
-    for i, pattern in enumerate(patterns):
-        low, high = pattern.pair_range(split)
-        key = int(rng.integers(2**62))
-        pair = np.zeros(groups, np.int64)
-        pair[pattern_of_group == i] = (
-            low + permute(np.arange(group_counts[i]), high - low, key) if group_counts[i] else 0
-        )
-        positions = np.flatnonzero(pattern_of_group[group] == i)
-        names[positions] = pattern.render(pair[group[positions]], second[positions])
-    return names[:count].tolist()
+    return group_counts

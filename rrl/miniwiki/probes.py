@@ -6,8 +6,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
-from rrl.miniwiki import MiniWiki, reading
+from rrl.miniwiki import MiniWiki
 from rrl.miniwiki.lookup import WikiLookup
+from rrl.miniwiki.reading import ExampleWriter
+from rrl.miniwiki.reading_tasks import READING_TASKS
 
 
 def reading_probes(
@@ -30,9 +32,9 @@ def reading_probes(
       limit: maximum length of an example in tokens; longer examples are dropped.
     """
     rng = np.random.default_rng((seed, 3))
-    lookup, writer = WikiLookup(wiki), reading.ExampleWriter(tokenizer)
+    lookup, writer = WikiLookup(wiki), ExampleWriter(tokenizer)
     probes: dict[str, list[Example]] = {}
-    for task in reading.READING_TASKS:
+    for task in READING_TASKS:
         examples: list[Example] = []
         while len(examples) < n:
             seen = lookup.sample_entities(rng, passages)

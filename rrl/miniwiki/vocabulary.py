@@ -21,7 +21,7 @@ PROTOCOL_TEXTS = (
     " You are a helpful assistant.\nsystem\nuser\nassistant\n\nQuestion:\n\nAnswer:",
     " earlier later the same not the same older first last copy : passage of : which passage tells of : after before",
 )
-"""Tags and words of the recipes' prompts and rollouts, so that they take few tokens. None becomes a special token."""
+"""Tags and words of the recipes' prompts and rollouts, so that they take few tokens. They do not become special tokens."""
 
 
 def vocabulary_texts(seed: int, passages: int, worlds: int) -> Iterator[str]:

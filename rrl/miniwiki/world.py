@@ -8,7 +8,7 @@ from jaxtyping import Int
 from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.miniwiki.names import COUNTRY, SPLITS, draw_names
-from rrl.miniwiki.passages import (
+from rrl.miniwiki.relations import (
     RELATION_BY_KEY,
     RELATIONS,
     SENTENCE_SLOTS,
@@ -33,7 +33,7 @@ EMPLOYED_SHARE_OF_MARRIED = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class EntityLayout:
-    """Which entities belong to which sub-world, by entity type. W is the number of sub-worlds, n of entities of the type."""
+    """Which entities belong to which sub-world, by entity type. W: number of sub-worlds; n: number of entities of the type."""
 
     starts: dict[str, Int[np.ndarray, "W+1"]]
     """The entities of sub-world w have the indices starts[w] to starts[w + 1] - 1."""
@@ -77,11 +77,11 @@ class World:
 
     def sentence(self, entity_type: str, slot: int, entity: int) -> str:
         """Return the sentence of `slot` in the passage about `entity`; "" if its fact does not exist."""
-        spec = SENTENCE_SLOTS[entity_type][slot]
-        values = [self.value(entity_type, relation, entity) for relation in spec.relations]
+        sentence_slot = SENTENCE_SLOTS[entity_type][slot]
+        values = [self.value(entity_type, relation, entity) for relation in sentence_slot.relations]
         if not values[0]:
             return ""
-        return spec.templates[self.wording[entity_type][entity, slot]].format(
+        return sentence_slot.templates[self.wording[entity_type][entity, slot]].format(
             self.names[entity_type][entity], *values
         )
 

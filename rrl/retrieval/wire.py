@@ -17,8 +17,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rrl.data.field_names import PASSAGE_ID_FIELDS
 from rrl.data.passages import Passage, passage_of
-from rrl.data.tables import PASSAGE_ID_FIELDS
 from rrl.retrieval.retriever import Hit
 
 FORMS = {"search-r1": "/retrieve", "flashrag": "/batch_search", "r1-searcher": "/queries"}

@@ -32,7 +32,7 @@ from rrl.rl.optim import OptimConfig, split_trained
 from rrl.runs.checkpoint_reader import read_part, saved_metadata, saved_steps
 from rrl.runs.model_files import MODEL_FILES, START_FILE
 from rrl.runs.workdir import read_config, read_identity, refuse_unwritable
-from rrl.sft import loop as sft
+from rrl.sft import trainer as sft_trainer
 from rrl.train import learner
 
 _MODEL_FOLDERS = (MODEL_FILES, "policy", "model")
@@ -143,7 +143,7 @@ def _read_decoder(
     if "average_last" in settings:  # a field of reinforcement learning only
         params_path = learner.learned_params_path(settings)
     else:
-        params_path = sft.learned_params_path(settings, saved_metadata(workdir, step))
+        params_path = sft_trainer.learned_params_path(settings, saved_metadata(workdir, step))
     mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
     frozen, lora = _frozen_and_lora(workdir, settings["optim"], identity.get("lora", {}))
     if frozen or lora.rank:

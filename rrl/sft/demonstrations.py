@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
@@ -17,7 +18,7 @@ from rrl.recipes.base import Recipe, check_tags
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.protocol import Append, message_ids
-from rrl.text.chat import chat_ids, template_adds_think_tag
+from rrl.text.chat import Prompt, chat_ids, template_adds_think_tag
 from rrl.text.encoding import plain_ids, text_ids
 
 
@@ -93,49 +94,54 @@ def demonstration_examples(
         return [hit.passage for hit in hits[query]]
 
     check_tags(recipe, tokenizer)
-    # `encode` turns names of special tokens into those tokens; `encode_body` treats them as plain text.
-    encode, encode_body = (functools.partial(ids, tokenizer) for ids in (text_ids, plain_ids))
-
     examples = []
     for item in items:
-        prompt = recipe.prompt(item.question)
-        contexts = [[(chat_ids(tokenizer, prompt), False)]]
-        template_opens_thought = template_adds_think_tag(tokenizer, prompt)
+        contexts = [_Context(tokenizer, recipe.prompt(item.question))]
         for segment in demonstrate(recipe, item, retrieve):
             if isinstance(segment, str):
-                # If the chat template already opens the thought, the expert does not open it again.
-                text = (
-                    segment.removeprefix("<think>")
-                    if template_opens_thought and len(contexts[-1]) == 1
-                    else segment
-                )
-                contexts[-1].append((encode(text), True))
+                contexts[-1].add_policy_text(segment)
             elif isinstance(segment, Append):
-                body, _ = message_ids(segment, encode, recipe.environment.observation_tokens, encode_body)
-                contexts[-1].append((body, False))
+                contexts[-1].add_observation(segment, recipe.environment.observation_tokens)
             else:
-                next_prompt = segment.prompt
-                template_opens_thought = not isinstance(next_prompt, np.ndarray) and template_adds_think_tag(
-                    tokenizer, next_prompt
-                )
-                contexts.append(
-                    [
-                        (
-                            next_prompt
-                            if isinstance(next_prompt, np.ndarray)
-                            else chat_ids(tokenizer, next_prompt),
-                            False,
-                        )
-                    ]
-                )
-        examples += [_example(segments, tokenizer.eos_token_id) for segments in contexts]
+                contexts.append(_Context(tokenizer, segment.prompt))
+        examples += [context.example() for context in contexts]
     return examples
 
 
-def _example(segments: Sequence[tuple[np.ndarray, bool]], end: int) -> Example:
-    """Return the example of one context: its segments (token ids, whether the policy wrote them) and the end token."""
-    segments = [*segments, (np.array([end], np.int32), True)]
-    return Example(
-        np.concatenate([ids for ids, _ in segments]),
-        np.concatenate([np.full(len(ids), is_policy) for ids, is_policy in segments]),
-    )
+class _Context:
+    """One context of a demonstration: a prompt, then texts of the policy and observations."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt | Int[np.ndarray, "T"]
+    ) -> None:
+        """`prompt`: a text, a chat prompt, or the token ids of one."""
+        self._tokenizer = tokenizer
+        if isinstance(prompt, np.ndarray):
+            ids, self._template_opens_thought = prompt, False
+        else:
+            ids = chat_ids(tokenizer, prompt)
+            self._template_opens_thought = template_adds_think_tag(tokenizer, prompt)
+        self._segments = [(ids, False)]
+        """(token ids, whether the policy wrote them)."""
+
+    def add_policy_text(self, text: str) -> None:
+        """Add a text of the expert."""
+        follows_prompt = len(self._segments) == 1
+        if follows_prompt and self._template_opens_thought:
+            # The chat template already opens the thought, so the expert does not open it again.
+            text = text.removeprefix("<think>")
+        self._segments.append((text_ids(self._tokenizer, text), True))
+
+    def add_observation(self, message: Append, observation_tokens: int) -> None:
+        """Add a message of the environment. Names of special tokens in its body, such as those in a passage, are plain text."""
+        encode, encode_body = (functools.partial(ids, self._tokenizer) for ids in (text_ids, plain_ids))
+        ids, _ = message_ids(message, encode, observation_tokens, encode_body)
+        self._segments.append((ids, False))
+
+    def example(self) -> Example:
+        """Return the example of this context, with the end-of-sequence token at its end."""
+        segments = [*self._segments, (np.array([self._tokenizer.eos_token_id], np.int32), True)]
+        return Example(
+            np.concatenate([ids for ids, _ in segments]),
+            np.concatenate([np.full(len(ids), is_policy) for ids, is_policy in segments]),
+        )

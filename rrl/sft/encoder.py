@@ -120,47 +120,49 @@ def batches(
     config: EncoderTrainingConfig, pairs: EncoderPairs, tokenizer: Any, settings: TextSettings
 ) -> Iterator[ContrastiveBatch]:
     """Yield batches without end, drawn with the config's seed."""
-    cut = make_truncating_tokenizer(tokenizer)
+    tokenize = make_truncating_tokenizer(tokenizer)
     texts = (f"{settings.passage_prefix}{passage.title} {passage.text}" for passage in pairs.passages)
-    passages = pad(cut(texts, settings.passage_tokens)[0], settings.passage_tokens, tokenizer.pad_token_id)
+    passages = pad(
+        tokenize(texts, settings.passage_tokens)[0], settings.passage_tokens, tokenizer.pad_token_id
+    )
     texts = (settings.query_prefix + query for query in pairs.queries)
-    queries = pad(cut(texts, settings.query_tokens)[0], settings.query_tokens, tokenizer.pad_token_id)
+    queries = pad(tokenize(texts, settings.query_tokens)[0], settings.query_tokens, tokenizer.pad_token_id)
     rng = np.random.default_rng(config.seed)
     while True:
         worlds = rng.choice(len(pairs.spans), min(config.groups, len(pairs.spans)), replace=False)
         positives = [
-            int(at)
+            int(passage)
             for world in worlds
-            for at in rng.choice(pairs.spans[world], config.queries_per_group, replace=False)
+            for passage in rng.choice(pairs.spans[world], config.queries_per_group, replace=False)
         ]
-        drawn = [_draw_query(config, pairs, at, rng) for at in positives]
-        candidates = np.array(positives + [_draw_hard_negative(pairs, at, rng) for at in positives])
-        other_gold = (candidates[None, :, None] == pairs.gold[drawn][:, None, :]).any(-1)
-        other_gold[np.arange(len(drawn)), np.arange(len(drawn))] = False
-        yield ContrastiveBatch(queries[drawn], passages[candidates], ~other_gold)
+        query_indices = [_draw_query(config, pairs, passage, rng) for passage in positives]
+        candidates = np.array(positives + [_draw_hard_negative(pairs, passage, rng) for passage in positives])
+        other_gold = (candidates[None, :, None] == pairs.gold[query_indices][:, None, :]).any(-1)
+        np.fill_diagonal(other_gold, False)  # the positive itself
+        yield ContrastiveBatch(queries[query_indices], passages[candidates], ~other_gold)
 
 
-def _draw_query(config: EncoderTrainingConfig, pairs: EncoderPairs, at: int, rng: np.random.Generator) -> int:
-    chosen = rng.random()
+def _draw_query(
+    config: EncoderTrainingConfig, pairs: EncoderPairs, passage: int, rng: np.random.Generator
+) -> int:
+    """Return the index of a query that names a passage."""
+    draw = rng.random()
     kind = (
-        "name"
-        if chosen < config.names
-        else "question"
-        if chosen < config.names + config.questions
-        else "query"
+        "name" if draw < config.names else "question" if draw < config.names + config.questions else "query"
     )
     # A passage may have no query of the drawn kind, but it always has its name.
-    options = pairs.by_passage[kind][at] or pairs.by_passage["name"][at]
+    options = pairs.by_passage[kind][passage] or pairs.by_passage["name"][passage]
     return options[int(rng.integers(len(options)))]
 
 
-def _draw_hard_negative(pairs: EncoderPairs, at: int, rng: np.random.Generator) -> int:
-    options = pairs.hard_negatives[at]
+def _draw_hard_negative(pairs: EncoderPairs, passage: int, rng: np.random.Generator) -> int:
+    """Return the index of a hard negative of a passage."""
+    options = pairs.hard_negatives[passage]
     if options:
         return options[int(rng.integers(len(options)))]
     # Without a hard negative: any other passage of the same world.
-    span = next(span for span in pairs.spans if at in span)
-    return span[(at - span.start + 1 + int(rng.integers(len(span) - 1))) % len(span)]
+    span = next(span for span in pairs.spans if passage in span)
+    return span[(passage - span.start + 1 + int(rng.integers(len(span) - 1))) % len(span)]
 
 
 def optimizer(config: EncoderTrainingConfig) -> optax.GradientTransformation:
@@ -175,6 +177,7 @@ def optimizer(config: EncoderTrainingConfig) -> optax.GradientTransformation:
 def _update(
     config: EncoderTrainingConfig, graph: Any, state: Any, opt_state: Any, batch: Any, pad_id: int
 ) -> Any:
+    """Return (state, opt_state, loss, accuracy) after one update. `batch`: the arrays of a `ContrastiveBatch`."""
     queries, passages, allowed = batch
 
     def loss_of(state: Any) -> Any:

@@ -8,7 +8,7 @@ from jaxtyping import Int
 
 from rrl.data.passages import Passage
 from rrl.miniwiki import KINDS, MiniWiki, generate
-from rrl.miniwiki.passages import RELATIONS
+from rrl.miniwiki.relations import RELATIONS
 
 QUERY_KINDS = ("query", "name", "question")
 """Kinds of queries: the search query of a hop, the name of its subject, a whole question."""
@@ -45,9 +45,9 @@ def make_pairs(seed: int, worlds: int, passages_per_world: int) -> EncoderPairs:
     def add(kind: str, query: str, titles: tuple[str, ...]) -> None:
         positions = [position[title] for title in titles]
         # A query can find the entities that it names, but not those of later hops.
-        for at in positions:
-            if wiki.passages[at].title in query:
-                by_passage[kind][at].append(len(queries))
+        for index in positions:
+            if wiki.passages[index].title in query:
+                by_passage[kind][index].append(len(queries))
         queries.append(query)
         gold.append(positions)
 
@@ -70,16 +70,17 @@ def make_pairs(seed: int, worlds: int, passages_per_world: int) -> EncoderPairs:
 
 
 def _hard_negatives(wiki: MiniWiki) -> list[list[int]]:
+    """Return `EncoderPairs.hard_negatives`."""
     negatives: list[list[int]] = []
     for span in wiki.subworld_ranges:
         passages_with: dict[str, set[int]] = collections.defaultdict(set)
-        for at in span:
-            passage = wiki.passages[at]
+        for index in span:
+            passage = wiki.passages[index]
             for word in f"{passage.title} {passage.text}".replace(".", " ").replace(",", " ").split():
                 if word[0].isupper():
-                    passages_with[word].add(at)
-        for at in span:
-            # Too common in titles to make a passage a hard negative.
-            words = [word for word in wiki.passages[at].title.split() if word not in ("The", "New")]
-            negatives.append(sorted(set().union(*(passages_with[word] for word in words)) - {at}))
+                    passages_with[word].add(index)
+        for index in span:
+            # "The" and "New" occur in too many titles to make two passages similar.
+            words = [word for word in wiki.passages[index].title.split() if word not in ("The", "New")]
+            negatives.append(sorted(set().union(*(passages_with[word] for word in words)) - {index}))
     return negatives

@@ -111,36 +111,36 @@ def agreement(judge: Judge, examples: Sequence[JudgeExample]) -> dict[str, dict[
     by_kind: dict[str, list[tuple[float, float | None]]] = collections.defaultdict(list)
     for example, score in zip(examples, scores, strict=True):
         by_kind[type(example.prompt).__name__].append((example.score, score))
-    return {kind: _agreement_scores(pairs) for kind, pairs in by_kind.items()}
+    return {kind: _agreement_metrics(pairs) for kind, pairs in by_kind.items()}
 
 
-def _agreement_scores(pairs: Sequence[tuple[float, float | None]]) -> dict[str, float]:
-    """Return the scores of `agreement` for (oracle's score, judge's score) pairs."""
+def _agreement_metrics(pairs: Sequence[tuple[float, float | None]]) -> dict[str, float]:
+    """Return the metrics of `agreement` for (oracle's score, judge's score) pairs of one kind of prompt."""
     oracle = np.array([truth for truth, _ in pairs])
     judged = np.array([np.nan if score is None else score for _, score in pairs], float)
     values, counts = np.unique(oracle, return_counts=True)
     majority = np.full(len(oracle), values[counts.argmax()])
-    scores = {"cases": float(len(pairs)), "unread": float(np.isnan(judged).sum())}
+    metrics = {"cases": float(len(pairs)), "unread": float(np.isnan(judged).sum())}
     for prefix, scored in (("", judged), ("majority_", majority)):
         equal = np.isclose(scored, oracle)
-        scores[f"{prefix}exact"] = float(equal.mean())
-        scores[f"{prefix}near"] = float((np.abs(scored - oracle) <= NEAR_TOLERANCE + 1e-6).mean())
-        scores[f"{prefix}balanced"] = float(np.mean([equal[oracle == value].mean() for value in values]))
-    return scores
+        metrics[f"{prefix}exact"] = float(equal.mean())
+        metrics[f"{prefix}near"] = float((np.abs(scored - oracle) <= NEAR_TOLERANCE + 1e-6).mean())
+        metrics[f"{prefix}balanced"] = float(np.mean([equal[oracle == value].mean() for value in values]))
+    return metrics
 
 
 def agreement_table(agreements: dict[str, dict[str, float]]) -> str:
     """Return the result of `agreement` as a table, in percent."""
     names = ("exact", "near", "balanced")
-    head = ("case", "number", *(text for name in names for text in (name, "majority")), "unread")
+    head = ("prompt", "examples", *(text for name in names for text in (name, "majority")), "unread")
     rows = [
         (
             kind.lower(),
-            f"{scores['cases']:.0f}",
-            *(f"{100 * scores[key]:.1f}" for name in names for key in (name, f"majority_{name}")),
-            f"{scores['unread']:.0f}",
+            f"{metrics['cases']:.0f}",
+            *(f"{100 * metrics[key]:.1f}" for name in names for key in (name, f"majority_{name}")),
+            f"{metrics['unread']:.0f}",
         )
-        for kind, scores in agreements.items()
+        for kind, metrics in agreements.items()
     ]
     title = (
         f"Agreement with the oracle (percent; near: within {NEAR_TOLERANCE}; "

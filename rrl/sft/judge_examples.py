@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
 from rrl.data.passages import Passage
-from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least
 from rrl.miniwiki import KINDS as QUESTION_KINDS
@@ -30,17 +29,24 @@ from rrl.recipes.tiresrag import TiresRag
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.index import make_retriever
 from rrl.rewards.judge_card import JudgeCard
-from rrl.rewards.judge_prompts import Correctness, JudgePrompt, Relevance, Sufficiency, Thinking, gold_text
-from rrl.rewards.oracle import Oracle, chain_coverage, claims, groundedness
-from rrl.rewards.transcript import Transcript, transcript_of
+from rrl.rewards.judge_prompts import (
+    Correctness,
+    JudgePrompt,
+    Relevance,
+    Sufficiency,
+    Thinking,
+)
+from rrl.rewards.oracle import Oracle
+from rrl.rewards.transcript import transcript_of
 from rrl.rollout.protocol import Append
+from rrl.sft.judge_answers import answer_with_reasons
 from rrl.text.chat import fitting_ids
 from rrl.text.encoding import plain_ids
 
 PROMPT_KINDS: tuple[type, ...] = (Relevance, Sufficiency, Thinking, Correctness)
 """Kinds of prompts that the judge of the built-in world answers."""
-MAX_LISTED_WORDS = 6
-"""A judge's reasons list at most this many ungrounded words."""
+FREE_TOKENS = 2
+"""Tokens of the context that the rollout engine reserves after a prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +69,8 @@ class JudgeExamplesConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"data.options.{name}={getattr(self, name)} must lie in 0..1, a share")
         at_least(1, self, "top_k", "answer_tokens", where="data.options.")
-        # At least one prompt token, besides the 2 tokens that `tokenize_judge_examples` leaves free.
-        if self.context < self.answer_tokens + 3:
+        # At least one token of a prompt, besides `FREE_TOKENS`.
+        if self.context < self.answer_tokens + FREE_TOKENS + 1:
             raise UserError(
                 f"data.options.context={self.context} must hold answer_tokens={self.answer_tokens} and a prompt"
             )
@@ -115,19 +121,17 @@ def make_judge_examples(
     ]
     unique = list(dict.fromkeys(queries))
     # One passage more than `top_k`: a search that must fail loses its gold passage and still returns `top_k` passages.
-    hits = retriever.search(unique, config.top_k + 1)
-    results = {
-        query: [hit.passage for hit in query_hits] for query, query_hits in zip(unique, hits, strict=True)
-    }
+    hits_by_query = zip(unique, retriever.search(unique, config.top_k + 1), strict=True)
+    results = {query: [hit.passage for hit in hits] for query, hits in hits_by_query}
     for item, attempt in zip(items, attempts, strict=True):
-        episode = act_out(item, attempt, results, config.top_k, recipe)
-        for prompt in _prompts(item, attempt, episode, results, lookup, rng, config, recipe):
+        trajectory = attempt_trajectory(item, attempt, results, config.top_k, recipe)
+        for prompt in _prompts(item, attempt, trajectory, results, lookup, rng, config, recipe):
             (score,) = Oracle().grade([prompt])
             assert score is not None
-            yield JudgeExample(prompt, score, f" {_answer(prompt, item, score)}")
+            yield JudgeExample(prompt, score, f" {answer_with_reasons(prompt, item, score)}")
 
 
-def act_out(
+def attempt_trajectory(
     item: MiniQuestion,
     attempt: Attempt,
     results: Mapping[str, Sequence[Passage]],
@@ -186,7 +190,7 @@ def tokenize_judge_examples(
     examples: Iterator[JudgeExample], tokenizer: PreTrainedTokenizerBase, card: JudgeCard
 ) -> Iterator[Example]:
     """Yield training examples: the prompt as the judge receives it, and the answer. The loss is on the answer only."""
-    room = card.context - card.answer_tokens - 2
+    room = card.context - card.answer_tokens - FREE_TOKENS
     for example in examples:
         prompt = fitting_ids(tokenizer, card.prompt_for(example.prompt), room)
         answer = [*plain_ids(tokenizer, example.answer), tokenizer.eos_token_id]
@@ -195,25 +199,22 @@ def tokenize_judge_examples(
         )
 
 
-# -- the prompts of one attempt ------------------------------------------------------------------------------------------
-
-
 def _prompts(
     item: MiniQuestion,
     attempt: Attempt,
-    episode: Trajectory,
+    trajectory: Trajectory,
     results: Mapping[str, Sequence[Passage]],
     lookup: WikiLookup,
     rng: np.random.Generator,
     config: JudgeExamplesConfig,
     recipe: TiresRag,
 ) -> list[JudgePrompt]:
-    """Return one prompt of each kind about an attempt that was carried out in `episode`."""
-    searches = len(episode.searches)
+    """Return one prompt of each kind about an attempt that was carried out in `trajectory`."""
+    searches = len(trajectory.searches)
     if rng.random() < config.partial:
         searches = int(rng.integers(searches))
-    transcript = transcript_of(episode, recipe.environment.answer, "<think>", searches)
-    shown = R3RagEnvironment().documents(episode.searches)
+    transcript = transcript_of(trajectory, recipe.environment.answer, "<think>", searches)
+    shown = R3RagEnvironment().documents(trajectory.searches)
     shown = [passages for passages in shown if passages]
     documents = shown[int(rng.integers(len(shown)))]
     if rng.random() < 0.1:  # sometimes the passages that the whole question retrieves
@@ -244,60 +245,3 @@ def _predicted(item: MiniQuestion, attempt: Attempt, lookup: WikiLookup, rng: np
         f"The {attempt.hops[-1].query} is {{}}.",
     )
     return forms[int(rng.integers(len(forms)))].format(answer)
-
-
-# -- the answers, with reasons -------------------------------------------------------------------------------------------
-
-
-def _answer(prompt: JudgePrompt, item: MiniQuestion, score: float) -> str:
-    """Return the answer that the judge should write to a prompt about `item`."""
-    match prompt:
-        case Sufficiency(_, transcript):
-            verdict = f'{{"Sufficient Context": {score:.0f}}}'
-            return _with_reasons(_sufficiency_reasons(item, transcript), verdict)
-        case Thinking(question, transcript):
-            return _with_reasons(_thinking_reasons(question, transcript), f"{score:.1f}")
-        case Relevance(question, passages):
-            titles = {passage.title for passage in passages}
-            retrieved = [title for title in question.gold if title in titles]
-            return _with_reasons(f"{item.plan.facts} : {' ; '.join(retrieved) or 'nothing'}", f"{score:.1f}")
-        case Correctness(question, predicted):
-            # The reasons put both answers next to each other, where they are easier to compare.
-            return _with_reasons(f"{gold_text(question)} : {predicted}", str(score > 0))
-    raise TypeError(f"no reasons are known for {type(prompt).__name__}")
-
-
-def _with_reasons(reasons: str, verdict: str) -> str:
-    return f"<think> {reasons} </think> {verdict}"
-
-
-def _sufficiency_reasons(item: MiniQuestion, transcript: Transcript) -> str:
-    """Return the reasons of a sufficiency score.
-
-    They are the facts that the question needs, up to the first whose passage was not retrieved.
-    """
-    facts = []
-    for hop in item.plan.hops:
-        known = hop.title in transcript.titles
-        facts.append(f"The {hop.query} is {hop.value if known else 'unknown'}.")
-        if not known:
-            break
-    return " ".join(facts)
-
-
-def _thinking_reasons(question: Question, transcript: Transcript) -> str:
-    """Return the reasons of a thinking score.
-
-    They are the gold passages that the thinking names and the words that no passage supports, with the score of each part.
-    """
-    named = [
-        title if chain_coverage(dataclasses.replace(question, gold=(title,)), transcript) else "unknown"
-        for title in question.gold
-    ]
-    ungrounded = list(dict.fromkeys(word for word, grounded in claims(question, transcript) if not grounded))[
-        :MAX_LISTED_WORDS
-    ]
-    shares = f"{chain_coverage(question, transcript):.1f}", f"{groundedness(question, transcript):.1f}"
-    return (
-        f"{' ; '.join(named)} : {shares[0]}. Not found : {', '.join(ungrounded) or 'nothing'} : {shares[1]}."
-    )

@@ -10,7 +10,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
-from rrl.data.records import fields_of, load_records, text_field
+from rrl.data.fields import fields_of, text_field
+from rrl.data.records import load_records
 from rrl.errors import UserError, at_least
 from rrl.sft.demonstrations import RecipeDataConfig
 from rrl.text.chat import chat_ids
@@ -80,9 +81,12 @@ def load_pairs(
 
 
 def _pair(position: int, record: Any) -> tuple[str, str, str]:
+    """Return (question id, input, output) of a record. Without an id, its position stands for the question."""
     fields = fields_of(record)
     for name in ("input", "output"):
-        text_field(fields, name)  # refuses a missing or empty text; white space at its ends is kept
+        text_field(
+            fields, name
+        )  # refuses a missing or empty text, but strips white space, which the pair retains
     return str(fields.get("id", position)), fields["input"], fields["output"]
 
 

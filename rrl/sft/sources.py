@@ -25,7 +25,8 @@ class BatchSource(Protocol):
 
 def pack_examples(examples: Sequence[Example], row_length: int, too_long: str = "error") -> Batch:
     """Pack all examples into rows of `row_length` tokens. `too_long`: see `rrl.rl.packing.pack`."""
-    return pack([e.tokens for e in examples], [e.loss for e in examples], row_length, too_long=too_long).batch
+    tokens, masks = [e.tokens for e in examples], [e.loss_mask for e in examples]
+    return pack(tokens, masks, row_length, too_long=too_long).batch
 
 
 class FixedSource:

@@ -52,7 +52,7 @@ def test_real_train_and_dev_questions_of_2wiki_do_not_overlap() -> None:
 
 def test_real_questions_without_answers_are_compared_too() -> None:
     file, truth = shared("multihop_rag/queries_500.json"), shared("multihop_rag/ground_truth_500.json.gz")
-    alone, answered = load_questions(file, unanswered=True), load_questions(file, truth=truth)
+    alone, answered = load_questions(file, answers_optional=True), load_questions(file, truth=truth)
     leaks = shared_questions(alone, answered)
     assert len(leaks) == 500 and not any(leak.train.answers or leak.same_answer for leak in leaks)
 
@@ -73,6 +73,6 @@ def test_real_questions_without_answers_are_compared_too() -> None:
 def test_a_file_shares_all_questions_and_answers_with_itself(tmp_path: Path, lines: list[dict]) -> None:
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    questions = load_questions(file, unanswered=True)
+    questions = load_questions(file, answers_optional=True)
     leaks = shared_questions(questions, questions)
     assert len(leaks) == len(lines) and all(leak.same_answer for leak in leaks)

@@ -249,7 +249,7 @@ def test_the_gold_answer_of_a_multiple_choice_is_one_of_its_choices(tmp_path: Pa
 def test_a_passage_is_refused_as_a_question(tmp_path: Path) -> None:
     file = written(tmp_path, {"id": "1", "title": "Oslo", "text": "Oslo is a city."})
     with pytest.raises(UserError, match=r"line 1: text: the record has a title .*a passage, not a question"):
-        load_questions(file, unanswered=True)
+        load_questions(file, answers_optional=True)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_unanswerable_questions_are_excluded_and_counted(tmp_path: Path, record:
     assert [question.id for question in load_questions(file)] == ["a"]
     assert "excluded 1 records of 2 (line 2: its publisher marks it as unanswerable)" in caplog.text
     assert [question.answers for question in load_questions(file, unanswerable="empty")] == [("A",), ("",)]
-    assert [question.answers for question in load_questions(file, unanswered=True)] == [("A",), ()]
+    assert [question.answers for question in load_questions(file, answers_optional=True)] == [("A",), ()]
 
 
 def test_the_squad_file_is_read_as_questions(tmp_path: Path) -> None:

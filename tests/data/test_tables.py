@@ -13,7 +13,7 @@ import pytest
 from rrl.data.passages import Passage, load_passages
 from rrl.data.questions import load_questions
 from rrl.data.records import read_records
-from rrl.data.tables import MAX_CELL_LINES
+from rrl.data.table_rows import MAX_CELL_LINES
 from rrl.errors import UserError
 
 

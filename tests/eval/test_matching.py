@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.data.questions import EMPTY_ANSWER, Question, load_questions
+from rrl.data.gold_answers import EMPTY_ANSWER
+from rrl.data.questions import Question, load_questions
 from rrl.errors import UserError
 from rrl.eval.matching import drop_unscorable, match_predictions, questions_in_file, scorable
 from rrl.eval.prediction_files import load_predictions

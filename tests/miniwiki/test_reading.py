@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, MiniWiki, generate
+from rrl.miniwiki.drills import drill_segments
 from rrl.miniwiki.evidence import UNKNOWN, gather_evidence, reader_examples
 from rrl.miniwiki.lookup import WikiLookup
-from rrl.miniwiki.reading import drill_segments, passage_segments, reading_examples
+from rrl.miniwiki.reading import passage_segments, reading_examples
 from rrl.models.tokenizer import load_tokenizer
 
 TEMPLATE = "Passages: {evidence}\n\nQuestion: {query}\n\nAnswer:"
@@ -37,7 +38,7 @@ def _take(stream, n: int) -> list:
 def test_the_same_seed_gives_the_same_stream(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
     a, b, c = (_take(reading_examples(wiki, tokenizer, seed), 20) for seed in (0, 0, 1))
     assert all(
-        np.array_equal(x.tokens, y.tokens) and np.array_equal(x.loss, y.loss)
+        np.array_equal(x.tokens, y.tokens) and np.array_equal(x.loss_mask, y.loss_mask)
         for x, y in zip(a, b, strict=True)
     )
     assert not all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, c, strict=True))
@@ -56,10 +57,10 @@ def test_examples_respect_the_limit_and_have_targets(
     examples = _take(reading_examples(wiki, tokenizer, 0, limit=300), 200)
     assert max(len(example.tokens) for example in examples) == 300
     assert all(
-        example.tokens.dtype == np.int32 and example.loss.any() and not example.loss[0]
+        example.tokens.dtype == np.int32 and example.loss_mask.any() and not example.loss_mask[0]
         for example in examples
     )
-    whole = np.mean([example.loss[1:].all() for example in examples])
+    whole = np.mean([example.loss_mask[1:].all() for example in examples])
     assert 0.03 < whole < 0.2
 
 
@@ -162,10 +163,10 @@ def test_only_answer_and_eos_are_targets_of_the_reader(
     wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast, chat: bool
 ) -> None:
     for example in _take(reader_examples(wiki, tokenizer, 0, TEMPLATE, chat=chat), 100):
-        targets = example.tokens[example.loss]
+        targets = example.tokens[example.loss_mask]
         assert targets[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(targets[:-1]).startswith(" ")
-        assert example.loss[-len(targets) :].all()
+        assert example.loss_mask[-len(targets) :].all()
         assert "Question: " in tokenizer.decode(example.tokens)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.miniwiki import generate
-from rrl.miniwiki.passages import RELATION_BY_KEY, SENTENCE_SLOTS, TEMPLATES_PER_SLOT, TYPES
+from rrl.miniwiki.relations import RELATION_BY_KEY, SENTENCE_SLOTS, TEMPLATES_PER_SLOT, TYPES
 from rrl.miniwiki.world import build_world, write_passages
 
 

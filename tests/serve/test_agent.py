@@ -82,7 +82,7 @@ def known(tmp_path_factory):
     )
     decoder = Decoder(config, rngs=nnx.Rngs(0))
     batch = pack(
-        [e.tokens for e in examples], [e.loss for e in examples], max(len(e.tokens) for e in examples)
+        [e.tokens for e in examples], [e.loss_mask for e in examples], max(len(e.tokens) for e in examples)
     ).batch
     assert memorise(decoder, jax.tree.map(jnp.asarray, batch), 240) < 0.01
     save_decoder(folder / "policy", decoder, tokenizer)

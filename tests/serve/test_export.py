@@ -25,7 +25,7 @@ from rrl.rl.optim import split_trained
 from rrl.runs.checkpoints import Checkpoints
 from rrl.runs.model_files import write_model_files
 from rrl.serve.export import export, parse_size
-from rrl.sft.loop import TrainState
+from rrl.sft.trainer import TrainState
 from tests.models.small import filled
 
 SHAPE = DecoderConfig(

@@ -27,7 +27,8 @@ from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rollout.protocol import Append
 from rrl.runs.workdir import refuse_other_config
 from rrl.sft import cold_start, stages
-from rrl.sft.cold_start import ColdStartSettings, select_pairs
+from rrl.sft.cold_start_pairs import ColdStartReport, select_pairs
+from rrl.sft.cold_start_settings import ColdStartSettings
 from rrl.sft.demonstrations import demonstration_examples
 from rrl.sft.pairs import PairsConfig, load_pairs
 from rrl.sft.teacher import EndpointTeacher
@@ -124,7 +125,7 @@ def test_correct_and_well_formed_trajectories_are_accepted_and_others_counted_by
     made = settings(service, tmp_path / "cache", temperatures=(0.1, 0.1, 0.4, 0.7, 1.0), keep=0)
     report = cold_start.run(made, tmp_path / "run")
     steps = sum(len(item.plan.hops) + 1 for item in service.plans.values())
-    assert report == cold_start.ColdStartReport(
+    assert report == ColdStartReport(
         questions=10,
         trajectories=50,
         kept=10,
@@ -133,7 +134,7 @@ def test_correct_and_well_formed_trajectories_are_accepted_and_others_counted_by
         fell={"duplicate": 10, "incorrect": 10, "malformed": 10, "unanswered": 10},
         by_temperature={"0.1": (10, 20), "0.4": (0, 10), "0.7": (0, 10), "1.0": (0, 10)},
     )
-    assert "10 kept (20.0 %), of 10 questions" in capsys.readouterr().out
+    assert "10 accepted (20.0 %), of 10 questions" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "report.json").read_text())["fell"]["malformed"] == 10
     pairs = lines(tmp_path / "run" / "pairs.jsonl")
     assert len(pairs) == steps
@@ -338,7 +339,7 @@ def test_the_first_distinct_trajectories_of_a_question_are_selected():
         ("q1", 1, "a"),
         ("q1", 2, "b"),
     ]
-    assert report.fell == {"duplicate": 1, "more than are kept of its question": 1, "incorrect": 1}
+    assert report.fell == {"duplicate": 1, "more than sampling.keep of its question": 1, "incorrect": 1}
     assert (report.kept, report.answered, report.pairs) == (2, 2, 4)
     _, both = select_pairs(records, 0, 2)
     assert both.kept == 3 and both.fell == {"duplicate": 1, "incorrect": 1}
@@ -419,8 +420,8 @@ def test_the_loss_is_on_outputs_only_and_training_shares_no_question_with_held_o
     for example, row in zip([*train, *held_out], rows, strict=True):
         prompt = chat_ids(tokenizer, row["input"])
         np.testing.assert_array_equal(example.tokens[: len(prompt)], prompt)
-        assert not example.loss[: len(prompt)].any() and example.loss[len(prompt) :].all()
-        targets = example.tokens[example.loss]
+        assert not example.loss_mask[: len(prompt)].any() and example.loss_mask[len(prompt) :].all()
+        targets = example.tokens[example.loss_mask]
         assert tokenizer.decode(targets[:-1]) == row["output"] and targets[-1] == tokenizer.eos_token_id
 
 
@@ -450,7 +451,7 @@ def test_pairs_are_tokenised_like_demonstrations(tmp_path):
     train, held_out = load_pairs(PairsConfig(path=str(tmp_path / "p.jsonl"), held_out=1), tokenizer, 1000)
     for one, other in zip([*train, *held_out], demonstrated, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.loss, other.loss)
+        np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
 
 
 def test_long_pairs_are_dropped_and_a_file_with_too_few_pairs_is_refused(tmp_path, capsys):

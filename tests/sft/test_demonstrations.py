@@ -27,14 +27,14 @@ def test_the_loss_is_on_the_expert_text_and_the_end_token(kind):
     ):
         prompt = chat_ids(tokenizer, item.question.text)
         np.testing.assert_array_equal(example.tokens[: len(prompt)], prompt)
-        assert not example.loss[: len(prompt)].any()
-        targets = tokenizer.decode(example.tokens[example.loss])
+        assert not example.loss_mask[: len(prompt)].any()
+        targets = tokenizer.decode(example.tokens[example.loss_mask])
         assert targets.count("<search>") == len(item.plan.hops)
         assert "<observation>" not in targets
         assert f"<answer> {item.question.answers[0]} </answer>" in targets
         assert example.tokens[-1] == tokenizer.eos_token_id
-        assert example.loss[-1]
-        given = tokenizer.decode(example.tokens[~example.loss])
+        assert example.loss_mask[-1]
+        given = tokenizer.decode(example.tokens[~example.loss_mask])
         assert all(hop.sentence in given for hop in item.plan.hops)
 
 
@@ -53,12 +53,12 @@ def test_each_context_of_a_demonstration_becomes_an_example_with_an_end_token():
     retriever = make_retriever(wiki.passages, "bm25")
     examples = demonstration_examples(Own(instruction=""), tokenizer, items, retriever, 3)
     assert len(examples) == 4
-    targets = [tokenizer.decode(e.tokens[e.loss], skip_special_tokens=True) for e in examples]
+    targets = [tokenizer.decode(e.tokens[e.loss_mask], skip_special_tokens=True) for e in examples]
     assert targets == ["firstmore", "second"] * 2
-    assert all(e.tokens[-1] == tokenizer.eos_token_id and e.loss[-1] for e in examples)
+    assert all(e.tokens[-1] == tokenizer.eos_token_id and e.loss_mask[-1] for e in examples)
     given = chat_ids(tokenizer, "asked again")
     np.testing.assert_array_equal(examples[1].tokens[: len(given)], given)
-    assert not examples[1].loss[: len(given)].any()
+    assert not examples[1].loss_mask[: len(given)].any()
 
 
 def test_a_thought_that_the_chat_template_opens_is_not_opened_again():
@@ -75,6 +75,6 @@ def test_a_thought_that_the_chat_template_opens_is_not_opened_again():
             where = text.index("assistant\n") + len("assistant\n")
             said = text[where:].removeprefix("<think>")
             assert plain.decode(other.tokens) == f"{text[:where]}<think>\n{said}"
-            assert plain.decode(other.tokens[other.loss]) == plain.decode(one.tokens[one.loss]).removeprefix(
-                "<think>"
-            )
+            assert plain.decode(other.tokens[other.loss_mask]) == plain.decode(
+                one.tokens[one.loss_mask]
+            ).removeprefix("<think>")

@@ -17,7 +17,8 @@ from rrl.rewards.judge_prompts import Correctness, Relevance, Sufficiency, Think
 from rrl.rewards.oracle import Oracle
 from rrl.rl.optim import OptimConfig
 from rrl.runs.metrics import read_metrics
-from rrl.sft import stages
+from rrl.sft import stage_data
+from rrl.sft.config import SFTConfig
 from rrl.sft.judge_agreement import held_out_judge_examples
 from rrl.sft.judge_examples import (
     PROMPT_KINDS,
@@ -25,7 +26,6 @@ from rrl.sft.judge_examples import (
     make_judge_examples,
     tokenize_judge_examples,
 )
-from rrl.sft.loop import SFTConfig
 from rrl.text.chat import fitting_ids
 from rrl.train import experiment
 from tests.train.made import ROOT, config, save_random_policy, shrink_run
@@ -82,8 +82,8 @@ def test_a_training_example_is_prompt_and_answer_with_the_loss_on_the_answer():
             tokenizer, OPTIONS.card.prompt_for(judge_example.prompt), 10_000
         )  # nothing is cut
         assert len(example) <= OPTIONS.context
-        np.testing.assert_array_equal(example.tokens[~example.loss], prompt)
-        answer = example.tokens[example.loss]
+        np.testing.assert_array_equal(example.tokens[~example.loss_mask], prompt)
+        answer = example.tokens[example.loss_mask]
         assert len(answer) <= OPTIONS.answer_tokens and answer[-1] == tokenizer.eos_token_id
         text = tokenizer.decode(answer, skip_special_tokens=True)
         assert judge_example.prompt.parse(text.strip()) == judge_example.score
@@ -104,11 +104,11 @@ def test_held_out_examples_share_no_name_with_training(monkeypatch):
         made.append((split, seed))
         return generate(split, seed, passages, worlds)
 
-    monkeypatch.setattr(stages, "generate", spy)
+    monkeypatch.setattr(stage_data, "generate", spy)
     settings = SFTConfig(steps=1, optim=OptimConfig(total_steps=1), rows=2, row_length=768)
     data = {"worlds": 1, "steps_per_block": 2, "probes": 5, "options": {}}
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    source, probes = stages.STAGES["verdicts"](data, settings, tokenizer, pathlib.Path("unused"))
+    source, probes = stage_data.STAGES["verdicts"](data, settings, tokenizer, pathlib.Path("unused"))
     assert {split for split, _ in made} == {"dev"}
     assert set(probes) == {kind.__name__.lower() for kind in PROMPT_KINDS} and all(probes.values())
     made.clear()

@@ -23,7 +23,8 @@ from rrl.parallel.rules import shard
 from rrl.rl.optim import OptimConfig
 from rrl.runs.metrics import read_metrics
 from rrl.sft import loop as sft
-from rrl.sft.loop import SFTConfig, train
+from rrl.sft.config import SFTConfig
+from rrl.sft.loop import train
 from rrl.sft.sources import FixedSource, StreamSource
 
 CONFIG = SFTConfig(
@@ -249,7 +250,7 @@ def test_early_stopping_keeps_the_best_parameters(tmp_path):
 def test_a_fixed_source_has_every_example_once_per_epoch_and_depends_only_on_the_step():
     examples = make_examples(23)
     source, other = FixedSource(examples, 2, 32, 7), FixedSource(examples, 2, 32, 7)
-    targets = sum(int(e.loss.sum()) for e in examples)
+    targets = sum(int(e.loss_mask.sum()) for e in examples)
     for epoch in range(2):
         steps = range(epoch * source.steps_per_epoch, (epoch + 1) * source.steps_per_epoch)
         assert sum(int(source.batch(s).loss_mask.sum()) for s in steps) == targets

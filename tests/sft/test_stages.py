@@ -16,16 +16,10 @@ from rrl.models.hf import load_decoder, save_decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.rl.optim import OptimConfig
 from rrl.runs.retriever import RetrieverConfig
-from rrl.sft.loop import SFTConfig
+from rrl.sft.config import SFTConfig
 from rrl.sft.sources import AlternatingSource, StreamSource
-from rrl.sft.stages import (
-    OPTIONAL_SECTIONS,
-    DemonstrationConfig,
-    StreamConfig,
-    parse_curriculum,
-    run,
-    scale_parameters,
-)
+from rrl.sft.stages import OPTIONAL_SECTIONS, DemonstrationConfig, run, scale_parameters
+from rrl.sft.streams import StreamConfig, parse_curriculum
 
 ROOT = pathlib.Path(__file__).parents[2]
 
