@@ -19,7 +19,7 @@ from rrl.data.trajectory import POLICY
 from rrl.files import read_json_lines, saving, write_atomically
 from rrl.models.hf import load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import ScoringContext, check_tags, uses_chat
+from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.episodes import find_long_prompts
 from rrl.rewards.judge import Judge
 from rrl.rollout.engine import Engine
