@@ -35,7 +35,7 @@ from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rl.update import Updater
 from rrl.rollout.automaton import compile_stops
-from rrl.rollout.loop import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
+from rrl.rollout.programs import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
 from rrl.train.settings import TrainSettings
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)

@@ -34,8 +34,10 @@ from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.episodes import Request, check_tokens
 from rrl.rollout.exchange import PAUSED, DeviceReport
-from rrl.rollout.loop import QueryEncoder, RolloutPrograms, WeakCallback
+from rrl.rollout.host_calls import WeakCallback
+from rrl.rollout.programs import RolloutPrograms
 from rrl.rollout.protocol import Environment, check_stops
+from rrl.rollout.query_encoder import QueryEncoder
 from rrl.rollout.scheduler import DEVICE_STAGES, Scheduler
 from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches
 from rrl.rollout.shards import assign_to_shards, gather_results, replicate

@@ -21,7 +21,7 @@ from rrl.rollout.exchange import (
     ABORT,
     BLOCKED,
     DECODING,
-    HEADER,
+    HEADER_LENGTH,
     OFF,
     PAUSED,
     STOP_CONTEXT,
@@ -402,7 +402,7 @@ class Scheduler:
     def _empty_reply(self) -> tuple[np.ndarray, np.ndarray]:
         """Return chunks without a slot, and empty queries."""
         sizes = self.sizes
-        chunks = np.zeros((sizes.chunks, HEADER + sizes.chunk_tokens), np.int32)
+        chunks = np.zeros((sizes.chunks, HEADER_LENGTH + sizes.chunk_tokens), np.int32)
         chunks[:, 0] = sizes.slots  # no slot
         return chunks, np.zeros((sizes.wake_threshold, sizes.query_tokens), np.int32)
 
@@ -466,7 +466,7 @@ class Scheduler:
           further slot may copy in this exchange.
         """
         prefill, size = self.prefills[slot], self.sizes.chunk_tokens
-        nothing = np.zeros((0, HEADER + size), np.int32)
+        nothing = np.zeros((0, HEADER_LENGTH + size), np.int32)
         if not room:
             return nothing
         source, copied, own, copy_after_prefill = slot, 0, prefill.position, False
@@ -478,7 +478,7 @@ class Scheduler:
             copy_after_prefill = (
                 not ready and copied == len(tokens) and self.prefixes.prefill_completes(source, copied)
             )
-            if not (ready or copy_after_prefill) or (source != slot and copies == self.sizes.copies):
+            if not (ready or copy_after_prefill) or (source != slot and copies == self.sizes.max_copies):
                 return nothing
             self.prefixes.assign(slot, tokens, own)
             prefill.tokens, prefill.position = tokens[copied:], copied
@@ -486,7 +486,7 @@ class Scheduler:
             copied = 0
         start = prefill.position
         chunks = prefill.take_chunks(
-            room, size, source=source, copied=-copied if copy_after_prefill else copied, own=own
+            room, size, source=source, copied=-copied if copy_after_prefill else copied, held=own
         )
         self.prefilled_tokens += prefill.position - start
         if self.prefixes is not None:

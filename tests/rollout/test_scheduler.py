@@ -14,7 +14,7 @@ from rrl.rollout.exchange import (
     ABORT,
     CHUNK_TOKENS,
     DECODING,
-    HEADER,
+    HEADER_LENGTH,
     PAUSED,
     PREFILLS_PER_EXCHANGE,
     STOP_EOS,
@@ -56,8 +56,8 @@ def next_chunks(scheduler):
     report = DeviceReport(status, np.zeros(slots), ids, ids, ids, np.zeros(slots))
     message = scheduler.exchange(report, NO_EMBEDDINGS)
     assert scheduler.error is None
-    rows = message[: SIZES.chunks * (HEADER + SIZES.chunk_tokens)].reshape(SIZES.chunks, -1)
-    chunks = [(PrefillChunk(*map(int, row[:HEADER])), row[HEADER:]) for row in rows]
+    rows = message[: SIZES.chunks * (HEADER_LENGTH + SIZES.chunk_tokens)].reshape(SIZES.chunks, -1)
+    chunks = [(PrefillChunk(*map(int, row[:HEADER_LENGTH])), row[HEADER_LENGTH:]) for row in rows]
     return [(header, tokens[: header.length].tolist()) for header, tokens in chunks if header.slot < slots]
 
 
@@ -112,7 +112,7 @@ def test_a_prompt_of_two_exchanges_is_copied_in_the_second_and_extended_in_the_t
 
 @pytest.mark.parametrize(("most", "expected"), [(1, [[1], [2]]), (2, [[1, 2], []])])
 def test_the_number_of_copies_per_exchange_is_limited(monkeypatch, most, expected):
-    monkeypatch.setattr(ExchangeSizes, "copies", most)
+    monkeypatch.setattr(ExchangeSizes, "max_copies", most)
     prompt = np.arange(70)
     scheduler = make_scheduler(prompt, prompt, prompt, share_prompts=True)
     for slots in expected:
