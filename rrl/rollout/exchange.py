@@ -134,6 +134,16 @@ class ExchangeSizes:
             + 2
         )
 
+    def empty_chunks(self) -> Int[np.ndarray, "chunks chunk_length"]:
+        """Return the chunks of a reply without prefill requests."""
+        chunks = np.zeros((self.chunks, HEADER_LENGTH + self.chunk_tokens), np.int32)
+        PrefillChunk.of(chunks).slot[:] = self.slots  # no slot
+        return chunks
+
+    def empty_queries(self) -> Int[np.ndarray, "Q query_tokens"]:
+        """Return the queries of a reply without queries."""
+        return np.zeros((self.wake_threshold, self.query_tokens), np.int32)
+
 
 @dataclasses.dataclass(slots=True)
 class DeviceReport:

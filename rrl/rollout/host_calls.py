@@ -26,8 +26,8 @@ data shard), the number of slots of all shards that decode or are paused, and th
 class WeakCallback:
     """A weakly held method, for the callback of a jitted program.
 
-    JAX's caches hold a program's callback as long as the program, and the program as long as the jitted function, which the
-    engine holds. If the callback held the engine, neither would ever be collected.
+    JAX's caches hold a program's callback as long as the program, and the program as long as the jitted function. The owner of
+    the method holds the jitted function. If the callback held its owner, none of them would ever be collected.
     """
 
     def __init__(self, method: Callable) -> None:
@@ -35,7 +35,7 @@ class WeakCallback:
 
     def __call__(self, message: Any) -> np.ndarray:
         method = self._method()
-        assert method is not None, "the caller of a run holds the engine"
+        assert method is not None, "the owner of the callback is in use during a run"
         return method(message)
 
 

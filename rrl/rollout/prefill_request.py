@@ -32,6 +32,7 @@ class PrefillRequest:
           turn_limit: maximum tokens of the turn.
           stop_state: start state of the stop automaton.
         """
+        self.slot = slot
         recent = [NO_TOKEN] * (RECENT_TOKENS - len(tokens)) + tokens[-RECENT_TOKENS:].tolist()
         self.tokens = tokens[:-1]
         """Tokens that were not sent yet."""

@@ -36,7 +36,8 @@ from rrl.rollout.protocol import (
     Restart,
     check_stops,
 )
-from rrl.rollout.scheduler import Requester, Scheduler
+from rrl.rollout.scheduler import Scheduler
+from rrl.rollout.search_requests import Requester
 from rrl.rollout.searches import SearchOutcome
 from rrl.text.chat import Prompt
 
@@ -242,7 +243,7 @@ class WorkflowRunner:
         self._partial[number], self._missing[number] = [None] * len(requests), len(requests)
         for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             if isinstance(request, Retrieve):
-                self._scheduler.request_search((number, index), request.query)
+                self._scheduler.search_requests.add((number, index), request.query)
             else:
                 self._generate(number, index, request, prompt)
 
@@ -259,7 +260,7 @@ class WorkflowRunner:
             )
         prompt = request.prompt
         if isinstance(prompt, (str, Prompt)):
-            prompt = self._scheduler.encode_prompt(prompt)
+            prompt = self._scheduler.text.encode_prompt(prompt)
         if request.stops and request.stops not in environment.stop_sets:
             raise UserError(
                 f"workflow {number} stops at {request.stops}, which is not in {environment.stop_sets}: list all sets of stop "
@@ -270,7 +271,7 @@ class WorkflowRunner:
                 f"workflow {number} requests {request.tokens} tokens; the maximum is "
                 f"Completion.turn_tokens={environment.turn_tokens}"
             )
-        check_tokens(prompt, self._scheduler.vocab_size, f"the prompt of workflow {number}")
+        check_tokens(prompt, self._scheduler.text.vocab_size, f"the prompt of workflow {number}")
         if len(prompt) > context - 2:
             raise PromptTooLong(
                 f"workflow {number}: the prompt has {len(prompt)} tokens; the context holds {context}, two of which are for the "

@@ -175,7 +175,7 @@ def test_drafts_are_disabled_if_they_change_bits(world, monkeypatch, caplog):  #
         ]
 
     monkeypatch.setattr(decoding, "sample_tokens", changed_bits)
-    with caplog.at_level("INFO", "rrl.rollout.engine"):
+    with caplog.at_level("INFO", "rrl.rollout.loop_runner"):
         engines[1].run(nnx.state(decoder), requests[:1], SingleTurn(turn_tokens=4), KEY)
     assert engines[1].programs.step_tokens == 0 and engines[1].stats.tokens_per_step == 1
     assert any("rollout.draft_tokens=2 is ignored" in line for line in caplog.messages)

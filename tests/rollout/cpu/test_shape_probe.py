@@ -42,7 +42,7 @@ def test_steps_of_fewer_rows_change_no_bits(world, oversubscribed_slots, compile
     config = dataclasses.replace(CONFIG, oversubscribed_slots=oversubscribed_slots)
     narrowed, wide = (Engine(decoder, tokenizer, config) for _ in range(2))
     monkeypatch.setattr(
-        "rrl.rollout.engine.configure_shapes",
+        "rrl.rollout.loop_runner.configure_shapes",
         lambda programs, params: None if programs is wide.programs else configure_shapes(programs, params),
     )
     params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
