@@ -187,8 +187,10 @@ def decode(
         (slots, *_), (steps, _) = carry
         paused = jnp.sum(slots.status == PAUSED)
         none_waits = jnp.all((slots.status != PAUSED) & (slots.status != BLOCKED))
-        unlimited = none_waits & (max_wait_steps > 0)
-        needs_this_width = jnp.sum(slots.status == DECODING) > next_width
+        unlimited = none_waits & (
+            max_wait_steps > 0
+        )  # no slot waits for the scheduler: decode until one does
+        needs_this_width = jnp.sum(slots.status == DECODING) > next_width  # otherwise the next loop continues
         return needs_this_width & (
             unlimited | ((paused < settings.wake_threshold) & (steps < max_wait_steps))
         )

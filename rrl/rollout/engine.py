@@ -38,7 +38,8 @@ from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches, SearchRunn
 from rrl.rollout.shards import assign_to_shards, gather_results
 from rrl.rollout.stats import RolloutStats, SchedulerCounts
 from rrl.rollout.text_codec import TextCodec
-from rrl.rollout.workflow import Completion, Workflow, WorkflowRunner, numbered_workflows
+from rrl.rollout.workflow import Completion, Workflow, numbered_workflows
+from rrl.rollout.workflow_runner import WorkflowRunner
 
 log = logging.getLogger(__name__)
 

@@ -149,7 +149,7 @@ class Scheduler:
           others: number of slots of other data shards that decode or are paused. They make no progress during this call.
 
         Returns:
-          prefill chunks, queries and statuses (see `ExchangeSizes.reply_length`).
+          the reply (see `rrl.rollout.exchange`).
         """
         self.exchanges += 1
         try:
@@ -174,7 +174,7 @@ class Scheduler:
     # -- what the policy wrote ---------------------------------------------------------------------------------------
 
     def _end_turns(self, report: DeviceReport) -> None:
-        """Record the turns that have ended, and do what the environment returns."""
+        """Record the turns that have ended, and execute the actions that the environment returns."""
         for index in np.flatnonzero(report.status == PAUSED):
             slot = int(index)
             state = self.slots[slot]
@@ -201,10 +201,10 @@ class Scheduler:
         # The turn wrote the keys and values of the pending token before it, but not those of its last token.
         self.prefills.record_decoded(slot, np.concatenate([last_token, ids[:-1]]))
         name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
-        self._do(slot, state, self.environment.react(state.episode, text, name))
+        self._execute(slot, state, self.environment.react(state.episode, text, name))
 
-    def _do(self, slot: int, state: EpisodeState, action: Action) -> None:
-        """Carry out an action that the environment returned."""
+    def _execute(self, slot: int, state: EpisodeState, action: Action) -> None:
+        """Execute an action that the environment returned."""
         if isinstance(action, Finish):
             self._finish(slot, state, action.reason)
         elif isinstance(action, Append):
@@ -238,7 +238,7 @@ class Scheduler:
             state.hit_limit("room")
             action = self.environment.overflow(state.episode, message, free_tokens)
             if not isinstance(action, Append):
-                self._do(slot, state, action)
+                self._execute(slot, state, action)
                 return
             ids, _ = self._message_ids(action)
             if len(ids) + max(1, action.reserve_tokens) > free_tokens:
@@ -260,7 +260,7 @@ class Scheduler:
             state.hit_limit("room")
             other = self.environment.overflow(state.episode, action, max_tokens)
             if not isinstance(other, Restart):
-                self._do(slot, state, other)
+                self._execute(slot, state, other)
                 return
             prompt = self._prompt_ids(state, other)
             if len(prompt) > max_tokens:
@@ -277,6 +277,7 @@ class Scheduler:
         return prompt
 
     def _finish(self, slot: int, state: EpisodeState, reason: str) -> None:
+        """End an episode and free its slot."""
         self.slots[slot] = None
         self.on_finish(self.request_numbers[slot], state.trajectory(reason))
 
@@ -351,7 +352,7 @@ class Scheduler:
         for query, outcome in outcomes:
             state.episode.searches.append(Search.of(state.episode.turn, query, outcome))
         action = self.environment.observe(state.episode, *(outcome for _, outcome in outcomes))
-        self._do(slot, state, action)
+        self._execute(slot, state, action)
 
     # -- the reply ---------------------------------------------------------------------------------------------------
 

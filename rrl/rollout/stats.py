@@ -28,9 +28,9 @@ class RolloutStats:
     policy_tokens: int = 0
     """Tokens that the policy wrote."""
     row_steps: int = 0
-    """Decode steps times rows: the number of decode steps, counted for each row, also if it is idle."""
+    """Decode steps times rows of a step, idle rows included."""
     written_steps: int = 0
-    """The number of decode steps, counted only for the rows that wrote."""
+    """The part of `row_steps` in which the row decoded: the sum, over all steps, of the rows that wrote."""
     prefilled_tokens: int = 0
     """Prefilled tokens of prompts and observations, without those copied from another slot."""
     searches_failed: int = 0
