@@ -327,7 +327,7 @@ class Engine:
         began, aborted = time.perf_counter(), threading.Event()
         for scheduler in schedulers:
             scheduler.aborted = aborted
-        with self._run_active(), self.loops.watchdog(schedulers):
+        with self._run_active(), self.loops.begin_run(schedulers):
             for scheduler, start in starts:
                 if not aborted.is_set():
                     scheduler.begin(start)

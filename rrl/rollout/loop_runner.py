@@ -86,8 +86,8 @@ class LoopRunner:
         self.compiled.clear()
         self.schedulers, self.encoder_state = [], None
 
-    def watchdog(self, schedulers: list[Scheduler]) -> Watchdog:
-        """Return a watchdog for a run of these schedulers, whose callbacks now go to them."""
+    def begin_run(self, schedulers: list[Scheduler]) -> Watchdog:
+        """Pass the device's messages to these schedulers from now on. Return a watchdog for the run."""
         self.schedulers, self._preparing = schedulers, ""
         watched = self._progress, self.stages, lambda: self._preparing, self._device_computes
         return Watchdog(self.programs.config.stall_seconds, *watched)

@@ -86,13 +86,16 @@ class PrefillQueue:
           headers and tokens. No chunks if `room` is 0 or the request must wait (`_choose_copy`).
         """
         request, size = self._requests[slot], self._sizes.chunk_tokens
-        held = start = request.position
-        copy: _PrefixCopy | None = _PrefixCopy(slot, 0, False)
-        if room and self._prefixes is not None and not request.begun:
-            copy = self._choose_copy(request, copies)
-            start = request.position
-        if not room or copy is None:
-            return np.zeros((0, HEADER_LENGTH + size), np.int32)
+        no_chunks = np.zeros((0, HEADER_LENGTH + size), np.int32)
+        if not room:
+            return no_chunks
+        held, copy = request.position, _PrefixCopy(slot, 0, False)
+        if self._prefixes is not None and not request.begun:
+            chosen = self._choose_copy(request, copies)
+            if chosen is None:
+                return no_chunks
+            copy = chosen
+        start = request.position
         copied = -copy.tokens if copy.after_prefill else copy.tokens
         chunks = request.take_chunks(room, size, source=copy.source, copied=copied, held=held)
         self.prefilled_tokens += request.position - start

@@ -1,8 +1,8 @@
-"""The host's half of the rollout: what happened in each slot, what to prefill next, and the finished trajectories.
+"""The host's part of the rollout: assign requests to slots, record what the policy wrote, and execute the environment's actions.
 
-One `Scheduler` serves the slots of one data shard (of one worker on a CPU). The jitted loop calls `exchange`, which is NumPy
+One `Scheduler` serves the slots of one data shard, or of one worker on a CPU. The jitted loop calls `exchange`, which uses NumPy
 only: it never calls JAX and never raises. After an exception it stores `error` and tells the device to leave the loop, in all
-processes; the engine raises the error then. Read `Scheduler.exchange` first.
+processes. The engine raises the error then. Read `Scheduler.exchange` first.
 """
 
 import collections
