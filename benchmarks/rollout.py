@@ -132,7 +132,7 @@ class FixedTurns:
     def stops(self) -> tuple[str, ...]:
         return ()
 
-    def react(self, episode: Any, text: str, stop: str) -> Any:
+    def step(self, episode: Any, text: str, stop: str) -> Any:
         # Equal queries would share one search, so queries are distinct.
         query = f"question {episode.question.id}, turn {episode.turn}"
         return SearchFor(query) if episode.turn < self.searches else Finish("done")

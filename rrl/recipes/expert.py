@@ -4,7 +4,7 @@ from rrl.data.trajectory import Search
 from rrl.miniwiki.questions import Hop, MiniQuestion, Plan
 from rrl.recipes.base import DemonstrationSegments, RetrieveFn
 from rrl.rollout.protocol import Episode, Stream
-from rrl.text.spans import boxed
+from rrl.text.spans import in_tags
 
 
 def thoughts(plan: Plan) -> list[str]:
@@ -30,7 +30,7 @@ class DemonstrationBuilder:
     def search(self, text: str, hop: Hop) -> None:
         """Write `text` and the search for a fact, and append the environment's observation."""
         episode = self._episode
-        self.segments.append(f"{text}{boxed(self._environment.search, hop.query)}")
+        self.segments.append(f"{text}{in_tags(self._environment.search, hop.query)}")
         passages = list(self._retrieve(hop.query))
         episode.searches.append(Search(episode.turn, hop.query, tuple(p.title for p in passages)))
         self.segments.append(self._environment.observe(episode, passages))
@@ -42,8 +42,8 @@ def think_and_search(
 ) -> DemonstrationSegments:
     """Return a demonstration of a thought and a search for each fact, then a thought and `answer`, all in tags."""
     builder = DemonstrationBuilder(environment, item, retrieve)
-    *before, last = [boxed("think", thought) for thought in thoughts(item.plan)]
+    *before, last = [in_tags("think", thought) for thought in thoughts(item.plan)]
     for thought, hop in zip(before, item.plan.hops, strict=True):
         builder.search(f"{thought}\n", hop)
-    builder.segments.append(f"{last}\n{boxed(environment.answer, answer)}")
+    builder.segments.append(f"{last}\n{in_tags(environment.answer, answer)}")
     return builder.segments

@@ -19,7 +19,7 @@ from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import Tag, box_sequence, boxed, has_exactly_one_box, last_box
+from rrl.text.spans import Tag, has_exactly_one, in_tags, last_content, tag_sequence
 
 INSTRUCTION = (
     "The user asks a question and you answer it. First you think it through, between <think> and </think>; then you give the "
@@ -111,7 +111,7 @@ class R1Searcher(OutcomeRecipe):
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Set the rewards: in stage 1 "retrieval" and "format", in stage 2 "answer" and "format", and their sum as "total"."""
         for trajectory in trajectories:
-            trajectory.answer = last_box(trajectory.response, self.environment.answer)
+            trajectory.answer = last_content(trajectory.response, self.environment.answer)
             well_formed = self.well_formed(trajectory.sampled_texts)
             trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(well_formed)}
             if self.stage == 1:
@@ -138,13 +138,13 @@ class R1Searcher(OutcomeRecipe):
             return False
         turns = [f"<think>{response[0]}", *response[1:]]
         text, (_, _, after) = "".join(turns), turns[-1].partition("</think>")
-        if not (has_exactly_one_box([text], "think") and has_exactly_one_box(turns, answer)):
+        if not (has_exactly_one([text], "think") and has_exactly_one(turns, answer)):
             return False
-        if len(last_box(turns, answer).split()) > self.longest_answer:
+        if len(last_content(turns, answer).split()) > self.longest_answer:
             return False
         if self.released_form:
             return not _FOREIGN_TEXT.search(text)
-        return box_sequence(after, [search, answer]) == [answer]
+        return tag_sequence(after, [search, answer]) == [answer]
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
@@ -155,6 +155,6 @@ class R1Searcher(OutcomeRecipe):
         for thought, hop in zip([f" {needed}", *read], item.plan.hops):
             builder.search(f"{thought} ", hop)
         builder.segments.append(
-            f"{read[-1]} </think>\n{boxed(self.environment.answer, item.question.answers[0])}"
+            f"{read[-1]} </think>\n{in_tags(self.environment.answer, item.question.answers[0])}"
         )
         return builder.segments

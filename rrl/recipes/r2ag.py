@@ -34,17 +34,17 @@ from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.protocol import (
     CONTEXT,
     TURN_TOKENS,
-    Action,
     Append,
     Episode,
     Finish,
     Restart,
     SearchFor,
+    StepResult,
     Stream,
 )
 from rrl.text.chat import Prompt
 from rrl.text.normalize import title_key
-from rrl.text.spans import boxed
+from rrl.text.spans import in_tags
 
 INSTRUCTION = """\
 #Decomposition#
@@ -153,7 +153,7 @@ class R2AGEnvironment:
             return output.base, output.predicted
         return output.base[: self.base_queries], output.predicted[: self.predicted_queries]
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         if stop in (TURN_TOKENS, CONTEXT):
             return Finish(TRUNCATED)
         output = parse_output(text)
@@ -162,7 +162,7 @@ class R2AGEnvironment:
             return SearchFor(queries[0], queries[1:])
         return Finish(STOP if output.stop else "no_action")
 
-    def observe(self, episode: Episode, *passages: Sequence[Passage] | None) -> Action:
+    def observe(self, episode: Episode, *passages: Sequence[Passage] | None) -> StepResult:
         if parse_output(episode.policy_texts[-1]).stop:
             return Finish(STOP)
         if isinstance(episode.question, RetrievalTree):
@@ -171,7 +171,7 @@ class R2AGEnvironment:
             return Finish("turn_limit")
         return Restart(self.prompt(episode.question, documents_of(episode.searches), None in passages))
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         return Finish("context_limit")
 
 
@@ -358,7 +358,7 @@ class R2AG(OutcomeRecipe):
             thought = "\n".join(filter(None, [f"To find : {item.plan.facts}", " ".join(stated)]))
             queries = [hop.query for hop in wanted] or [STOP_RETRIEVAL]
             boxes = [(THINK, thought), *((BASE, query) for query in queries), (PREDICTED, NONE)]
-            segments.append("\n".join(boxed(tag, text) for tag, text in boxes))
+            segments.append("\n".join(in_tags(tag, text) for tag, text in boxes))
             results = [(hop, list(retrieve(hop.query))) for hop in wanted]
             hits = [
                 bool(passages) and title_key(passages[0].title) == title_key(hop.title)

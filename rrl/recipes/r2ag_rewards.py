@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from rrl.text.normalize import title_key
-from rrl.text.spans import boxes, without_boxes
+from rrl.text.spans import tag_contents, without_tags
 
 THINK, BASE, PREDICTED = "think", "base-Q", "predicted-Q"
 """The tags of appendix B.2."""
@@ -37,11 +37,11 @@ def parse_output(text: str) -> SteeringOutput:
     segment all of them count. "stop retrieval" in base-Q is the stop signal. "stop retrieval" and "none" are never queries,
     whatever their tag.
     """
-    has_think = bool(boxes(text, THINK))
+    has_think = bool(tag_contents(text, THINK))
     if has_think:
         text = text.partition(f"<{THINK}>")[2].partition(f"</{THINK}>")[2]
-        text = without_boxes(text, THINK)
-    base, predicted = boxes(text, BASE), boxes(text, PREDICTED)
+        text = without_tags(text, THINK)
+    base, predicted = tag_contents(text, BASE), tag_contents(text, PREDICTED)
     signals = ("", NONE, STOP_RETRIEVAL)
     return SteeringOutput(
         base=tuple(query.strip() for query in base if _plain(query) not in signals),

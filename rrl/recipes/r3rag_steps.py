@@ -13,12 +13,12 @@ from rrl.errors import at_least, one_of
 from rrl.rollout.protocol import (
     CONTEXT,
     TURN_TOKENS,
-    Action,
     Append,
     Episode,
     Finish,
     Restart,
     SearchFor,
+    StepResult,
     Stream,
 )
 from rrl.text.short_answers import FINAL_ANSWER
@@ -109,7 +109,7 @@ class R3RagEnvironment:
         """0: nothing is appended to a context."""
         return 0
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         if stop == TURN_TOKENS:
             return Finish("length")
         if stop == CONTEXT:
@@ -119,10 +119,10 @@ class R3RagEnvironment:
             return Finish("malformed")
         return SearchFor(step.query) if step.query else Finish("answer")
 
-    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> StepResult:
         return Finish("turn_limit") if episode.turn + 1 >= self.max_steps else self.next_context(episode)
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         return Finish("context_limit")
 
     def next_context(self, episode: Episode) -> Restart:

@@ -18,7 +18,7 @@ from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import Tag, boxes, count_tags, has_exactly_one_box, last_box
+from rrl.text.spans import Tag, count_tags, has_exactly_one, last_content, tag_contents
 
 TOKEN_BUDGET = 8192
 """Tokens of a trajectory, with prompt and search results. The paper has no other limit."""
@@ -93,8 +93,8 @@ class ReSearch(OutcomeRecipe):
         In a wrong format "answer" is 0, unless `pay_malformed`.
         """
         for trajectory in trajectories:
-            # `last_box` returns the content of the last <answer>...</answer>, `last_boxed` that of the last \boxed{} in it.
-            latex_answer = last_boxed(last_box(trajectory.response, self.environment.answer))
+            # `last_content` returns the content of the last <answer>...</answer>, `last_boxed` that of the last \boxed{} in it.
+            latex_answer = last_boxed(last_content(trajectory.response, self.environment.answer))
             trajectory.answer = "" if latex_answer is None else latex_answer
             well_formed = self.well_formed(trajectory.response)
             trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(well_formed)}
@@ -106,13 +106,13 @@ class ReSearch(OutcomeRecipe):
     def well_formed(self, response: Sequence[str]) -> bool:
         """Return whether the format is correct; `response` is the policy's text, one string per turn."""
         answer, whole = self.environment.answer, "".join(response)
-        thoughts = len(boxes(whole, "think"))
+        thoughts = len(tag_contents(whole, "think"))
         return (
             one_search_per_turn(response, self.environment)
             and thoughts > 0
             and count_tags(whole, "think") == (thoughts, thoughts)  # no stray tag
-            and has_exactly_one_box(response, answer)
-            and last_boxed(last_box(response[-1:], answer)) is not None
+            and has_exactly_one(response, answer)
+            and last_boxed(last_content(response[-1:], answer)) is not None
         )
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rrl.recipes.expert import DemonstrationBuilder, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
 from rrl.text.metrics import token_f1
-from rrl.text.spans import Tag, boxed, has_exactly_one_box, last_box
+from rrl.text.spans import Tag, has_exactly_one, in_tags, last_content
 
 SYSTEM_TEMPLATE = (
     "You are a helpful assistant that can solve the given question step by step. For each step, start by explaining "
@@ -97,8 +97,8 @@ class RSearch(OutcomeRecipe):
           response: the policy's text, one string per turn.
           searched: whether the policy made a search.
         """
-        answer_ok = has_exactly_one_box(response, self.environment.answer)
-        evidence_ok = has_exactly_one_box(response, "original_evidence")
+        answer_ok = has_exactly_one(response, self.environment.answer)
+        evidence_ok = has_exactly_one(response, "original_evidence")
         if not self.use_evidence:
             return self.answer_weight * answer_ok
         if not searched:
@@ -110,8 +110,8 @@ class RSearch(OutcomeRecipe):
         """Set the rewards of Eqs. 3-6: "answer" (F1), "evidence" (F1 of the reader's answer), "format" and their sum, "total"."""
         for trajectory in trajectories:
             response = trajectory.response
-            trajectory.answer = last_box(response, self.environment.answer)
-            trajectory.evidence = last_box(response, "original_evidence") if self.use_evidence else ""
+            trajectory.answer = last_content(response, self.environment.answer)
+            trajectory.evidence = last_content(response, "original_evidence") if self.use_evidence else ""
             trajectory.metrics = answer_metrics(trajectory)
             trajectory.rewards = {
                 "answer": trajectory.metrics["f1"],
@@ -146,7 +146,7 @@ class RSearch(OutcomeRecipe):
         closing = [read[-1]]
         if self.use_evidence:
             evidence = " ".join(dict.fromkeys(hop.sentence for hop in item.plan.hops))
-            closing.append(boxed("original_evidence", evidence))
-        closing.append(boxed(self.environment.answer, item.question.answers[0]))
+            closing.append(in_tags("original_evidence", evidence))
+        closing.append(in_tags(self.environment.answer, item.question.answers[0]))
         builder.segments.append("\n".join(closing))
         return builder.segments

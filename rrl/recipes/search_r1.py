@@ -15,7 +15,7 @@ from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringC
 from rrl.recipes.expert import think_and_search
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
-from rrl.text.spans import Tag, box_sequence, boxes, enclosed_content, last_box
+from rrl.text.spans import Tag, enclosed_content, last_content, tag_contents, tag_sequence
 
 INSTRUCTION = (
     "Answer the question. Whenever you have learned something new, first reason about it between <think> and </think>. If you "
@@ -92,11 +92,11 @@ class SearchR1(OutcomeRecipe):
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Set the rewards: "answer" is the exact match, "format" what the format adds or subtracts, "total" their sum."""
         for trajectory in trajectories:
-            trajectory.answer = last_box(trajectory.response, self.environment.answer)
+            trajectory.answer = last_content(trajectory.response, self.environment.answer)
             well_formed = self.well_formed(trajectory)
             trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(well_formed)}
             right = trajectory.metrics["em"]
-            answered = any(boxes(text, self.environment.answer) for text in trajectory.response)
+            answered = any(tag_contents(text, self.environment.answer) for text in trajectory.response)
             total = self.total_reward(right > 0, well_formed, answered) if self.use_format else right
             trajectory.rewards = {"answer": right, "format": total - right, "total": total}
 
@@ -112,7 +112,7 @@ class SearchR1(OutcomeRecipe):
         """Return whether the format is correct. Of the environment's text, only corrections count against it."""
         search, answer = self.environment.search, self.environment.answer
         tags: list[Tag] = ["think", search, self.environment.observation, answer]
-        turns = [box_sequence(text, tags) for text in trajectory.response]
+        turns = [tag_sequence(text, tags) for text in trajectory.response]
         observations = [text for role, text in trajectory.segments if role == ENVIRONMENT]
         expected = [["think", search]] * (len(turns) - 1) + [["think", answer]]
         # A correction is the only text of the environment that has no observation tag.

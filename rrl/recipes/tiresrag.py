@@ -33,7 +33,7 @@ from rrl.rollout.protocol import Append, Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match, token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import Tag, boxed, boxes
+from rrl.text.spans import Tag, in_tags, tag_contents
 
 _RULES = (
     "You must reason **clearly and completely** inside <think> and </think> before providing any final answer. Always identify "
@@ -197,7 +197,7 @@ class TiresRag:
             answers = [
                 content.strip()
                 for text in trajectory.response
-                for content in boxes(text, self.environment.answer)
+                for content in tag_contents(text, self.environment.answer)
             ]
             gold = trajectory.question.answers
             trajectory.answer = answers[-1] if answers else ""
@@ -290,14 +290,14 @@ class TiresRag:
         """
         builder = DemonstrationBuilder(self.environment, item, retrieve)
         early, mistake = self._mistake(item)
-        texts = [boxed("think", thought) for thought in thoughts(item.plan)]
+        texts = [in_tags("think", thought) for thought in thoughts(item.plan)]
         texts[0] = texts[0].removeprefix("<think>")  # the prompt has opened it
         for index, hop in enumerate(item.plan.hops):
             if index == early:
-                builder.segments += [texts[index], Append(f"\n{boxed(self.environment.answer, mistake)}\n")]
-                texts[index] = boxed("think", f"Not yet. To find : {hop.query}")
+                builder.segments += [texts[index], Append(f"\n{in_tags(self.environment.answer, mistake)}\n")]
+                texts[index] = in_tags("think", f"Not yet. To find : {hop.query}")
             builder.search(f"{texts[index]}\n", hop)
-        builder.segments.append(f"{texts[-1]}\n{boxed(self.environment.answer, item.question.answers[0])}")
+        builder.segments.append(f"{texts[-1]}\n{in_tags(self.environment.answer, item.question.answers[0])}")
         return builder.segments
 
     def _mistake(self, item: MiniQuestion) -> tuple[int, str]:

@@ -17,7 +17,7 @@ from rrl.text.chat import Prompt, after_thought, trailing_think_tag
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import EXTRACT_TEMPLATE, listed_answers
-from rrl.text.spans import Tag, enclosed_content, without_boxes
+from rrl.text.spans import Tag, enclosed_content, without_tags
 
 _CRITERION = (
     "IF the CONTEXT is sufficient to infer the ANSWER to the question and 0 IF the CONTEXT cannot be used to infer the "
@@ -203,7 +203,7 @@ def transcript_of(
     shown = 0  # searches whose documents are in `segments`
     for role, text in trajectory.segments:
         if role == POLICY:
-            segments.append((role, prefill + without_boxes(text, answer)))
+            segments.append((role, prefill + without_tags(text, answer)))
             prefill = ""
             continue
         if role == PROMPT:

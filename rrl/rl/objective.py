@@ -118,7 +118,16 @@ class ObjectiveConfig:
     def sums(self) -> tuple[str, ...]:
         """Names of the sums over tokens that `policy_loss` returns; `Updater.__call__` explains them."""
         weights = ("importance",) if self.importance_cap is not None else ()
-        return ("kl", "entropy", "ratio", "clip_fraction", "step_kl", "logp_gap", "tokens", *weights)
+        return (
+            "kl",
+            "entropy",
+            "ratio",
+            "clip_fraction",
+            "approx_kl",
+            "sampling_logp_diff",
+            "tokens",
+            *weights,
+        )
 
     def rows_per_microbatch(self, length: int, shards: int = 1) -> int:
         """Number of rows of this length in a microbatch; each data shard gets the same number, at least one."""
@@ -164,7 +173,7 @@ def policy_loss(
         "entropy": jnp.sum(mask * scores.entropy),
         "ratio": jnp.sum(mask * ratio),
         "clip_fraction": jnp.sum(mask * clipped),
-        "step_kl": jnp.sum(mask * kl_estimate(old, scores.logp, "k3")),
-        "logp_gap": jnp.sum(mask * jnp.abs(scores.logp - old)),
+        "approx_kl": jnp.sum(mask * kl_estimate(old, scores.logp, "k3")),
+        "sampling_logp_diff": jnp.sum(mask * jnp.abs(scores.logp - old)),
         "tokens": jnp.sum(mask),
     }

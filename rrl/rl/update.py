@@ -187,9 +187,9 @@ class Updater:
           steps with a finite gradient; over all steps if no gradient is finite.
             loss, grad_norm: of each step.
             kl, entropy, ratio, clip_fraction: means over policy tokens; kl is that from the reference.
-            step_kl: mean over policy tokens of the k3 estimate of KL(old policy || current policy).
+            approx_kl: mean over policy tokens of the k3 estimate of KL(old policy || current policy).
             importance: mean truncated importance weight; only with `config.importance_cap`.
-            logp_gap: mean |trainer's log-probability - sampler's| over policy tokens, measured before the first step. With
+            sampling_logp_diff: mean |trainer's log-probability - sampler's| over policy tokens, measured before the first step. With
               `config.importance_cap` over all trajectories, otherwise over those of the first minibatch.
             skipped: number of updates skipped since the start of the run.
         """
@@ -199,7 +199,7 @@ class Updater:
         if config.importance_cap is not None:
             old = self.logps(params, fixed, trajectories)["logp"]
             gaps = [np.abs(o - t.logps)[t.roles == POLICY] for o, t in zip(old, trajectories, strict=True)]
-            gap = {"logp_gap": float(np.concatenate(gaps).mean())}
+            gap = {"sampling_logp_diff": float(np.concatenate(gaps).mean())}
         if reference_logprobs is None:
             reference_logprobs = self.reference_logprobs(reference, fixed, trajectories)
         with use_mesh(self.mesh):
@@ -227,5 +227,9 @@ class Updater:
                 steps.append({n: v if n in not_sums else v / tokens for n, v in sums.items()})
         finite = [step for step in steps if math.isfinite(step["grad_norm"])] or steps
         metrics = {name: float(np.mean([step[name] for step in finite])) for name in steps[0]}
-        metrics |= {"logp_gap": steps[0]["logp_gap"], "skipped": steps[-1]["skipped"], **gap}
+        metrics |= {
+            "sampling_logp_diff": steps[0]["sampling_logp_diff"],
+            "skipped": steps[-1]["skipped"],
+            **gap,
+        }
         return params, opt_state, metrics

@@ -16,7 +16,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import Search
 from rrl.errors import UserError, integer_at_least, one_of
 from rrl.text.chat import Prompt
-from rrl.text.spans import MARKER, Tag, boxes, markers
+from rrl.text.spans import MARKER, Tag, markers, tag_contents
 
 EOS, TURN_TOKENS, CONTEXT = "<eos>", "<turn tokens>", "<context>"
 """The `stop` of a turn that paused for another reason than a stop string: the end-of-sequence token, the turn's token limit,
@@ -92,7 +92,7 @@ class Finish:
     """Becomes `Trajectory.ended`."""
 
 
-Action = SearchFor | Append | Restart | Finish
+StepResult = SearchFor | Append | Restart | Finish
 
 
 class Environment(Protocol):
@@ -110,15 +110,15 @@ class Environment(Protocol):
     def observation_tokens(self) -> int:
         """Maximum tokens of an observation's body."""
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         """Return the action after a paused turn. `text` is the turn's text; `stop` is a stop string, EOS, TURN_TOKENS or
         CONTEXT."""
 
-    def observe(self, episode: Episode, passages: Sequence[Passage] | None, /) -> Action:
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None, /) -> StepResult:
         """Return the action after a search. `passages` is None if the search failed. With parallel queries there is one such
         argument per query, in order."""
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         """Return another action in place of `message`, which does not fit the context.
 
         `room` is the number of free tokens in the context; an Append must leave `reserve_tokens` of them. If the returned
@@ -199,13 +199,13 @@ class Stream:
         closing = markers(self.search)[1]
         return (closing, markers(self.answer)[1]) if self.stop_at_answer else (closing,)
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         last = episode.turn >= self.max_searches
         if stop == self.stops[0]:
-            queries = boxes(text, self.search)
+            queries = tag_contents(text, self.search)
             if queries and queries[-1].strip():
                 return Finish("search_limit") if last else SearchFor(queries[-1].strip())
-        elif boxes(text, self.answer):
+        elif tag_contents(text, self.answer):
             return Finish("answer")
         if stop == CONTEXT:
             return Finish("context_limit")
@@ -222,7 +222,7 @@ class Stream:
         reserve_tokens = self.turn_tokens if self.when_full == "cut" else 1
         return Append(f"\n{opening}\n", body, f"\n{closing}\n", reserve_tokens=reserve_tokens)
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         max_tokens = room - self.turn_tokens
         if isinstance(message, Restart) or self.when_full == "end" or max_tokens <= 0:
             return Finish("context_limit")
@@ -251,11 +251,11 @@ class SingleTurn:
     def stops(self) -> tuple[str, ...]:
         return ()
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         return Finish({EOS: "answer", CONTEXT: "context_limit"}.get(stop, "length"))
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
         raise NotImplementedError("a single-turn environment never searches")
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         raise NotImplementedError("a single-turn environment never appends a message")

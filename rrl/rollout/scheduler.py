@@ -35,12 +35,12 @@ from rrl.rollout.protocol import (
     CONTEXT,
     EOS,
     TURN_TOKENS,
-    Action,
     Append,
     Environment,
     Finish,
     Restart,
     SearchFor,
+    StepResult,
     message_ids,
 )
 from rrl.rollout.search_requests import Requester, SearchRequests
@@ -201,9 +201,9 @@ class Scheduler:
         # The turn wrote the keys and values of the pending token before it, but not those of its last token.
         self.prefills.record_decoded(slot, np.concatenate([last_token, ids[:-1]]))
         name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
-        self._execute(slot, state, self.environment.react(state.episode, text, name))
+        self._execute(slot, state, self.environment.step(state.episode, text, name))
 
-    def _execute(self, slot: int, state: EpisodeState, action: Action) -> None:
+    def _execute(self, slot: int, state: EpisodeState, action: StepResult) -> None:
         """Execute an action that the environment returned."""
         if isinstance(action, Finish):
             self._finish(slot, state, action.reason)

@@ -27,11 +27,11 @@ from rrl.rollout.protocol import (
     CONTEXT,
     EOS,
     TURN_TOKENS,
-    Action,
     Append,
     Episode,
     Finish,
     Restart,
+    StepResult,
     check_stops,
 )
 from rrl.text.chat import Prompt
@@ -157,11 +157,11 @@ class Completion:
         """The stop strings of a request without its own."""
         return ()
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         return Finish({EOS: "eos", TURN_TOKENS: "length", CONTEXT: "context_limit"}.get(stop, stop))
 
-    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> StepResult:
         raise NotImplementedError("a completion never searches")
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         raise NotImplementedError("a completion has no messages of the environment")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from rrl.data.passages import Passage, render
 from rrl.data.trajectory import Trajectory
 from rrl.report.segments import policy_segments
-from rrl.rollout.protocol import Action, Append, Environment, Episode, Restart
+from rrl.rollout.protocol import Append, Environment, Episode, Restart, StepResult
 from rrl.text.chat import Prompt
 from rrl.text.spans import Tag
 
@@ -47,11 +47,11 @@ class ObservedEnvironment:
         """Stop strings of the wrapped environment."""
         return self._inner.stops
 
-    def react(self, episode: Episode, text: str, stop: str) -> Action:
+    def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         """React like the wrapped environment, and emit the segments of the turn."""
         for segment in policy_segments(text, self._tags):
             self._emit(Event(segment.kind, segment.text))
-        action = self._inner.react(episode, text, stop)
+        action = self._inner.step(episode, text, stop)
         if isinstance(action, Append):
             self._emit(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
         elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):
@@ -59,7 +59,7 @@ class ObservedEnvironment:
             self._emit(Event("message", message))
         return action
 
-    def observe(self, episode: Episode, *results: Sequence[Passage] | None) -> Action:
+    def observe(self, episode: Episode, *results: Sequence[Passage] | None) -> StepResult:
         """Observe like the wrapped environment, and emit the passages. `results`: the passages of each parallel query."""
         action = self._inner.observe(episode, *results)
         passages = [passage for result in results for passage in result or ()]
@@ -67,6 +67,6 @@ class ObservedEnvironment:
         self._emit(Event("observation", text, tuple(passage.title for passage in passages)))
         return action
 
-    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         """Replace a message that does not fit, like the wrapped environment. Its event already held the full text."""
         return self._inner.overflow(episode, message, room)

@@ -19,7 +19,7 @@ from rrl.retrieval.retriever import Retriever
 from rrl.rewards.endpoint import Endpoint
 from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rollout.engine import Engine
-from rrl.rollout.protocol import EOS, TURN_TOKENS, Action, Episode, Finish, Restart, SearchFor
+from rrl.rollout.protocol import EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor, StepResult
 from rrl.text.chat import Prompt
 
 REFUSED = "refused"
@@ -117,7 +117,7 @@ class EndpointTeacher:
                     text = reply.text
                     state.segments += [(PROMPT, _prompt_text(state.prompt)), (POLICY, text)]
                     state.episode.policy_texts.append(text)
-                    action = self.recipe.environment.react(
+                    action = self.recipe.environment.step(
                         state.episode, text, TURN_TOKENS if reply.truncated else EOS
                     )
                     if isinstance(action, SearchFor):
@@ -139,7 +139,7 @@ class EndpointTeacher:
         return [[hit.passage for hit in query_hits] for query_hits in hits]
 
 
-def _apply_action(state: _TeacherEpisode, action: Action) -> None:
+def _apply_action(state: _TeacherEpisode, action: StepResult) -> None:
     if isinstance(action, Finish):
         state.ended = action.reason
     elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):

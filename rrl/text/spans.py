@@ -1,4 +1,4 @@
-"""Find tagged spans ("boxes") such as `<tag>...</tag>` in a text, with one rule for malformed ones. Read `boxes` first.
+"""Find tagged spans ("boxes") such as `<tag>...</tag>` in a text, with one rule for malformed ones. Read `tag_contents` first.
 
 A box is an opening tag and the nearest closing tag after it, without another opening tag of the same name between them:
 - `<a>x</a>` is one box, and so is an empty `<a></a>`;
@@ -33,13 +33,13 @@ def tag_named(name: str) -> Tag:
     return (name, "") if name.endswith(":") else name
 
 
-def boxed(tag: Tag, content: str) -> str:
+def in_tags(tag: Tag, content: str) -> str:
     """Return a box with spaces around its content."""
     opening, closing = markers(tag)
     return f"{opening} {content} {closing}"
 
 
-def boxes(text: str, tag: Tag) -> list[str]:
+def tag_contents(text: str, tag: Tag) -> list[str]:
     """Return the contents of the boxes of `tag` in order, with their white space. Takes time linear in the length of the text."""
     opening, closing = markers(tag)
     contents = []
@@ -50,13 +50,13 @@ def boxes(text: str, tag: Tag) -> list[str]:
     return contents
 
 
-def last_box(texts: Sequence[str], tag: Tag) -> str:
+def last_content(texts: Sequence[str], tag: Tag) -> str:
     """Return the stripped content of the last box of `tag` in several separate texts; "" if there is none."""
-    contents = [content for text in texts for content in boxes(text, tag)]
+    contents = [content for text in texts for content in tag_contents(text, tag)]
     return contents[-1].strip() if contents else ""
 
 
-def without_boxes(text: str, tag: Tag) -> str:
+def without_tags(text: str, tag: Tag) -> str:
     """Return the text with each box of `tag` removed, both its markers and its content. For a heading, return the text before it.
 
     Takes time linear in the length of the text.
@@ -78,14 +78,14 @@ def count_tags(text: str, tag: Tag) -> tuple[int, int]:
     return text.count(opening), text.count(closing)
 
 
-def has_exactly_one_box(texts: Sequence[str], tag: Tag) -> bool:
+def has_exactly_one(texts: Sequence[str], tag: Tag) -> bool:
     """Return whether the tag makes exactly one box in several texts and occurs nowhere else in them."""
     counts = [count_tags(text, tag) for text in texts]
     openings, closings = sum(c[0] for c in counts), sum(c[1] for c in counts)
-    return openings == closings == 1 and sum(len(boxes(text, tag)) for text in texts) == 1
+    return openings == closings == 1 and sum(len(tag_contents(text, tag)) for text in texts) == 1
 
 
-def box_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
+def tag_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
     """Return the tags of the boxes of a text that consists of boxes and white space alone; None for any other text.
 
     No box may contain a marker of `tags`. Takes time linear in the length of the text.

@@ -17,7 +17,7 @@ def step_metrics(sampled: SampledStep, batch: LearningBatch, result: UpdateResul
     return {
         **trajectory_metrics(sampled.trajectories, "train"),
         **result.metrics,
-        "train/zero_spread": float(low_spread(totals, groups).mean()),
+        "train/frac_reward_zero_std": float(low_spread(totals, groups).mean()),
         "train/left_out": float(batch.left_out.mean()),
         "train/searches_failed": float(sampled.stats.searches_failed),
         "train/not_finite": float(sampled.stats.not_finite),

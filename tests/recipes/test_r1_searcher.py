@@ -36,7 +36,7 @@ def both(*texts, searches=None):
 
 def test_queries_and_documents_stand_between_the_published_markers():
     assert ENV.stops == (CLOSE,)
-    assert ENV.react(Episode(QUESTION), ASK, CLOSE) == SearchFor("Silver Harbour")
+    assert ENV.step(Episode(QUESTION), ASK, CLOSE) == SearchFor("Silver Harbour")
     message = ENV.observe(Episode(QUESTION), None)
     assert (message.prefix, message.suffix) == ("\n<|begin_of_documents|>\n", "\n<|end_of_documents|>\n")
 
@@ -44,14 +44,14 @@ def test_queries_and_documents_stand_between_the_published_markers():
 def test_at_most_eight_searches_are_made():
     episode = Episode(QUESTION)
     for episode.turn in range(9):
-        action = ENV.react(episode, ASK, CLOSE)
+        action = ENV.step(episode, ASK, CLOSE)
         assert action == (SearchFor("Silver Harbour") if episode.turn < 8 else Finish("search_limit"))
-        assert ENV.react(episode, DONE + RIGHT, EOS) == Finish("answer")
+        assert ENV.step(episode, DONE + RIGHT, EOS) == Finish("answer")
 
 
 @pytest.mark.parametrize(("text", "stop"), [("hm", EOS), (f"x {CLOSE}", CLOSE), (f"{OPEN} {CLOSE}", CLOSE)])
 def test_a_turn_without_search_and_answer_ends_the_episode(text, stop):
-    assert ENV.react(Episode(QUESTION), text, stop) == Finish("no_action")
+    assert ENV.step(Episode(QUESTION), text, stop) == Finish("no_action")
 
 
 def test_every_prompt_opens_the_thought():

@@ -86,9 +86,9 @@ def test_limits_are_4096_tokens_and_five_expansions():
     environment = R2AGEnvironment()
     assert (environment.stops, environment.turn_tokens, environment.expansions) == ((), 4096, 5)
     for stop in (TURN_TOKENS, CONTEXT):
-        assert environment.react(Episode(QUESTION), asking("a"), stop) == Finish("length")
-    assert environment.react(Episode(QUESTION), "nothing", EOS) == Finish("no_action")
-    assert environment.react(Episode(QUESTION), STOP, EOS) == Finish("stop")
+        assert environment.step(Episode(QUESTION), asking("a"), stop) == Finish("length")
+    assert environment.step(Episode(QUESTION), "nothing", EOS) == Finish("no_action")
+    assert environment.step(Episode(QUESTION), STOP, EOS) == Finish("stop")
 
 
 def test_training_searches_every_query_and_expands_a_tree_once():
@@ -97,7 +97,7 @@ def test_training_searches_every_query_and_expands_a_tree_once():
         asking("a", "b", predicted=("c",)),
     )
     one = Episode(EMPTY, policy_texts=[text])
-    assert environment.react(one, text, EOS) == SearchFor("a", ("b", "c"))
+    assert environment.step(one, text, EOS) == SearchFor("a", ("b", "c"))
     assert environment.observe(one, [A], None, []) == Finish("expanded")
     one.policy_texts.append(text + "<base-Q>stop retrieval</base-Q>")
     assert environment.observe(one, [A]) == Finish("stop")
@@ -107,10 +107,10 @@ def test_inference_searches_the_first_t_queries_and_keeps_all_documents():
     text = asking("a", "b", "c", predicted=("d", "e"))
     environment = R2AGEnvironment(base_queries=2, predicted_queries=1, opening="bare")
     one = Episode(QUESTION, policy_texts=[text])
-    assert environment.react(one, text, EOS) == SearchFor("a", ("b", "d"))
+    assert environment.step(one, text, EOS) == SearchFor("a", ("b", "d"))
     base_only = R2AGEnvironment(base_queries=2, predicted_queries=0)
-    assert base_only.react(one, text, EOS) == SearchFor("a", ("b",))
-    assert base_only.react(one, asking(predicted=("d",)), EOS) == Finish("no_action")
+    assert base_only.step(one, text, EOS) == SearchFor("a", ("b",))
+    assert base_only.step(one, asking(predicted=("d",)), EOS) == Finish("no_action")
     for found in ((NOISE,), (A, NOISE), ()):
         one.searches.append(Search(0, "a", passages=found))
     again = environment.observe(one, [NOISE], [A, NOISE], None)

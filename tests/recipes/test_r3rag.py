@@ -129,11 +129,11 @@ def test_parsing_inverts_to_text():
 def test_a_step_ends_only_with_the_text_or_a_limit():
     environment, episode = R3RagEnvironment(), Episode(QUESTION)
     assert environment.stops == () and environment.turn_tokens == 512
-    assert environment.react(episode, ASK, EOS) == SearchFor("director of Silver Harbour")
-    assert environment.react(episode, RIGHT, EOS) == Finish("answer")
-    assert environment.react(episode, BROKEN, EOS) == Finish("malformed")
-    assert environment.react(episode, RIGHT, TURN_TOKENS) == Finish("length")
-    assert environment.react(episode, RIGHT, CONTEXT) == Finish("context_limit")
+    assert environment.step(episode, ASK, EOS) == SearchFor("director of Silver Harbour")
+    assert environment.step(episode, RIGHT, EOS) == Finish("answer")
+    assert environment.step(episode, BROKEN, EOS) == Finish("malformed")
+    assert environment.step(episode, RIGHT, TURN_TOKENS) == Finish("length")
+    assert environment.step(episode, RIGHT, CONTEXT) == Finish("context_limit")
 
 
 def after(*steps_and_passages, environment=None):
@@ -214,7 +214,7 @@ def test_at_most_five_steps_and_the_last_query_is_searched():
     steps = [(ASK, [FILM])] * 5
     assert isinstance(after(*steps[:4]), Restart)
     assert after(*steps) == Finish("turn_limit")
-    assert R3RagEnvironment().react(Episode(QUESTION, turn=4), ASK, EOS) == SearchFor(
+    assert R3RagEnvironment().step(Episode(QUESTION, turn=4), ASK, EOS) == SearchFor(
         "director of Silver Harbour"
     )
     assert isinstance(after(*steps, environment=R3RagEnvironment(max_steps=10)), Restart)

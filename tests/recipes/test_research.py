@@ -36,17 +36,17 @@ def test_the_token_budget_is_the_only_limit():
     assert (ENV.turn_tokens, ENV.observation_tokens, ENV.stops) == (8192, 8192, ("</search>",))
     episode = Episode(QUESTION)
     for episode.turn in (0, 9, 500):
-        assert ENV.react(episode, ASK, "</search>") == SearchFor("Silver Harbour")
-    assert ENV.react(episode, answered("x"), EOS) == Finish("answer")
-    assert ENV.react(episode, ASK, CONTEXT) == Finish("context_limit")
+        assert ENV.step(episode, ASK, "</search>") == SearchFor("Silver Harbour")
+    assert ENV.step(episode, answered("x"), EOS) == Finish("answer")
+    assert ENV.step(episode, ASK, CONTEXT) == Finish("context_limit")
     message = ENV.observe(episode, None)
     assert (message.prefix, message.suffix) == ("\n<result>\n", "\n</result>\n")
     assert ENV.overflow(episode, message, 9000) == Finish("context_limit")
 
 
 def test_a_turn_without_search_and_answer_ends_the_episode():
-    assert ENV.react(Episode(QUESTION), "I am not sure.", EOS) == Finish("no_action")
-    assert ENV.react(Episode(QUESTION), "x </search>", "</search>") == Finish("no_action")
+    assert ENV.step(Episode(QUESTION), "I am not sure.", EOS) == Finish("no_action")
+    assert ENV.step(Episode(QUESTION), "x </search>", "</search>") == Finish("no_action")
 
 
 def test_prompts_for_instruct_base_and_small_models():

@@ -9,7 +9,7 @@ from rrl.miniwiki import generate
 from rrl.recipes.base import ScoringContext
 from rrl.recipes.rsearch import NO_EVIDENCE_TEMPLATE, READER_TEMPLATE, SYSTEM_TEMPLATE, RSearch
 from rrl.rollout.protocol import Append
-from rrl.text.spans import boxes
+from rrl.text.spans import tag_contents
 
 QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",))
 EVIDENCE = "<original_evidence>Silver Harbour was directed by Marta Velikov.</original_evidence>"
@@ -138,5 +138,5 @@ def test_expert_earns_every_format_reward_and_answers_right(kind):
         segments = recipe.demonstrate(item, lambda query: wiki.passages[:3])
         own = [s for s in segments if isinstance(s, str)]
         assert recipe.format_reward(own, True) == pytest.approx(0.4)
-        assert boxes(own[-1], "answer")[0].strip() == item.question.answers[0]
+        assert tag_contents(own[-1], "answer")[0].strip() == item.question.answers[0]
         assert sum(isinstance(s, Append) for s in segments) == len(item.plan.hops)

@@ -39,11 +39,11 @@ def test_four_turns_then_one_turn_without_search():
     episode = Episode(QUESTION)
     for episode.turn in range(5):
         last = episode.turn == 4
-        assert ENV.react(episode, ASK, "</search>") == (
+        assert ENV.step(episode, ASK, "</search>") == (
             Finish("search_limit") if last else SearchFor("Silver Harbour")
         )
-        assert ENV.react(episode, THINK + RIGHT, "</answer>") == Finish("answer")
-        action = ENV.react(episode, "I am not sure.", EOS)
+        assert ENV.step(episode, THINK + RIGHT, "</answer>") == Finish("answer")
+        action = ENV.step(episode, "I am not sure.", EOS)
         assert action == Finish("turn_limit") if last else isinstance(action, Append)
 
 
@@ -58,7 +58,7 @@ def test_four_turns_then_one_turn_without_search():
     ],
 )
 def test_an_invalid_turn_gets_a_correction(text, stop):
-    action = ENV.react(Episode(QUESTION), text, stop)
+    action = ENV.step(Episode(QUESTION), text, stop)
     assert isinstance(action, Append) and not action.body
     for part in ("<search> and </search>", "<answer> and </answer>"):
         assert part in action.prefix
@@ -143,7 +143,7 @@ def test_the_last_of_two_answers_counts():
 
 
 def test_a_corrected_turn_makes_the_format_wrong():
-    message = ENV.react(Episode(QUESTION), "", EOS)
+    message = ENV.step(Episode(QUESTION), "", EOS)
     correction = (ENVIRONMENT, message.prefix)
     assert earned((POLICY, "hm"), correction, (POLICY, THINK + RIGHT)) == pytest.approx(0.8)
     # An empty turn leaves no segment, so two environment texts are one segment.

@@ -20,7 +20,7 @@ from rrl.rewards.judge_prompts import Sufficiency, Thinking
 from rrl.rl.advantages import group_normalize
 from rrl.rollout.protocol import EOS, TURN_TOKENS, Append, Episode, Finish, SearchFor
 from rrl.text.metrics import token_f1
-from rrl.text.spans import boxes
+from rrl.text.spans import tag_contents
 
 QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",), gold=("Silver Harbour",))
 WRONG, RIGHT = "<answer>Edda Tolvik</answer>", "<answer> It is Marta Velikov </answer>"
@@ -58,16 +58,16 @@ def test_a_turn_ends_at_a_search_or_after_512_tokens_but_not_at_an_answer():
     assert (environment.turn_tokens, environment.max_searches) == (512, 8)
     episode = Episode(QUESTION)
     again = "so.</think><answer>x</answer><think>Sure?</think><search> Silver Harbour </search>"
-    assert environment.react(episode, again, "</search>") == SearchFor("Silver Harbour")
-    assert environment.react(episode, "<answer>x</answer> and more", EOS) == Finish("answer")
-    assert environment.react(episode, "<answer>x</answer> and more", TURN_TOKENS) == Finish("answer")
-    assert environment.react(episode, "nothing", EOS) == Finish("no_action")
+    assert environment.step(episode, again, "</search>") == SearchFor("Silver Harbour")
+    assert environment.step(episode, "<answer>x</answer> and more", EOS) == Finish("answer")
+    assert environment.step(episode, "<answer>x</answer> and more", TURN_TOKENS) == Finish("answer")
+    assert environment.step(episode, "nothing", EOS) == Finish("no_action")
 
 
 def test_at_most_eight_searches_and_one_turn_without_search():
     environment, episode = TiresRag().environment, Episode(QUESTION)
     for episode.turn in range(9):
-        action = environment.react(episode, "<search>a</search>", "</search>")
+        action = environment.step(episode, "<search>a</search>", "</search>")
         assert action == (SearchFor("a") if episode.turn < 8 else Finish("search_limit"))
 
 
@@ -378,12 +378,12 @@ def test_expert_answers_right_and_its_early_answer_is_not_a_target(kind, share):
     for item in wiki.questions(kind, 10, 0):
         parts = recipe.demonstrate(item, lambda query: wiki.passages[:2])
         own = "".join(part for part in parts if isinstance(part, str))
-        answers = boxes(own, "answer")
+        answers = tag_contents(own, "answer")
         assert [answer.strip() for answer in answers] == [item.question.answers[0]]
         assert own.count("<search>") == len(item.plan.hops)
         assert own.count("</think>") == own.count("<think>") + 1  # the prompt opens the first
         given = [part for part in parts if isinstance(part, Append)]
-        mistakes = [boxes(part.prefix, "answer") for part in given if "answer" in part.prefix]
+        mistakes = [tag_contents(part.prefix, "answer") for part in given if "answer" in part.prefix]
         reflects = share == 1.0 and len(item.plan.hops) > 1
         assert len(mistakes) == reflects and len(given) == len(item.plan.hops) + reflects
         for ((mistake,),) in [mistakes] if mistakes else []:

@@ -198,14 +198,14 @@ def test_logp_gap_is_measured_before_the_first_step_and_step_kl_after_it():
     same = [dataclasses.replace(t, logps=logp) for t, logp in zip(TRAJECTORIES, start, strict=True)]
     moved, _, once = steps_of(same, ADVANTAGES)
     *_, twice = steps_of(same, ADVANTAGES, epochs=2)
-    assert once["logp_gap"] < 1e-6 and twice["logp_gap"] < 1e-6
+    assert once["sampling_logp_diff"] < 1e-6 and twice["sampling_logp_diff"] < 1e-6
     # k3 by hand: 0 in the first step; in the second step it measures the first one.
     now = updater.logps(moved, fixed, TRAJECTORIES)["logp"]
     own = [t.roles == POLICY for t in TRAJECTORIES]
     change = np.concatenate([(n - s)[m] for n, s, m in zip(now, start, own, strict=True)])
-    assert abs(once["step_kl"]) < 1e-6 < np.abs(change).max()
+    assert abs(once["approx_kl"]) < 1e-6 < np.abs(change).max()
     np.testing.assert_allclose(
-        twice["step_kl"], (np.exp(change) - change - 1).mean() / 2, rtol=1e-3, atol=1e-7
+        twice["approx_kl"], (np.exp(change) - change - 1).mean() / 2, rtol=1e-3, atol=1e-7
     )
 
 
@@ -227,7 +227,7 @@ def test_with_truncated_importance_the_ratio_starts_at_1_and_the_loss_is_weighte
     gaps = [now[m] - t.sampled_logps[m] for now, t, m in zip(scores, TRAJECTORIES, own, strict=True)]
     _, metrics = step(objective)
     np.testing.assert_allclose(metrics["ratio"], 1, rtol=1e-6)
-    np.testing.assert_allclose(metrics["logp_gap"], np.abs(np.concatenate(gaps)).mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["sampling_logp_diff"], np.abs(np.concatenate(gaps)).mean(), rtol=1e-5)
     np.testing.assert_allclose(
         metrics["importance"], np.minimum(np.exp(np.concatenate(gaps)), 1).mean(), rtol=1e-5
     )

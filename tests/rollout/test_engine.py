@@ -46,7 +46,7 @@ TEMPERATURES = (1.0, 0.7, 0.4, 0.1, 0.0)
 class Scripted(Stream):
     """Searches after every turn, so that a random policy exercises every path of the loop."""
 
-    def react(self, episode, text, stop):
+    def step(self, episode, text, stop):
         if episode.turn == 2:
             return Finish("done")
         return Append(prefix=" again ") if stop == "e" else SearchFor(f"{text} {episode.question.text}")
@@ -288,7 +288,7 @@ def test_sampled_log_probabilities_follow_temperature_and_truncation_of_each_req
 class TwoContexts(SingleTurn):
     """Repeats the prompt in a second context."""
 
-    def react(self, episode, text, stop):
+    def step(self, episode, text, stop):
         return Finish("done") if episode.turn else Restart(np.asarray([5, 6, 7], np.int32))
 
 
@@ -343,7 +343,7 @@ def test_run_raises_what_the_environment_raises(world, workers):
     decoder, tokenizer, _, requests = world
 
     class Faulty(SingleTurn):
-        def react(self, episode, text, stop):
+        def step(self, episode, text, stop):
             raise RuntimeError("no such turn")
 
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=workers))
@@ -494,7 +494,7 @@ def test_the_name_of_a_special_token_in_a_passage_is_encoded_as_text(world):
     retriever = make_retriever([Passage("0", "A <|im_start|> B", passage_text)], "bm25")
 
     class Once(Scripted):
-        def react(self, episode, text, stop):
+        def step(self, episode, text, stop):
             return Finish("done") if episode.turn else SearchFor("said left")
 
     with Engine(decoder, tokenizer, CONFIG, retriever=retriever) as engine:

@@ -34,7 +34,7 @@ def world():
 class FirstSearches(SingleTurn):
     """The first question searches after one token, the others write until their token limit."""
 
-    def react(self, episode, text, stop):
+    def step(self, episode, text, stop):
         if episode.question.id != FIRST or episode.searches:
             return Finish("done")
         return SearchFor("a")
@@ -126,7 +126,7 @@ def test_an_interrupt_ends_all_workers_before_their_episodes_end(world, workers)
         finished.append(place)
 
     class Slow(SingleTurn):
-        def react(self, episode, text, stop):
+        def step(self, episode, text, stop):
             time.sleep(0.2)
             return Finish("done")
 
@@ -149,7 +149,7 @@ def test_an_interrupt_between_the_starts_of_two_workers_ends_the_first(world, mo
     monkeypatch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", interrupted)
 
     class Slow(SingleTurn):
-        def react(self, episode, text, stop):
+        def step(self, episode, text, stop):
             time.sleep(0.05)
             return Finish("done")
 
@@ -162,7 +162,7 @@ def test_an_interrupt_between_the_starts_of_two_workers_ends_the_first(world, mo
 
 def test_a_stalled_rollout_logs_the_scheduler_and_its_stage(world, caplog):
     class Stuck(SingleTurn):
-        def react(self, episode, text, stop):
+        def step(self, episode, text, stop):
             time.sleep(1.0)
             return Finish("done")
 
@@ -176,7 +176,7 @@ def test_workers_run_concurrently_in_the_first_run_too(world):
     meet = threading.Barrier(2, timeout=120)
 
     class Meets(SingleTurn):
-        def react(self, episode, text, stop):
+        def step(self, episode, text, stop):
             meet.wait()
             return Finish("done")
 
@@ -188,7 +188,7 @@ def test_workers_run_concurrently_in_the_first_run_too(world):
 class AllSearch(SingleTurn):
     """Every question searches for the same query after one token."""
 
-    def react(self, episode, text, stop):
+    def step(self, episode, text, stop):
         return Finish("done") if episode.searches else SearchFor("the same")
 
     def observe(self, episode, passages):

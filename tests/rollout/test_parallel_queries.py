@@ -21,7 +21,7 @@ from tests.rollout.empty_text import EmptyText
 class ThreeQueries(SingleTurn):
     """One turn with three queries, two of them equal."""
 
-    def react(self, episode, text, stop):
+    def step(self, episode, text, stop):
         return SearchFor("a", ("b", "a"))
 
     def observe(self, episode, *outcomes):

@@ -40,7 +40,7 @@ SEARCH = STREAM.stops[0]
     ],
 )
 def test_react_returns_the_action_for_text_and_stop(turn, text, stop, action):
-    assert STREAM.react(Episode(Question("q", "q", ("a",)), turn), text, stop) == action
+    assert STREAM.step(Episode(Question("q", "q", ("a",)), turn), text, stop) == action
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_react_returns_the_action_for_text_and_stop(turn, text, stop, action):
     [("</search>", SEARCH), ("<search> </search>", SEARCH), ("hm", EOS), ("hm", TURN_TOKENS)],
 )
 def test_a_malformed_turn_is_corrected_and_costs_a_turn(text, stop):
-    action = STREAM.react(Episode(Question("q", "q", ("a",)), 1), text, stop)
+    action = STREAM.step(Episode(Question("q", "q", ("a",)), 1), text, stop)
     assert isinstance(action, Append)
     assert "<search>" in action.prefix
     assert action.body == ""
@@ -60,14 +60,14 @@ def test_a_malformed_turn_is_corrected_and_costs_a_turn(text, stop):
 )
 def test_without_a_correction_a_malformed_turn_ends_the_episode(turn, stop, ended):
     stream = dataclasses.replace(STREAM, correction="")
-    assert stream.react(Episode(Question("q", "q", ("a",)), turn), "hm", stop) == Finish(ended)
+    assert stream.step(Episode(Question("q", "q", ("a",)), turn), "hm", stop) == Finish(ended)
 
 
 @pytest.mark.parametrize(
     ("stop", "ended"), [(EOS, "answer"), (TURN_TOKENS, "length"), (CONTEXT, "context_limit")]
 )
 def test_a_single_turn_ends_with_the_reason_of_its_pause(stop, ended):
-    assert SingleTurn().react(Episode(Question("q", "q", ("a",))), "hm", stop) == Finish(ended)
+    assert SingleTurn().step(Episode(Question("q", "q", ("a",))), "hm", stop) == Finish(ended)
 
 
 def test_an_observation_holds_the_passages_or_the_failure_message():
@@ -112,14 +112,14 @@ def test_tags_may_be_pairs_of_other_markers():
     episode = Episode(Question("q", "q", ("a",)))
     (stop,) = QUERYING.stops
     text = "I look. <|begin_of_query|> Silver Harbour <|end_of_query|>"
-    assert QUERYING.react(episode, text, stop) == SearchFor("Silver Harbour")
-    assert isinstance(QUERYING.react(episode, "<query>Silver Harbour<|end_of_query|>", stop), Append)
+    assert QUERYING.step(episode, text, stop) == SearchFor("Silver Harbour")
+    assert isinstance(QUERYING.step(episode, "<query>Silver Harbour<|end_of_query|>", stop), Append)
     observation = QUERYING.observe(episode, [Passage("0", "Lorn", "Lorn is a city.")])
     assert (observation.prefix, observation.suffix) == (
         "\n<|begin_of_documents|>\n",
         "\n<|end_of_documents|>\n",
     )
-    correction = QUERYING.react(episode, "hm", EOS).prefix
+    correction = QUERYING.step(episode, "hm", EOS).prefix
     assert "between <|begin_of_query|> and <|end_of_query|>." in correction
     assert "between <answer> and </answer>." in correction
 
@@ -151,10 +151,10 @@ def test_with_stop_at_answer_a_closing_answer_tag_ends_the_episode():
     stopping = dataclasses.replace(STREAM, stop_at_answer=True)
     assert STREAM.stops == ("</search>",) and stopping.stops == ("</search>", "</answer>")
     episode = Episode(Question("q", "q", ("a",)))
-    assert stopping.react(episode, "<answer>x</answer>", "</answer>") == Finish("answer")
-    assert isinstance(stopping.react(episode, "x</answer>", "</answer>"), Append)
+    assert stopping.step(episode, "<answer>x</answer>", "</answer>") == Finish("answer")
+    assert isinstance(stopping.step(episode, "x</answer>", "</answer>"), Append)
     episode.turn = 2
-    assert stopping.react(episode, "x</answer>", "</answer>") == Finish("turn_limit")
+    assert stopping.step(episode, "x</answer>", "</answer>") == Finish("turn_limit")
 
 
 def test_only_the_body_of_a_message_is_cut():

@@ -122,7 +122,7 @@ def test_the_number_of_copies_per_exchange_is_limited(monkeypatch, most, expecte
 class FixedAction(SingleTurn):
     """Reacts to every turn with `action`, which a test sets."""
 
-    def react(self, episode, text, stop):
+    def step(self, episode, text, stop):
         return self.action
 
 

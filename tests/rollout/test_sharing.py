@@ -114,7 +114,7 @@ class Reads(Stream):
         super().__init__(turn_tokens=6, observation_tokens=100)
         object.__setattr__(self, "encode", encode)
 
-    def react(self, episode, text, stop):
+    def step(self, episode, text, stop):
         if episode.turn == 3:
             return Finish("done")
         answer = f" what was read after turn {episode.turn}, of some length: {text}" + 10 * " and so on"
@@ -207,7 +207,7 @@ def test_oversubscribed_slots_are_divided_among_shards_and_workers(world):
 class Steps(Stream):
     """Every turn begins a new context, after a search if the turn ended at an e."""
 
-    def react(self, episode, text, stop):
+    def step(self, episode, text, stop):
         assert len(episode.policy_texts) == episode.turn + 1 and episode.policy_texts[-1] == text
         if episode.turn == 3:
             return Finish("done")

@@ -170,10 +170,10 @@ def test_an_invalid_completion_is_refused(fields, message):
 
 def test_reserved_stops_are_the_end_reasons_of_a_completion():
     ended = {
-        Completion().react(Episode(Question("", "", ())), "", pause).reason
+        Completion().step(Episode(Question("", "", ())), "", pause).reason
         for pause in (EOS, TURN_TOKENS, CONTEXT)
     }
-    assert ended | {NOT_FINITE} == set(RESERVED_STOPS)  # NOT_FINITE ends an episode without `react`
+    assert ended | {NOT_FINITE} == set(RESERVED_STOPS)  # NOT_FINITE ends an episode without `step`
 
 
 @pytest.mark.parametrize(

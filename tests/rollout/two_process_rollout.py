@@ -25,10 +25,10 @@ if __name__ == "__main__":
     class Faulty(Scripted):
         """Raises in process 1."""
 
-        def react(self, episode, text, stop):
+        def step(self, episode, text, stop):
             if PROCESS == 1:
                 raise LookupError("no such turn")
-            return super().react(episode, text, stop)
+            return super().step(episode, text, stop)
 
     decoder, tokenizer, retriever, requests = make_world()
     mesh = make_mesh(data=2, fsdp=2, tensor=2)

@@ -307,7 +307,7 @@ def test_a_protocol_that_appends_to_a_context_is_refused_for_a_service(service, 
         """A recipe with the prompt of Figure 6 and an environment that appends."""
 
         prompt = R3Rag(environment=R3RagEnvironment(opening="paper")).prompt
-        environment = SimpleNamespace(react=lambda episode, text, stop: Append("more"))
+        environment = SimpleNamespace(step=lambda episode, text, stop: Append("more"))
 
     (item, *_) = service.plans.values()
     endpoint = EndpointConfig(url=service.url, model="m", cache=str(tmp_path))

@@ -6,15 +6,15 @@ import time
 import pytest
 
 from rrl.text.spans import (
-    box_sequence,
-    boxed,
-    boxes,
     count_tags,
     enclosed_content,
-    has_exactly_one_box,
-    last_box,
+    has_exactly_one,
+    in_tags,
+    last_content,
+    tag_contents,
     tag_named,
-    without_boxes,
+    tag_sequence,
+    without_tags,
 )
 
 QUERY = ("<|begin_of_query|>", "<|end_of_query|>")
@@ -40,7 +40,7 @@ QUERY = ("<|begin_of_query|>", "<|end_of_query|>")
     ],
 )
 def test_boxes_follow_the_rules(text: str, expected: list[str]) -> None:
-    assert boxes(text, "a") == expected
+    assert tag_contents(text, "a") == expected
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -49,7 +49,7 @@ def test_boxes_agree_with_a_regular_expression(seed: int) -> None:
 
     draw = random.Random(seed)
     text = "".join(draw.choice(["<a>", "</a>", "<b>", "x", " "]) for _ in range(30))
-    assert boxes(text, "a") == re.findall(r"<a>((?:(?!</?a>).)*)</a>", text, re.DOTALL)
+    assert tag_contents(text, "a") == re.findall(r"<a>((?:(?!</?a>).)*)</a>", text, re.DOTALL)
 
 
 def test_stray_tags_are_counted() -> None:
@@ -60,25 +60,27 @@ def test_stray_tags_are_counted() -> None:
 @pytest.mark.parametrize("text", ["<a>x</a> <a>y", "<a>x<a>y</a>z</a>", "</a><a>", "<b><a> </b></a>", "n"])
 def test_tags_with_two_markers_follow_the_same_rule(text: str) -> None:
     other = text.replace("</a>", QUERY[1]).replace("<a>", QUERY[0])
-    assert boxes(other, QUERY) == [
-        content.replace("</a>", QUERY[1]).replace("<a>", QUERY[0]) for content in boxes(text, "a")
+    assert tag_contents(other, QUERY) == [
+        content.replace("</a>", QUERY[1]).replace("<a>", QUERY[0]) for content in tag_contents(text, "a")
     ]
     assert count_tags(other, QUERY) == count_tags(text, "a")
-    rest = without_boxes(text, "a").replace("</a>", QUERY[1]).replace("<a>", QUERY[0])
-    assert without_boxes(other, QUERY) == rest
-    assert boxes("<query>x</query><|begin_of_query|>x</query>", QUERY) == []
+    rest = without_tags(text, "a").replace("</a>", QUERY[1]).replace("<a>", QUERY[0])
+    assert without_tags(other, QUERY) == rest
+    assert tag_contents("<query>x</query><|begin_of_query|>x</query>", QUERY) == []
 
 
 def test_without_boxes_cuts_the_text_at_a_heading() -> None:
-    assert without_boxes("so\nThe answer: x <a>y</a>", ("The answer:", "")) == "so\n"
-    assert without_boxes("so", ("The answer:", "")) == "so"
+    assert without_tags("so\nThe answer: x <a>y</a>", ("The answer:", "")) == "so\n"
+    assert without_tags("so", ("The answer:", "")) == "so"
     assert tag_named("The answer:") == ("The answer:", "") and tag_named("answer") == "answer"
 
 
 def test_written_boxes_are_found_again() -> None:
-    assert boxed("a", "x") == "<a> x </a>" and boxed(QUERY, "x") == "<|begin_of_query|> x <|end_of_query|>"
-    assert last_box([boxed("a", "x") + boxed("a", "y"), "<a> z"], "a") == "y"
-    assert last_box(["<a> x", "y </a>"], "a") == "" == last_box([], "a")
+    assert (
+        in_tags("a", "x") == "<a> x </a>" and in_tags(QUERY, "x") == "<|begin_of_query|> x <|end_of_query|>"
+    )
+    assert last_content([in_tags("a", "x") + in_tags("a", "y"), "<a> z"], "a") == "y"
+    assert last_content(["<a> x", "y </a>"], "a") == "" == last_content([], "a")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_written_boxes_are_found_again() -> None:
     ],
 )
 def test_has_exactly_one_box_rejects_stray_tags(texts: list[str], one: bool) -> None:
-    assert has_exactly_one_box(texts, "a") is one
+    assert has_exactly_one(texts, "a") is one
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_has_exactly_one_box_rejects_stray_tags(texts: list[str], one: bool) -> 
     ],
 )
 def test_box_sequence_rejects_nested_boxes_and_text_between_them(text: str, expected: list | None) -> None:
-    assert box_sequence(text, ["a", "b", QUERY]) == expected
+    assert tag_sequence(text, ["a", "b", QUERY]) == expected
 
 
 @pytest.mark.parametrize(
@@ -137,9 +139,9 @@ def test_enclosed_content_rejects_messages_that_only_mention_tags(text: str, inn
 
 def test_adversarial_text_takes_linear_time() -> None:
     started = time.process_time()
-    assert boxes("<a>" * 200_000, "a") == []
-    assert boxes("</a>" * 200_000, "a") == []
-    assert box_sequence("<a>" * 200_000, ["a", "b"]) is None
-    assert box_sequence("<a></a>" * 100_000, ["a", "b"]) == ["a"] * 100_000
+    assert tag_contents("<a>" * 200_000, "a") == []
+    assert tag_contents("</a>" * 200_000, "a") == []
+    assert tag_sequence("<a>" * 200_000, ["a", "b"]) is None
+    assert tag_sequence("<a></a>" * 100_000, ["a", "b"]) == ["a"] * 100_000
     assert enclosed_content("<a>" * 200_000 + ".") is None
     assert time.process_time() - started < 2

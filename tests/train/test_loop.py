@@ -87,7 +87,7 @@ def test_parameters_change_and_the_kl_is_measured_from_the_frozen_reference(whol
     lines = [line for line in read_metrics(workdir / "metrics.jsonl") if "train/kl" in line]
     assert lines[0]["train/kl"] == pytest.approx(0, abs=1e-6)
     assert lines[-1]["train/kl"] > 0
-    assert lines[0]["train/logp_gap"] < 1e-5
+    assert lines[0]["train/sampling_logp_diff"] < 1e-5
     assert all(line["memory/host"] > 0.01 for line in lines)
     assert all(0 < line["rollout/busy"] <= 1 <= line["rollout/tokens_per_step"] for line in lines)
     tokens = [line["rollout/tokens_per_second"] * line["time/rollout"] for line in lines]
