@@ -10,7 +10,7 @@
 #           (vm.max_map_count); a process that needs more crashes inside the compiler.
 # Impact:   a rollout loop that calls a search engine from inside jit is built this way: its callback is a method of the engine.
 #           A notebook or a sweep that creates many engines keeps all of them, with their tokenizers, indexes and programs.
-# In rrl:   `rrl.rollout.loop.WeakCallback`, `Engine.close`; tests/rollout/test_programs.py.
+# In rrl:   `rrl.rollout.host_calls.WeakCallback`, `Engine.close`; tests/rollout/test_programs.py.
 set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 T = TypeVar("T")
 
 PICKLE_FAILED = b"\0"
-"""Prefix of a message that reports a failure; no pickled value starts with it."""
+"""First byte of the message of a process whose value cannot be pickled; the reason follows. No pickled value starts with it."""
 
 
 def gather_objects(value: T) -> list[T]:
@@ -21,11 +21,12 @@ def gather_objects(value: T) -> list[T]:
     """
     if jax.process_count() == 1:
         return [value]
-    parts = _gather(_pickled(value))
-    for process, part in enumerate(parts):
-        if part.startswith(PICKLE_FAILED):
-            raise TypeError(f"the value of process {process} cannot be pickled: {part[1:].decode()}")
-    return [pickle.loads(part) for part in parts]
+    messages = _gather(_pickled(value))
+    for process, message in enumerate(messages):
+        if message.startswith(PICKLE_FAILED):
+            reason = message.removeprefix(PICKLE_FAILED).decode()
+            raise TypeError(f"the value of process {process} cannot be pickled: {reason}")
+    return [pickle.loads(message) for message in messages]
 
 
 def _pickled(value: Any) -> bytes:
@@ -36,6 +37,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _gather(data: bytes) -> list[bytes]:
+    """Returns the data of all processes. Arrays must have the same size in each, so the data is padded."""
     message = np.frombuffer(data, np.uint8)
     sizes = multihost_utils.process_allgather(np.array([len(message)]))[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)

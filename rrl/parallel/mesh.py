@@ -66,15 +66,17 @@ def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
         UserError: the sizes do not multiply to the number of devices.
     """
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    free = [name for name, size in sizes.items() if size == -1]
-    if any(size == 0 or size < -1 for size in sizes.values()) or len(free) > 1:
+    requested = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    remaining = [name for name, size in sizes.items() if size == -1]
+    if any(size == 0 or size < -1 for size in sizes.values()) or len(remaining) > 1:
         raise UserError(
-            f"mesh {given}: sizes must be at least 1, and at most one may be -1 (all remaining devices)"
+            f"mesh {requested}: sizes must be at least 1, and at most one may be -1 (all remaining devices)"
         )
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if free and devices % fixed == 0:
-        sizes[free[0]] = devices // fixed
+    product = math.prod(size for size in sizes.values() if size != -1)
+    if remaining and devices % product == 0:
+        sizes[remaining[0]] = devices // product
     if math.prod(sizes.values()) != devices:
-        raise UserError(f"mesh {given} does not fit {devices} devices: the sizes must multiply to {devices}")
+        raise UserError(
+            f"mesh {requested} does not fit {devices} devices: the sizes must multiply to {devices}"
+        )
     return sizes["data"], sizes["fsdp"], sizes["tensor"]

@@ -11,23 +11,23 @@ def private_folder(folder: Path) -> Path:
     """Returns the resolved path of a folder that no other user can write to; creates it with mode 0700 if it is missing.
 
     Raises:
-        PermissionError: `refuse_shared` refuses it, or creating it is not permitted.
+        PermissionError: another user could write to it (`check_private`), or creating it is not permitted.
         OSError: it cannot be created or read.
     """
     missing = [part for part in (folder, *folder.parents) if not part.exists()]
     for part in reversed(missing):
         part.mkdir(mode=0o700, exist_ok=True)
     resolved = folder.resolve(strict=True)
-    refuse_shared(resolved)
+    check_private(resolved)
     return resolved
 
 
-def refuse_shared(path: Path) -> None:
-    """Raises if a file or folder is shared: another user, except root, could write or replace it.
+def check_private(path: Path) -> None:
+    """Raises if another user, except root, could write or replace a file or folder.
 
     The path and all its parents must belong to this user or root, and only they may have write permission. Parents with the
     sticky bit, such as /tmp, may be writable for all, because other users cannot rename or remove this user's files there.
-    A path that passes cannot be exchanged before it is loaded. Links are refused: pass a resolved path.
+    So nobody can replace the file between this check and its use. Links are refused: pass a resolved path.
 
     Raises:
         PermissionError: names the path that others may write to.
@@ -52,7 +52,7 @@ def _has_no_other_member(group: int) -> bool:
     Many systems create such a group for each user and set umask 002.
     """
     try:
-        named, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+        entry, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:
         return False
-    return (named.gr_gid, named.gr_name) == (user.pw_gid, user.pw_name) and {*named.gr_mem} <= {user.pw_name}
+    return (entry.gr_gid, entry.gr_name) == (user.pw_gid, user.pw_name) and {*entry.gr_mem} <= {user.pw_name}

@@ -62,9 +62,9 @@ def shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> dict[tuple[str, .
 
 def shard(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     """Puts the arrays of a state on the mesh."""
-    placed = shardings(state, mesh, rules)
+    shardings_by_path = shardings(state, mesh, rules)
     flat = {
-        path: variable.replace(jax.device_put(variable[...], placed[path]))
+        path: variable.replace(jax.device_put(variable[...], shardings_by_path[path]))
         for path, variable in nnx.to_flat_state(state)
     }
     return nnx.from_flat_state(flat)
@@ -78,6 +78,7 @@ def optimizer_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     """
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        # The entry of a dictionary has `key`, that of a named tuple or object `name`, that of a sequence `idx`.
         keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
         keys = [key for key in keys if key != "value"]  # the last key of an nnx.Variable's path
         for start in range(len(keys)):
@@ -128,7 +129,17 @@ def spec_of(name: str, rules: Rules = RULES) -> PartitionSpec:
 
 
 def fit(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Adapts a spec to a shape: drops the axes that do not divide their dimension."""
+    """Returns the spec without the axes that do not divide their dimension of the shape; those dimensions are replicated.
+
+    Args:
+        name: name of the parameter, for error messages.
+        spec: mesh axes of each dimension.
+        shape: shape of the parameter.
+        mesh: gives the sizes of the axes.
+
+    Raises:
+        UserError: the spec has more dimensions than the shape, or names an unknown axis or one axis twice.
+    """
     if len(spec) > len(shape):
         raise UserError(
             f"parameter {name!r} has shape {shape}, but its sharding rule {spec} has {len(spec)} dimensions"

@@ -1,4 +1,4 @@
-"""Host setup before JAX starts: the thread pool's size, huge pages, and the cache of compiled programs."""
+"""Setup of a process before JAX starts: the thread pool's size, huge pages, and the cache of compiled programs."""
 
 import logging
 import os
@@ -23,22 +23,23 @@ def prepare_host(callbacks: bool = True) -> None:
     from the variable NPROC when it starts.
 
     Args:
-        callbacks: whether the program has host callbacks. False leaves one thread per core, which is fastest.
+        callbacks: whether the program has host callbacks. False leaves one thread per core, which is fastest. It also undoes an
+            earlier call with True, perhaps in the parent process.
     """
-    given = os.environ.get("NPROC", "")
+    current = os.environ.get("NPROC", "")
     if not callbacks:
-        if given == str(_threads()):  # set by an earlier call, perhaps in the parent process
+        if current == str(_pool_threads()):
             del os.environ["NPROC"]
         return
-    enough = given.isdigit() and int(given) >= _threads()
-    if not enough and "jax" in sys.modules:
+    is_enough = current.isdigit() and int(current) >= _pool_threads()
+    if not is_enough and "jax" in sys.modules:
         warnings.warn(
-            f"jax was imported before rrl could set NPROC={_threads()}; on CPU, rollouts with retrieval may hang. "
-            f"Call rrl.parallel.runtime.prepare_host() before importing jax, or set NPROC={_threads()} in the shell.",
+            f"jax was imported before rrl could set NPROC={_pool_threads()}; on CPU, rollouts with retrieval may hang. "
+            f"Call rrl.parallel.runtime.prepare_host() before importing jax, or set NPROC={_pool_threads()} in the shell.",
             stacklevel=2,
         )
-    if not enough:
-        os.environ["NPROC"] = str(_threads())
+    if not is_enough:
+        os.environ["NPROC"] = str(_pool_threads())
 
 
 def available_cores() -> int:
@@ -46,7 +47,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _threads() -> int:
+def _pool_threads() -> int:
     """Number of threads in XLA's pool.
 
     It is two more than the cores, because callbacks that wait for a copy may block one thread per core. It is at least

@@ -39,17 +39,19 @@ CHIPS = {
     "h100": Chip("H100 SXM", "gpu", 989e12, 3350e9, 80e9, 450e9, "h100:8"),
     "cpu": Chip("CPU", "cpu", 0, 0, 0, 0, "cpu:8"),
 }
-"""Published memory: v5e 16 GB, v5p 95 GB, v6e 32 GB, H100 80 GB."""
+"""The chips by name. Their published memory: v5e 16 GB, v5p 95 GB, v6e 32 GB, H100 80 GB."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A number of equal chips. `devices` describe them to the compiler; None if JAX cannot describe them."""
+    """A number of equal chips."""
 
     name: str
     chip: Chip
     size: int
+    """Number of chips."""
     devices: tuple[jax.Device, ...] | None
+    """Describe the chips to the compiler; None if JAX cannot describe them."""
 
     def mesh(self, data: int, fsdp: int, tensor: int) -> Mesh | AbstractMesh:
         """A mesh of all chips; an abstract mesh if `devices` is None."""

@@ -28,7 +28,7 @@ from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, make_optimizer
 from rrl.rl.update import GradientAccumulator, Updater
 from rrl.rollout.automaton import compile_stops
-from rrl.rollout.loop import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
+from rrl.rollout.programs import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
 from rrl.train.settings import TrainSettings
 
 

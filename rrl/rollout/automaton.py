@@ -15,7 +15,7 @@ from jaxtyping import Int
 from rrl.errors import UserError
 
 CACHED_STOP_TABLES = 8
-"""Number of compiled tables in the cache: most runs use the stop strings of the previous run, or some of them."""
+"""Number of tables in the cache. Few suffice: most runs use the stop strings of an earlier run, or some of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,8 @@ class StopSetsCache:
     def get(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
         """Return the automata of these sets of stop strings.
 
-        The result may hold more sets: a cached table is reused for a subset, since a new table would need a compilation.
+        The result may hold more sets. A cached table is reused for a subset of its sets, since XLA would compile the episode loop
+        again for a table of another size.
 
         Raises:
           UserError: a stop string contains a special token.
@@ -100,9 +101,9 @@ class StopSetsCache:
             if needed.keys() <= table.starts.keys():
                 return table
         for string in {string for strings in needed for string in strings}:
-            if hidden := [token for token in self._special_tokens if token in string]:
+            if contained := [token for token in self._special_tokens if token in string]:
                 raise UserError(
-                    f"the stop string {string!r} would never match: {hidden[0]!r} is a special token of the tokenizer, "
+                    f"the stop string {string!r} would never match: {contained[0]!r} is a special token of the tokenizer, "
                     'which decoded text omits. Make it an ordinary token ("special": false in tokenizer.json '
                     "and tokenizer_config.json), or choose another tag"
                 )
@@ -133,17 +134,17 @@ def compile_stops(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopA
         raise UserError(f"stop strings must be non-empty and distinct, found {list(strings)}")
     delta, first_accept = _byte_automaton(patterns)
     lengths = np.array([len(data) for data in token_bytes], np.int64)
-    # Longest tokens first: the tokens that have a byte at `byte_index` are the first `longer` ones.
+    # Longest tokens first: the tokens that have a byte at `byte_index` are the first `count` ones.
     order = np.argsort(-lengths, kind="stable")
     text = np.frombuffer(b"".join(token_bytes[token] for token in order), np.uint8)
     starts = np.cumsum(lengths[order]) - lengths[order]
     states = delta.shape[0]
     table = np.repeat(np.arange(states, dtype=np.int32)[:, None], len(token_bytes), axis=1)
     for byte_index in range(lengths.max(initial=0)):
-        longer = np.count_nonzero(lengths > byte_index)
-        data = text[starts[:longer] + byte_index]
+        count = np.count_nonzero(lengths > byte_index)
+        data = text[starts[:count] + byte_index]
         for row in table:
-            row[:longer] = delta[row[:longer], data]
+            row[:count] = delta[row[:count], data]
     table[:, order] = table.copy()
     assert first_accept == states - len(patterns)
     return StopAutomaton(tuple(strings), table)
@@ -152,6 +153,34 @@ def compile_stops(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopA
 def _byte_automaton(patterns: list[bytes]) -> tuple[np.ndarray, int]:
     """Return the Aho-Corasick automaton as a dense table [states, 256] with absorbing accepting states, and its first accepting
     state."""
+    children, ends = _trie(patterns)
+    failure, order = _failure_links(children)
+    for node in order:
+        if ends[node] < 0:
+            ends[node] = ends[failure[node]]
+    goto = np.zeros((len(children), 256), np.int64)  # next node of each node
+    for node in [0, *order]:
+        if node:
+            goto[node] = goto[failure[node]]
+        for byte, child in children[node].items():
+            goto[node, byte] = child
+    # States: the non-accepting nodes, then one state per pattern.
+    non_accepting = [0] + [node for node in order if ends[node] < 0]
+    state_of = {node: state for state, node in enumerate(non_accepting)}
+    first_accept = len(non_accepting)
+    delta = np.zeros((first_accept + len(patterns), 256), np.int32)  # next state of each state
+    for node in non_accepting:
+        for byte in range(256):
+            target = goto[node, byte]
+            accepts = ends[target] >= 0
+            delta[state_of[node], byte] = first_accept + ends[target] if accepts else state_of[target]
+    for accept in range(first_accept, delta.shape[0]):
+        delta[accept] = accept
+    return delta, first_accept
+
+
+def _trie(patterns: list[bytes]) -> tuple[list[dict[int, int]], list[int]]:
+    """Return the children of each node by byte, and the index of the pattern that ends at each node; -1 if none does."""
     children: list[dict[int, int]] = [{}]
     ends: list[int] = [-1]
     for index, pattern in enumerate(patterns):
@@ -163,6 +192,11 @@ def _byte_automaton(patterns: list[bytes]) -> tuple[np.ndarray, int]:
                 ends.append(-1)
             node = children[node][byte]
         ends[node] = index
+    return children, ends
+
+
+def _failure_links(children: list[dict[int, int]]) -> tuple[list[int], list[int]]:
+    """Return the node of the longest proper suffix of each node, and all nodes but the root in breadth-first order."""
     failure = [0] * len(children)
     order: list[int] = []
     queue = collections.deque(children[0].values())
@@ -175,24 +209,4 @@ def _byte_automaton(patterns: list[bytes]) -> tuple[np.ndarray, int]:
                 fallback = failure[fallback]
             failure[child] = children[fallback].get(byte, 0)
             queue.append(child)
-    for node in order:
-        if ends[node] < 0:
-            ends[node] = ends[failure[node]]
-    non_accepting = [0] + [node for node in order if ends[node] < 0]
-    number = {node: i for i, node in enumerate(non_accepting)}
-    first_accept = len(non_accepting)
-    delta = np.zeros((first_accept + len(patterns), 256), np.int32)
-    goto = np.zeros((len(children), 256), np.int64)
-    for node in [0, *order]:
-        if node:
-            goto[node] = goto[failure[node]]
-        for byte, child in children[node].items():
-            goto[node, byte] = child
-    for node in non_accepting:
-        row = number[node]
-        for byte in range(256):
-            target = goto[node, byte]
-            delta[row, byte] = first_accept + ends[target] if ends[target] >= 0 else number[target]
-    for accept in range(first_accept, delta.shape[0]):
-        delta[accept] = accept
-    return delta, first_accept
+    return failure, order

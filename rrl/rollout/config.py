@@ -8,18 +8,22 @@ from rrl.models.decoder import MAX_DECODE_TOKENS
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and sampling settings of an engine. All are static: one compiled program serves a whole run."""
+    """Sizes and sampling settings of an engine. All are static: one compiled program serves a whole run.
+
+    A slot holds one episode in flight and its KV cache. When a turn has ended, for example at a stop string, its slot is paused
+    until the host replies.
+    """
 
     rows: int = 64
     """Rows of a decode step: the number of episodes that decode at the same time, over all data shards."""
     oversubscribed_slots: int = 0
     """Episodes in flight in addition to `rows`. While an episode waits for passages, the shortest episode without a row
     decodes in its place. Each of these slots takes the memory of its KV cache; no result changes. The number per worker is
-    rounded up. If there are far more requests than rows, the longest episodes end late."""
+    rounded up. While further requests are left, the longest episodes wait for a row, and so they end last."""
     context: int = 8192
     """Maximum tokens in the context, including those that the policy writes. A restart begins an empty context."""
     wake_threshold: int = 16
-    """Number of paused slots of a data shard that interrupts decoding. Also the number of queries that are embedded
+    """Number of paused slots of a data shard that interrupts decoding. Also the maximum number of queries that are embedded
     together."""
     prefill_tokens: int = 256
     """Tokens that are prefilled together, per data shard: chunks of 32 tokens from as many slots as fit (one chunk if this
@@ -27,18 +31,18 @@ class EngineConfig:
     draft_tokens: int = 0
     """Speculative decoding: draft tokens per row and decode step, by prompt lookup (`rrl.rollout.drafts`). 0 is off. A step
     takes longer, but writes several tokens per row if the drafts are right. All steps compute about the same number of
-    tokens: if fewer rows decode, each gets more draft tokens. The last bits of a log-probability may depend on the number
-    of draft tokens, but must not depend on which tokens are drafted. On one CPU the engine checks the latter before the
-    first run; if the check fails, the engine logs a warning and uses no drafts."""
+    tokens: if fewer rows decode, each gets more draft tokens. Another value may change the last bits of
+    log-probabilities. Which tokens are drafted must not change them. On one CPU the engine checks this before the first run;
+    if the check fails, the engine logs a warning and uses no drafts."""
     max_wait_steps: int = 8
     """Maximum number of decode steps for which a paused slot waits while others decode. It is doubled if there are
     oversubscribed slots, and divided by four while a query is being embedded."""
     workers: int = 0
     """On one CPU: workers that share the rows and the requests, each on its own core. 0 chooses: one worker for all cores if
     reading the weights dominates a decode step, else one per core with at least eight rows each
-    (`rrl.rollout.cpu.workers`). Other devices have one. If XLA computes the layers, not the CPU kernel
-    (`rrl.models.cpu.layers`), the last bits of a log-probability depend on the number of rows that are computed together,
-    and so on this field."""
+    (`rrl.rollout.cpu.workers`). Other devices have one. With the CPU kernel (`rrl.models.cpu.layers`) this
+    field changes no result. Without it, XLA computes the layers, and this field may change the last bits of
+    log-probabilities."""
     top_k: int = 3
     """Passages per search."""
     top_p: float = 1.0
@@ -49,9 +53,9 @@ class EngineConfig:
     """Whether slots copy a common prefix from each other's KV cache instead of prefilling it again. Samples of one
     question share the prompt, and the text after it as long as it is identical. A copy is bitwise equal to prefilling."""
     search_seconds: float = 60.0
-    """Time limit of a search; a slower one fails, and the policy is informed. Each of three attempts at a search service gets
-    a third of it. If a batch of queries fails, or a batch of at most 32 takes half of the limit, its queries are searched
-    again in smaller batches, down to single queries. All attempts share the limit."""
+    """Time limit of a search. A slower search fails, and the policy is informed. All attempts at a query share the limit: the
+    three requests to a search service, and smaller batches. Queries are searched again in smaller batches, down to single
+    ones, if their batch fails, or if it has at most 32 queries and takes half of the limit."""
     stall_seconds: float = 300.0
     """If nothing happens for this time, the log names what the rollout waits for. 0 is off."""
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import constrain
-from rrl.rollout.exchange import RECENT
+from rrl.rollout.exchange import RECENT_TOKENS
 
 NGRAMS = (4, 2, 1)
 """Lengths of the n-grams that are looked up. The longest known n-gram wins."""
@@ -40,16 +40,16 @@ class NgramDrafts(NamedTuple):
             constrain(jnp.zeros((shards, len(NGRAMS) << HASH_BITS), jnp.int32), ROW_AXES, None)
         )
 
-    def propose(self, recent: Int[Array, "rows RECENT"], count: int) -> Int[Array, "rows count"]:
+    def propose(self, recent: Int[Array, "rows recent"], count: int) -> Int[Array, "rows count"]:
         """Return `count` draft tokens per row, 0 if unknown. If slots are sharded over devices, so are the rows."""
 
         def on_shard(table: Array, recent: Array) -> Array:
             tokens = []
             for _ in range(count):
-                entries = table[0][_entries(recent)]
-                longest = jnp.argmax(entries > 0, axis=1)[:, None]
-                known = jnp.take_along_axis(entries, longest, axis=1)[:, 0]
-                tokens.append(jnp.maximum(known - 1, 0))
+                next_tokens = table[0][_table_indices(recent)]  # + 1; 0: unknown
+                longest_known = jnp.argmax(next_tokens > 0, axis=1)[:, None]
+                token = jnp.take_along_axis(next_tokens, longest_known, axis=1)[:, 0]
+                tokens.append(jnp.maximum(token - 1, 0))
                 recent = shift_in(recent, tokens[-1])
             return jnp.stack(tokens, axis=1)
 
@@ -57,7 +57,7 @@ class NgramDrafts(NamedTuple):
 
     def update(
         self,
-        recent: Int[Array, "rows T RECENT"],
+        recent: Int[Array, "rows T recent"],
         tokens: Int[Array, "rows T"],
         valid: Bool[Array, "rows T"],
     ) -> "NgramDrafts":
@@ -68,14 +68,14 @@ class NgramDrafts(NamedTuple):
         Args:
           recent: the last tokens before each token; n-grams with NO_TOKEN are skipped.
           tokens: the next tokens.
-          valid: which tokens count.
+          valid: which tokens to add; the others are padding.
         """
 
         def on_shard(table: Array, recent: Array, tokens: Array, valid: Array) -> Array:
-            whole = jnp.stack([recent[..., RECENT - size] >= 0 for size in NGRAMS], axis=-1)
-            entries = jnp.where(whole & valid[..., None], _entries(recent), table.shape[1])
-            values = jnp.broadcast_to(tokens[..., None] + 1, entries.shape)
-            return table.at[0, entries].set(values, mode="drop")
+            complete = jnp.stack([recent[..., RECENT_TOKENS - size] >= 0 for size in NGRAMS], axis=-1)
+            indices = jnp.where(complete & valid[..., None], _table_indices(recent), table.shape[1])
+            values = jnp.broadcast_to(tokens[..., None] + 1, indices.shape)
+            return table.at[0, indices].set(values, mode="drop")
 
         return NgramDrafts(self._by_shard(on_shard, recent, tokens, valid))
 
@@ -87,25 +87,25 @@ class NgramDrafts(NamedTuple):
         return jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)(self.table, *arrays)
 
 
-def shift_in(recent: Int[Array, "... RECENT"], token: Int[Array, "..."]) -> Int[Array, "... RECENT"]:
-    """Return the last tokens after appending `token`."""
+def shift_in(recent: Int[Array, "... recent"], token: Int[Array, "..."]) -> Int[Array, "... recent"]:
+    """Return the last RECENT_TOKENS tokens after appending `token`."""
     return jnp.concatenate([recent[..., 1:], token[..., None]], axis=-1)
 
 
 def preceding_tokens(
-    recent: Int[Array, "rows RECENT"], tokens: Int[Array, "rows T"]
-) -> Int[Array, "rows T RECENT"]:
-    """Return the last tokens before each of `tokens`, if `recent` precedes the first."""
+    recent: Int[Array, "rows recent"], tokens: Int[Array, "rows T"]
+) -> Int[Array, "rows T recent"]:
+    """Return the last RECENT_TOKENS tokens before each of `tokens`, in the text `recent` + `tokens`."""
     text = jnp.concatenate([recent, tokens], axis=1)
     time = tokens.shape[1]
-    return jnp.stack([text[:, index : index + time] for index in range(RECENT)], axis=-1)
+    return jnp.stack([text[:, index : index + time] for index in range(RECENT_TOKENS)], axis=-1)
 
 
-def _entries(recent: Int[Array, "... RECENT"]) -> Int[Array, "... NGRAMS"]:
+def _table_indices(recent: Int[Array, "... recent"]) -> Int[Array, "... ngrams"]:
     """Return the table index of the last tokens' n-gram of each length."""
-    tokens, entries = recent.astype(jnp.uint32), []
+    tokens, indices = recent.astype(jnp.uint32), []
     for number, size in enumerate(NGRAMS):
-        product = sum(tokens[..., RECENT - 1 - i] * jnp.uint32(_FACTORS[i]) for i in range(size))
+        product = sum(tokens[..., RECENT_TOKENS - 1 - i] * jnp.uint32(_FACTORS[i]) for i in range(size))
         mixed = (product ^ (product >> 15)) * jnp.uint32(_FACTORS[size - 1])
-        entries.append((mixed >> (32 - HASH_BITS)).astype(jnp.int32) + (number << HASH_BITS))
-    return jnp.stack(entries, axis=-1)
+        indices.append((mixed >> (32 - HASH_BITS)).astype(jnp.int32) + (number << HASH_BITS))
+    return jnp.stack(indices, axis=-1)

@@ -3,11 +3,11 @@
 The jitted loop decodes, reports paused slots to the schedulers, and prefills their replies into the same KV cache. Paused slots
 wait while others decode; the slot of a finished episode takes the next request. The loop calls the schedulers through
 `io_callback` inside a fully manual `shard_map`, so that each data shard calls its own scheduler. `reference=True` drives the same
-jitted steps from Python; tests compare the two. Read `Engine.run`, then `rrl.rollout.loop.RolloutPrograms.episode_loop`.
+jitted steps from Python; tests compare the two. Read `Engine.run`, then
+`rrl.rollout.programs.RolloutPrograms.episode_loop`.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int, Key, PyTree
 from transformers import PreTrainedTokenizerBase
@@ -31,19 +30,16 @@ from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets, StopSetsCache
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.episodes import Request, check_tokens
-from rrl.rollout.exchange import PAUSED, DeviceReport
-from rrl.rollout.loop import QueryEncoder, RolloutPrograms, WeakCallback
+from rrl.rollout.loop_runner import LoopInputs, LoopRunner
 from rrl.rollout.protocol import Environment, check_stops
-from rrl.rollout.scheduler import DEVICE_STAGES, Scheduler
-from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches
-from rrl.rollout.shards import assign_to_shards, gather_results, replicate
-from rrl.rollout.stats import RolloutStats
+from rrl.rollout.scheduler import Scheduler
+from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches, SearchRunner
+from rrl.rollout.shards import assign_to_shards, gather_results
+from rrl.rollout.stats import RolloutStats, SchedulerCounts
 from rrl.rollout.text_codec import TextCodec
-from rrl.rollout.watchdog import Watchdog
-from rrl.rollout.workflow import Completion, Workflow, WorkflowRunner, numbered_workflows
-from rrl.text.chat import chat_ids
+from rrl.rollout.workflow import Completion, Workflow, numbered_workflows
+from rrl.rollout.workflow_runner import WorkflowRunner
 
 log = logging.getLogger(__name__)
 
@@ -80,36 +76,13 @@ class Engine:
         self.text = TextCodec(tokenizer, decoder.config.vocab_size)
         self.bytes = self.text.bytes
         """The bytes of each token id; empty for special tokens."""
-        encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
-        text_encoder = retriever.text_encoder if retriever is not None and encoder is not None else None
-        self.encoder_state: Any = None
-        query_encoder = None
-        if text_encoder is not None:
-            graph, state = nnx.split(encoder)
-            self.encoder_state = replicate(state, self.mesh)
-            query_encoder = QueryEncoder(
-                graph,
-                pad_token_id=text_encoder.tokenizer.pad_token_id,
-                query_tokens=text_encoder.settings.query_tokens,
-                dim=text_encoder.dim,
-            )
-        self.programs = RolloutPrograms(
-            nnx.split(decoder)[0],
-            decoder.config,
-            config,
-            self.mesh,
-            eos=np.array(end_ids(tokenizer, decoder.config), np.int32),
-            host_callback=WeakCallback(self._host_callback),
-            encoder=query_encoder,
-        )
+        eos = np.array(end_ids(tokenizer, decoder.config), np.int32)
+        self.loops = LoopRunner(decoder, config, self.mesh, eos=eos, retriever=retriever)
+        self.programs = self.loops.programs
         self.stats = RolloutStats()
         """Statistics of the last run."""
-        self._schedulers: list[Scheduler] = []
-        self._preparing = ""
-        """The work before the device first calls a scheduler; "" once it has called one."""
         self._logged_errors: set[type] = set()
         self._stop_tables = StopSetsCache(self.bytes, self.text.special_tokens)
-        self._compiled_loops: dict[Any, Callable] = {}
         self._closed = self._running = False
         self._lock = threading.Lock()
         """Guards `_closed` and `_running`."""
@@ -125,9 +98,7 @@ class Engine:
             self._closed = True
             if self._running:
                 return
-        self.programs.close()
-        self._compiled_loops.clear()
-        self._schedulers, self.encoder_state = [], None
+        self.loops.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -194,24 +165,14 @@ class Engine:
                 finished[index] = trajectory
                 on_finish(index, trajectory)
 
-        sets = [environment.stops if request.stops is None else request.stops for request in requests]
-        stops = self._stop_tables.get(sets or [environment.stops])
-        prompts, shards = [request.prompt for request in requests], self.programs.shards
-        shares = assign_to_shards(prompts, shards, self.programs.workers)
-        queues = [collections.deque([(i, requests[i]) for i in group] for group in share) for share in shares]
-        in_flight = InFlightSearches(self._logged_errors)
-        schedulers = [
-            self._scheduler(queue, environment, stops, retriever, in_flight)
-            for _ in range(self.programs.workers)
-            for queue in queues
-        ]
+        schedulers = self._request_schedulers(requests, environment, retriever)
         for scheduler in schedulers:
             scheduler.on_finish = finish
         # One group at a time, so that the workers share the long prompts.
         while sum(scheduler.fill(1) for scheduler in schedulers):
             pass
-        with self._run_active():
-            trajectories = self._drive(schedulers, finished, params, environment, key, reference)
+        inputs = LoopInputs(params, environment, key, reference)
+        trajectories = self._run_schedulers(schedulers, finished, inputs)
         return [trajectories[index] for index in range(len(requests))]
 
     def run_workflows(
@@ -266,47 +227,54 @@ class Engine:
                 scheduler,
                 WorkflowRunner(numbered[index::count], scheduler, environment, results, finish).start,
             )
-            for index, scheduler in self._local_schedulers(schedulers)
+            for index, scheduler in self.loops.local_schedulers(schedulers)
         ]
-        with self._run_active():
-            found = self._drive(schedulers, results, params, environment, key, reference, starts)
-        return [found[number] for number, _ in numbered]
+        inputs = LoopInputs(params, environment, key, reference)
+        all_results = self._run_schedulers(schedulers, results, inputs, starts)
+        return [all_results[number] for number, _ in numbered]
 
     # -- internal ----------------------------------------------------------------------------------------------------
 
+    def _request_schedulers(
+        self, requests: Sequence[Request], environment: Environment, retriever: Retriever | None
+    ) -> list[Scheduler]:
+        """Return the schedulers of all workers and data shards. The workers of a shard share a queue of its requests."""
+        stop_sets = [environment.stops if request.stops is None else request.stops for request in requests]
+        stops = self._stop_tables.get(stop_sets or [environment.stops])
+        shards, workers = self.programs.shards, self.programs.workers
+        groups_by_shard = assign_to_shards([request.prompt for request in requests], shards, workers)
+        queues = [
+            collections.deque([(index, requests[index]) for index in group] for group in groups)
+            for groups in groups_by_shard
+        ]
+        in_flight = InFlightSearches(self._logged_errors)
+        return [
+            self._scheduler(queue, environment, stops, retriever, in_flight)
+            for _ in range(workers)
+            for queue in queues
+        ]
+
     def _scheduler(
         self,
-        requests: collections.deque[list[tuple[int, Request]]],
+        groups: collections.deque[list[tuple[int, Request]]],
         environment: Environment,
         stops: StopSets,
         retriever: Retriever | None,
         in_flight: InFlightSearches,
     ) -> Scheduler:
+        config = self.config
+        retriever = self._checked_retriever(retriever or self.retriever)
         return Scheduler(
-            requests,
+            groups,
             environment,
             stops,
             self.programs.sizes,
-            encode=self.text.encode,
-            encode_body=self.text.encode_plain,
-            decode=self.text.decode,
-            encode_prompt=lambda text: chat_ids(self.tokenizer, text),
-            vocab_size=len(self.bytes),
-            retriever=self._checked_retriever(retriever or self.retriever),
-            top_k=self.config.top_k,
-            search_seconds=self.config.search_seconds,
-            share_prompts=self.config.share_prompts,
-            in_flight=in_flight,
-            idle_wait=IDLE_WAIT_SECONDS
-            / self.programs.shards,  # at most IDLE_WAIT_SECONDS in total if the shards wait in turn
+            self.text,
+            SearchRunner(retriever, config.top_k, config.search_seconds, in_flight),
+            share_prompts=config.share_prompts,
+            # At most IDLE_WAIT_SECONDS in total if the shards wait in turn.
+            idle_wait=IDLE_WAIT_SECONDS / self.programs.shards,
         )
-
-    def _local_schedulers(self, schedulers: Sequence[Scheduler]) -> list[tuple[int, Scheduler]]:
-        """Return the schedulers that this process calls, with their indices: those of the data shards on its devices."""
-        shards = self.programs.shards
-        calling = self.mesh.devices.reshape(shards, -1)[:, 0]  # rank 0 of the tensor axis
-        local = [device.process_index == jax.process_index() for device in calling]
-        return [(index, scheduler) for index, scheduler in enumerate(schedulers) if local[index % shards]]
 
     def _checked_retriever(self, retriever: Retriever | None) -> Retriever | None:
         """Return the retriever. Raises UserError if the engine cannot embed its queries."""
@@ -336,154 +304,45 @@ class Engine:
             if self._closed:
                 self.close()
 
-    def _drive(
+    def _run_schedulers(
         self,
         schedulers: list[Scheduler],
         results: dict[int, Any],
-        params: PyTree,
-        environment: Environment,
-        key: Key,
-        reference: bool,
+        inputs: LoopInputs,
         starts: Sequence[tuple[Scheduler, Callable[[], None]]] = (),
     ) -> dict[int, Any]:
-        """Run the loop until every scheduler has finished; set `stats`.
+        """Run the loops until every scheduler has finished; set `stats`.
 
         Args:
           schedulers: all schedulers. Those of other processes are called there.
           results: filled by the schedulers of this process.
-          params, environment, key, reference: as in `run`.
+          inputs: what the loops get.
           starts: (scheduler, function) pairs. The scheduler calls the function before the loop.
 
         Returns:
           the results of all processes. Raises the error of a scheduler.
         """
-        if reference and jax.process_count() > 1:
+        if inputs.reference and jax.process_count() > 1:
             raise UserError("the reference loop runs in one process only; omit reference=True")
         began, aborted = time.perf_counter(), threading.Event()
-        self._schedulers = schedulers
         for scheduler in schedulers:
             scheduler.aborted = aborted
-        self._preparing = ""
-        watched = self._progress, self._stages, lambda: self._preparing, self._device_computes
-        with Watchdog(self.config.stall_seconds, *watched):
+        with self._run_active(), self.loops.begin_run(schedulers):
             for scheduler, start in starts:
                 if not aborted.is_set():
                     scheduler.begin(start)
             gather_results(schedulers, None)  # if one failed, no process begins the loop
-            steps, written = self._run_loops(schedulers, params, environment, key, reference, aborted)
-            counts = [
-                (
-                    scheduler.searches.seconds,
-                    scheduler.policy_tokens,
-                    scheduler.prefilled_tokens,
-                    scheduler.searches_failed,
-                )
-                for scheduler in schedulers
-            ]
-            not_finite = [episode for scheduler in schedulers for episode in scheduler.not_finite]
-            parts = gather_results(schedulers, (results, counts, not_finite))
-        searching, policy_tokens, prefilled, failed = np.sum([counts for _, counts, _ in parts], axis=0).T
-        not_finite = sorted(episode for *_, episodes in parts for episode in episodes)
-        self.stats = RolloutStats(
+            steps, written_steps = self.loops.run(inputs, aborted)
+            parts = gather_results(schedulers, (results, [scheduler.counts for scheduler in schedulers]))
+        counts = [count for _, part in parts for count in part]
+        self.stats = RolloutStats.of_run(
+            counts,
             seconds=time.perf_counter() - began,
-            retrieval_seconds=float(searching.max()),
-            policy_tokens=int(policy_tokens.sum()),
             row_steps=int(steps) * self.programs.decode_rows,
-            written_steps=int(written),
-            prefilled_tokens=int(prefilled.sum()),
-            searches_failed=int(failed.sum()),
-            not_finite=len(not_finite),
+            written_steps=int(written_steps),
         )
-        if not_finite:
-            log.warning(
-                "not finite: %d texts ended because a logit of the next token was NaN or infinite, the first for question %r. "
-                "Check that all weights of the model are finite, and not too large for its dtype",
-                len(not_finite),
-                not_finite[0][1],
-            )
-        return {index: value for part, *_ in parts for index, value in part.items()}
-
-    def _run_loops(
-        self,
-        schedulers: list[Scheduler],
-        params: PyTree,
-        environment: Environment,
-        key: Key,
-        reference: bool,
-        aborted: threading.Event,
-    ) -> Int[np.ndarray, "2"]:
-        """Run the loops of all workers, compiling them first if needed. They end early once `aborted` is set.
-
-        Returns:
-          number of decode steps, and the sum of the numbers of rows that wrote in each step.
-        """
-        stops = schedulers[0].stops
-        signature = (environment.turn_tokens, stops.first_accept, len(stops.table), reference)
-        if new := signature not in self._compiled_loops:
-            if not self._compiled_loops:
-                self._preparing = "probing shapes"
-                configure_shapes(self.programs, params)
-            build = self.programs.reference_loop if reference else self.programs.episode_loop
-            self._compiled_loops[signature] = build(environment.turn_tokens, stops.first_accept)
-            turns = f"turns of {environment.turn_tokens} tokens, {len(stops.strings)} stop strings"
-            self._preparing = f"compiling {self.programs.describe()}, {turns}"
-            log.info(self._preparing)
-        key, table = replicate((key, stops.table), self.mesh)
-        # The reference loop moves arrays between host and device at every step.
-        transfers = "allow" if reference else "disallow"
-
-        def run(worker: int) -> np.ndarray:
-            number = replicate(np.int32(worker), self.mesh)
-            with jax.set_mesh(self.mesh), jax.transfer_guard(transfers):
-                counts = self._compiled_loops[signature](params, self.encoder_state, key, table, number)
-            return np.asarray(counts)
-
-        workers = self.programs.workers
-        if reference:
-            return np.sum([run(worker) for worker in range(workers)], axis=0)
-        if new and workers > 1:
-            # The first call compiles, and concurrent calls would wait until it has ended. A scheduler without requests makes it
-            # end right after the compilation.
-            idle = self._scheduler(collections.deque(), environment, stops, None, InFlightSearches())
-            self._schedulers = [idle]
-            run(0)
-            self._schedulers = schedulers
-        # A single worker has its own thread too: this thread handles Ctrl-C while it waits.
-        with concurrent.futures.ThreadPoolExecutor(workers, "rrl-rollout") as pool:
-            try:
-                running = [pool.submit(run, worker) for worker in range(workers)]
-                concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
-                return np.sum([future.result() for future in running], axis=0)
-            except BaseException:  # Ctrl-C, or a worker failed: the others must end too
-                aborted.set()
-                raise
-
-    def _host_callback(self, message: Any) -> np.ndarray:
-        """Pass a device's message to its scheduler and return the reply. NumPy only: a callback must not call JAX."""
-        self._preparing = ""
-        message = np.asarray(message)
-        index, active = message[:2]
-        sizes, encoder = self.programs.sizes, self.programs.encoder
-        dim = encoder.dim if encoder else 0
-        report, embeddings = DeviceReport.from_message(message[2:], sizes.slots, sizes.wake_threshold * dim)
-        others = int(active) - int(np.count_nonzero(report.status <= PAUSED))  # DECODING or PAUSED
-        embeddings = embeddings.reshape(sizes.wake_threshold, dim)
-        return self._schedulers[index].exchange(report, embeddings, others)
-
-    def _progress(self) -> int:
-        return sum(scheduler.exchanges for scheduler in self._schedulers)
-
-    def _device_computes(self) -> bool:
-        """Return whether all schedulers wait for a device that computes on the cores of this process."""
-        return self.programs.on_cpu and all(
-            scheduler.stage in DEVICE_STAGES for _, scheduler in self._local_schedulers(self._schedulers)
-        )
-
-    def _stages(self) -> str:
-        return "; ".join(
-            f"scheduler {index} {scheduler.stage}, after {scheduler.exchanges} exchanges"
-            for index, scheduler in self._local_schedulers(self._schedulers)
-        )
+        _warn_not_finite(counts)
+        return {index: value for part, _ in parts for index, value in part.items()}
 
     def _check(self, requests: Sequence[Request], environment: Environment) -> None:
         where = f"{type(environment).__name__}."
@@ -497,3 +356,15 @@ class Engine:
                     f"turn_tokens={request.turn_tokens} of question {request.question.id!r} must be 0 to "
                     f"{environment.turn_tokens}, the environment's turn_tokens"
                 )
+
+
+def _warn_not_finite(counts: Sequence[SchedulerCounts]) -> None:
+    """Log a warning if episodes ended because their logits were not finite."""
+    episodes = sorted(episode for count in counts for episode in count.not_finite)
+    if episodes:
+        log.warning(
+            "not finite: %d texts ended because a logit of the next token was NaN or infinite, the first for question %r. "
+            "Check that all weights of the model are finite, and not too large for its dtype",
+            len(episodes),
+            episodes[0][1],
+        )

@@ -38,33 +38,33 @@ class Request:
         at_most(2**31 - 1, self, "seed", where="request.")
         at_least(0, self, "temperature", where="request.")
         at_most(MAX_TEMPERATURE, self, "temperature", where="request.")
-        check_ids(self.prompt, f"the prompt of question {self.question.id!r}")
+        check_token_array(self.prompt, f"the prompt of question {self.question.id!r}")
         if self.stops is not None:
             check_stops(self.stops, f"request.stops of question {self.question.id!r}")
 
 
-def check_ids(tokens: object, whose: str) -> None:
-    """Raise UserError unless `tokens` is a non-empty 1-D array of integers. The error calls it `whose`."""
+def check_token_array(tokens: object, name: str) -> None:
+    """Raise UserError unless `tokens` is a non-empty 1-D array of integers. The error message calls it `name`."""
     try:
         ids = np.asarray(tokens)
     except ValueError:  # a ragged list
         raise UserError(
-            f"{whose} must be a 1-D array of token ids, found sequences of several lengths; make one request for each"
+            f"{name} must be a 1-D array of token ids, found sequences of several lengths; make one request for each"
         ) from None
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         found = f"{ids.dtype} of shape {ids.shape}" if ids.ndim else type(tokens).__name__
         raise UserError(
-            f"{whose} must be a 1-D array of token ids, found {found}; rrl.text.chat.chat_ids encodes a text"
+            f"{name} must be a 1-D array of token ids, found {found}; rrl.text.chat.chat_ids encodes a text"
         )
     if not ids.size:
-        raise UserError(f"{whose} is empty: give at least one token")
+        raise UserError(f"{name} is empty: give at least one token")
 
 
-def check_tokens(tokens: Int[np.ndarray, "T"], vocab_size: int, whose: str) -> None:
-    """Raise UserError as `check_ids` does, and for a token id outside the model's vocabulary."""
-    check_ids(tokens, whose)
+def check_tokens(tokens: Int[np.ndarray, "T"], vocab_size: int, name: str) -> None:
+    """Raise UserError as `check_token_array` does, and for a token id outside the model's vocabulary."""
+    check_token_array(tokens, name)
     if wrong := [int(token) for token in (np.min(tokens), np.max(tokens)) if not 0 <= token < vocab_size]:
-        raise UserError(f"{whose} has token {wrong[0]}; the model's token ids are 0 to {vocab_size - 1}")
+        raise UserError(f"{name} has token {wrong[0]}; the model's token ids are 0 to {vocab_size - 1}")
 
 
 class EpisodeState:
@@ -87,7 +87,7 @@ class EpisodeState:
         self._ids: list[np.ndarray] = []
         self._roles: list[np.ndarray] = []
         self._logps: list[np.ndarray] = []
-        self._sampled: list[np.ndarray] = []
+        self._sampled_logps: list[np.ndarray] = []
         self._turns: list[np.ndarray] = []
         self._segments: list[tuple[int, str]] = []
         self._start_context(request.prompt, text)
@@ -115,10 +115,10 @@ class EpisodeState:
         ids: Int[np.ndarray, "T"],
         text: str,
         logps: Float[np.ndarray, "T"],
-        sampled: Float[np.ndarray, "T"],
+        sampled_logps: Float[np.ndarray, "T"],
     ) -> None:
         """Add the tokens that the policy wrote in the current turn."""
-        self._add(ids, POLICY, text, logps, sampled)
+        self._add(ids, POLICY, text, logps, sampled_logps)
 
     def add_observation(self, ids: Int[np.ndarray, "T"], text: str) -> None:
         """Add a message of the environment and begin the next turn."""
@@ -136,17 +136,17 @@ class EpisodeState:
         role: int,
         text: str,
         logps: np.ndarray | None,
-        sampled: np.ndarray | None,
+        sampled_logps: np.ndarray | None,
     ) -> None:
+        """Add a segment of the current turn. Without log-probabilities, they are 0."""
         zeros = np.zeros(len(ids), np.float32)
         self._ids.append(np.asarray(ids, np.int32))
         self._roles.append(np.full(len(ids), role, np.int8))
         self._logps.append(zeros if logps is None else logps)
-        self._sampled.append(zeros if sampled is None else sampled)
+        self._sampled_logps.append(zeros if sampled_logps is None else sampled_logps)
         self._turns.append(np.full(len(ids), self.episode.turn, np.int16))
-        if (
-            len(ids) or text
-        ):  # a turn of special tokens has no text, but still separates two messages of the environment
+        # A turn of special tokens has no text, but its segment separates two messages of the environment.
+        if len(ids) or text:
             self._segments.append((role, text))
         self.length += len(ids)
 
@@ -163,7 +163,7 @@ class EpisodeState:
             tokens=joined(self._ids, np.int32),
             roles=joined(self._roles, np.int8),
             logps=joined(self._logps, np.float32),
-            sampled_logps=joined(self._sampled, np.float32),
+            sampled_logps=joined(self._sampled_logps, np.float32),
             turns=joined(self._turns, np.int16),
             segments=self._segments,
             searches=list(self.episode.searches),

@@ -1,7 +1,13 @@
 """Messages between the device and a scheduler, and their sizes.
 
-In one exchange the device sends a report (`DeviceReport`), and the scheduler replies with prefill chunks, queries and slot
-statuses (`ExchangeSizes.reply_length`). Both messages are int32 arrays of a fixed length.
+In one exchange the device sends a report (`DeviceReport`), and the scheduler sends a reply. Both messages are int32 arrays of a
+fixed length. A reply holds, in this order:
+
+    chunks       ExchangeSizes.chunks prefill chunks, each a header (`PrefillChunk`) and `chunk_tokens` tokens
+    queries      token ids of the `wake_threshold` queries to embed, `query_tokens` each
+    statuses     new status of each slot + 1; 0: unchanged
+    query count  number of queries to embed
+    wait steps   `max_wait_steps` of the next call of `decode`, or ABORT
 """
 
 import dataclasses
@@ -12,14 +18,14 @@ from jaxtyping import Float, Int
 
 DECODING, PAUSED, BLOCKED, OFF = 0, 1, 2, 3
 """Status of a slot. DECODING: the policy writes. PAUSED: the scheduler has work to do for it. BLOCKED: the scheduler waits for
-something else, a search or the next request. OFF: no request is left. `status <= PAUSED` selects the first two."""
+something else, a search or the next request. OFF: no request is left. `status <= PAUSED` means DECODING or PAUSED."""
 
 STOP_EOS, STOP_TURN, STOP_CONTEXT, STOP_NOT_FINITE = -1, -2, -3, -4
 """Why a slot paused, if not at a stop string: end-of-sequence token, token limit of the turn, end of the context, logits that
 are not finite."""
 
 ABORT = -1
-"""A scheduler sends this in place of the maximum number of wait steps after an error. Then all devices leave the loop."""
+"""After an error, a scheduler sends this in place of the wait steps. Then all devices leave the loop."""
 
 CHUNK_TOKENS = 32
 """Maximum tokens of a prefill chunk. A shorter chunk is padded."""
@@ -29,7 +35,10 @@ PREFILLS_PER_EXCHANGE = 6
 
 
 class PrefillChunk(NamedTuple):
-    """Header of a prefill chunk; its tokens follow. The chunks of a slot are in the order of its text."""
+    """Header of a prefill chunk; its tokens follow. The chunks of a slot are in the order of its text.
+
+    Each field is an int32, or an array of them with one entry per chunk.
+    """
 
     slot: Any
     start: Any
@@ -53,8 +62,8 @@ class PrefillChunk(NamedTuple):
     copied: Any
     """Number of leading cache positions to copy from `source`. 0: none. Negative: copy them after all chunks of this exchange
     are prefilled."""
-    own: Any
-    """Number of leading cache positions that the slot already holds; they need no copy."""
+    held: Any
+    """Number of leading cache positions in which the slot already holds this text; they need no copy."""
     last_4: Any
     last_3: Any
     last_2: Any
@@ -62,14 +71,19 @@ class PrefillChunk(NamedTuple):
     """The last tokens of the slot's text; NO_TOKEN if the text is shorter. `pending` is not prefilled: the first decode step
     of the turn computes it."""
 
+    @classmethod
+    def of(cls, chunks: Any) -> "PrefillChunk":
+        """Return the header fields of chunks [..., chunk_length], each of shape [...]."""
+        return cls(*(chunks[..., index] for index in range(HEADER_LENGTH)))
 
-HEADER = len(PrefillChunk._fields)
-"""Length of a chunk's header."""
 
-RECENT = HEADER - PrefillChunk._fields.index("last_4")
-"""Number of last tokens that the device knows of each slot."""
+HEADER_LENGTH = len(PrefillChunk._fields)
+
+RECENT_TOKENS = HEADER_LENGTH - PrefillChunk._fields.index("last_4")
+"""Number of last tokens of each slot that the device stores, for sampling and for drafts."""
 
 NO_TOKEN = -1
+"""Stands for a missing token in place of a token id."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +95,8 @@ class ExchangeSizes:
     context: int
     """Cache positions of a slot: the maximum length of a context."""
     wake_threshold: int
-    """Number of paused slots that interrupts decoding. Also the number of queries that are embedded together."""
+    """Number of paused slots that interrupts decoding. Also the maximum number of queries that are embedded together, since
+    each of these slots may search."""
     prefill_tokens: int
     """Tokens that are prefilled together."""
     query_tokens: int
@@ -101,24 +116,33 @@ class ExchangeSizes:
 
     @property
     def chunks(self) -> int:
-        """Chunks of one exchange."""
+        """Chunks of a reply; unused ones are empty."""
         return PREFILLS_PER_EXCHANGE * self.chunks_per_prefill
 
     @property
-    def copies(self) -> int:
+    def max_copies(self) -> int:
         """Maximum number of slots that copy a prefix in one exchange."""
         return min(self.wake_threshold, self.chunks)
 
     @property
     def reply_length(self) -> int:
-        """Length of the scheduler's message: chunks, queries, one status per slot, the number of queries, and `max_wait_steps`
-        of the next call of `decode`."""
+        """Length of a reply (see the module's docstring)."""
         return (
-            self.chunks * (HEADER + self.chunk_tokens)
+            self.chunks * (HEADER_LENGTH + self.chunk_tokens)
             + self.wake_threshold * self.query_tokens
             + self.slots
             + 2
         )
+
+    def empty_chunks(self) -> Int[np.ndarray, "chunks chunk_length"]:
+        """Return the chunks of a reply without prefill requests."""
+        chunks = np.zeros((self.chunks, HEADER_LENGTH + self.chunk_tokens), np.int32)
+        PrefillChunk.of(chunks).slot[:] = self.slots  # no slot
+        return chunks
+
+    def empty_queries(self) -> Int[np.ndarray, "Q query_tokens"]:
+        """Return the queries of a reply without queries."""
+        return np.zeros((self.wake_threshold, self.query_tokens), np.int32)
 
 
 @dataclasses.dataclass(slots=True)
@@ -152,15 +176,16 @@ class DeviceReport:
           slots: number of slots.
           embedding_size: number of floats of all embeddings.
         """
+        # Per slot: status, stop, length, and ids, logps, sampled_logps of a turn.
         turn = ((len(message) - embedding_size) // slots - 3) // 3
         sizes = np.array([1, 1, turn, turn, turn, 1]) * slots
-        status, stop, ids, logps, sampled, length, embeddings = np.split(message, np.cumsum(sizes))
+        status, stop, ids, logps, sampled_logps, length, embeddings = np.split(message, np.cumsum(sizes))
         report = cls(
             status,
             stop,
             ids.reshape(slots, turn),
             logps.view(np.float32).reshape(slots, turn),
-            sampled.view(np.float32).reshape(slots, turn),
+            sampled_logps.view(np.float32).reshape(slots, turn),
             length,
         )
         return report, embeddings.view(np.float32)

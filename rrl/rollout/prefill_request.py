@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Int
 
 from rrl.rollout.episodes import Request
-from rrl.rollout.exchange import HEADER, NO_TOKEN, RECENT, PrefillChunk
+from rrl.rollout.exchange import HEADER_LENGTH, NO_TOKEN, RECENT_TOKENS, PrefillChunk
 
 
 class PrefillRequest:
@@ -32,9 +32,12 @@ class PrefillRequest:
           turn_limit: maximum tokens of the turn.
           stop_state: start state of the stop automaton.
         """
-        recent = [NO_TOKEN] * (RECENT - len(tokens)) + tokens[-RECENT:].tolist()
-        self.tokens, self.position = tokens[:-1], start
-        """Tokens that were not sent yet, and the cache position of the first of them."""
+        self.slot = slot
+        recent = [NO_TOKEN] * (RECENT_TOKENS - len(tokens)) + tokens[-RECENT_TOKENS:].tolist()
+        self.tokens = tokens[:-1]
+        """Tokens that were not sent yet."""
+        self.position = start
+        """Cache position of the first of `tokens`."""
         self.begun = False
         """Whether its first chunk was sent."""
         self._header = PrefillChunk(
@@ -49,7 +52,7 @@ class PrefillRequest:
             temperature=np.float32(request.temperature).view(np.int32),
             source=slot,
             copied=0,
-            own=0,
+            held=0,
             last_4=recent[0],
             last_3=recent[1],
             last_2=recent[2],
@@ -57,7 +60,7 @@ class PrefillRequest:
         )
 
     def take_chunks(
-        self, max_chunks: int, chunk_tokens: int, *, source: int, copied: int, own: int
+        self, max_chunks: int, chunk_tokens: int, *, source: int, copied: int, held: int
     ) -> Int[np.ndarray, "chunks chunk_length"]:
         """Return the next chunks and remove their tokens from the request.
 
@@ -66,20 +69,20 @@ class PrefillRequest:
           chunk_tokens: maximum tokens of a chunk.
           source: `PrefillChunk.source` of all chunks.
           copied: `PrefillChunk.copied` of the first chunk. The others copy nothing.
-          own: `PrefillChunk.own` of all chunks.
+          held: `PrefillChunk.held` of all chunks.
         """
         self.begun = True
         count = min(max_chunks, max(1, -(-len(self.tokens) // chunk_tokens)))
         tokens, self.tokens = self.tokens[: count * chunk_tokens], self.tokens[count * chunk_tokens :]
-        message = np.zeros((count, HEADER + chunk_tokens), np.int32)
-        message[:, :HEADER] = self._header._replace(
-            start=self.position, length=chunk_tokens, source=source, own=own
+        message = np.zeros((count, HEADER_LENGTH + chunk_tokens), np.int32)
+        message[:, :HEADER_LENGTH] = self._header._replace(
+            start=self.position, length=chunk_tokens, source=source, held=held
         )
-        chunks = PrefillChunk(*message[:, :HEADER].T)
+        chunks = PrefillChunk.of(message)  # views: writing to a field changes `message`
         chunks.start[:] += chunk_tokens * np.arange(count)
         chunks.length[-1] = len(tokens) - chunk_tokens * (count - 1)
         chunks.begins_turn[-1] = not len(self.tokens)
         chunks.copied[0] = copied
-        message[:, HEADER:].flat[: len(tokens)] = tokens
+        message[:, HEADER_LENGTH:].flat[: len(tokens)] = tokens
         self.position += len(tokens)
         return message

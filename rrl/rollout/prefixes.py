@@ -11,7 +11,7 @@ EMPTY = np.iinfo(np.int32).min
 
 
 class PrefixIndex:
-    """The tokens at the first cache positions of each slot, present or scheduled.
+    """The tokens of each slot from cache position 0 on: those in the cache, and those to be prefilled or copied.
 
     A token that was decoded is stored as ~token: its keys and values differ in the last bits from those of the same token
     prefilled, so that only slots that decoded the same tokens share them.
@@ -82,36 +82,34 @@ class PrefixIndex:
         self._scheduled.clear()
         self._copied_after_prefill.clear()
 
-    def find_source(self, slot: int, tokens: Int[np.ndarray, "T"], own: int = 0) -> tuple[int, int, bool]:
+    def find_source(self, slot: int, tokens: Int[np.ndarray, "T"], held: int = 0) -> tuple[int, int, bool]:
         """Find the best slot to copy a prefix of `tokens` from.
 
         Args:
           slot: the slot that will hold `tokens`. Copying from itself is free: its previous tokens are in place.
           tokens: the whole text.
-          own: number of leading tokens that `slot` already holds for this text.
+          held: number of leading tokens that `slot` already holds for this text.
 
         Returns:
           (source slot, number of shared tokens, whether they are already in the source's cache).
-          (slot, own, True) means that `slot` copies nothing. This is so if no copy saves a chunk. It is also so if `slot`
-          already holds a prefix and the longest shared prefix is in no cache yet, but would save one chunk only: then waiting
-          for it does not pay.
+          (slot, held, True): `slot` copies nothing. There are two reasons. No copy saves a chunk; or a copy saves a single
+          chunk, and `slot` would have to wait until another slot has prefilled the prefix.
         """
-        chunks = self._chunks(len(tokens) - own)
+        chunks = self._chunks(len(tokens) - held)
         min_shared = len(tokens) - self._chunk_tokens * (chunks - 1)  # sharing fewer tokens saves no chunk
         slots, shared = self._with_common_prefix(tokens, min_shared) if chunks else self._no_match
         if not len(slots):
-            return slot, own, True
+            return slot, held, True
         longest = int(shared.max())
-        best = slots[shared == longest]
-        ready = best[self._ready[best] >= longest]
-        if chunks - self._chunks(len(tokens) - longest) < 2 and own and not len(ready):
-            return slot, own, True
-        candidates = (
-            ready
-            if len(ready)
-            else sorted(best, key=lambda other: not self.prefill_completes(int(other), longest))
-        )
-        return slot if slot in candidates else int(candidates[0]), longest, bool(len(ready))
+        candidates = slots[shared == longest]
+        ready = candidates[self._ready[candidates] >= longest]
+        if len(ready):
+            return slot if slot in ready else int(ready[0]), longest, True
+        if held and chunks - self._chunks(len(tokens) - longest) < 2:
+            return slot, held, True
+        # Prefer a slot whose prefix can be copied at the end of this exchange.
+        earliest = min(candidates, key=lambda other: not self.prefill_completes(int(other), longest))
+        return slot if slot in candidates else int(earliest), longest, False
 
     def _with_common_prefix(
         self, tokens: Int[np.ndarray, "T"], min_shared: int

@@ -40,8 +40,10 @@ def _top_p_threshold(probabilities: Float[Array, "B V"], top_p: float) -> Float[
     """Return the largest threshold such that the probabilities from it on sum to at least `top_p`.
 
     Binary search over the bits of a float32: non-negative floats are ordered like their bits. (Sorting the vocabulary for each
-    token would cost more than all layers of a small model.) The search ends when each row has at most one probability between
-    a threshold that keeps enough and one that keeps too little: all further bits select the same tokens.
+    token would cost more than all layers of a small model.) The search tries the bits of the threshold from the highest on, and
+    keeps a bit if the selected mass still reaches `top_p`. `count_enough` is the number of tokens that the best threshold so far
+    selects, `count_too_few` that of the lowest threshold known to be too high. The search ends when they differ by at most 1
+    in each row: all further bits select the same tokens.
     """
 
     def cond(state: tuple[Array, ...]) -> Bool[Array, ""]:
@@ -144,10 +146,10 @@ def sample(
         scaled = jax.nn.log_softmax(truncate(scaled, top_p=top_p, top_k=top_k), axis=-1)
         drawn = _inverse_cdf(jnp.exp(scaled), uniform(keys))
         ids = jnp.where(greedy, best, drawn)
-        sampled = jnp.take_along_axis(scaled, ids[:, None], axis=-1)[:, 0]
-        return ids, jnp.where(greedy, 0.0, sampled)
+        sampled_logps = jnp.take_along_axis(scaled, ids[:, None], axis=-1)[:, 0]
+        return ids, jnp.where(greedy, 0.0, sampled_logps)
 
     # Greedy evaluations skip the draw, which is most of the sampling cost of a small model.
-    ids, sampled = jax.lax.cond(jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), draw)
-    full = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), ids[:, None], axis=-1)[:, 0]
-    return ids, full, sampled
+    ids, sampled_logps = jax.lax.cond(jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), draw)
+    logps = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), ids[:, None], axis=-1)[:, 0]
+    return ids, logps, sampled_logps

@@ -35,7 +35,7 @@ SearchOutcome = list[Passage] | None
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _SearchBatch:
-    """Queries that are searched in one call of the retriever."""
+    """Queries that are searched in one call of the retriever. Times are those of `time.perf_counter`."""
 
     queries: list[str]
     started: float
@@ -44,14 +44,14 @@ class _SearchBatch:
     future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
     """Its result: a list of passages per query, or the Exception with which the search failed."""
     seconds: float = 0.0
-    """Duration, if the search succeeded."""
+    """Duration. 0 until the search has succeeded."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _InFlightQuery:
     """A query that is being searched."""
 
-    query: str
+    text: str
     vector: Float[np.ndarray, "1 E"] | None
     started: float
     batches: list[_SearchBatch]
@@ -66,6 +66,7 @@ class InFlightSearches:
         self.logged_errors = set() if logged_errors is None else logged_errors
         self.by_query: dict[str, _InFlightQuery] = {}
         self.lock = threading.Lock()
+        """Guards `by_query` and the batches of its queries."""
 
 
 class SearchRunner:
@@ -94,6 +95,7 @@ class SearchRunner:
         self._batches: list[_SearchBatch] = []
         """Batches that this runner started and has not added to `seconds` yet."""
         self._cached: list[tuple[str, SearchOutcome]] = []
+        """(query, passages) pairs from the retriever's cache, for the next `poll`."""
         self._mean_seconds = 0.0
         """Moving average of the duration of a batch."""
 
@@ -104,7 +106,7 @@ class SearchRunner:
     @property
     def queries(self) -> list[str]:
         """The queries in flight."""
-        return [query.query for query in self._queries]
+        return [query.text for query in self._queries]
 
     def take_cached(self, query: str) -> bool:
         """Return whether the retriever has the passages of `query` in its cache. If so, `poll` returns them next."""
@@ -132,7 +134,8 @@ class SearchRunner:
             concurrent.futures.wait(self._futures(self._queries[-len(queries) :]), FAST_SEARCH_SECONDS)
 
     def _start(self, queries: Sequence[_InFlightQuery]) -> None:
-        texts, started = [query.query for query in queries], time.perf_counter()
+        """Search queries in one batch, in its own thread."""
+        texts, started = [query.text for query in queries], time.perf_counter()
         batch = _SearchBatch(texts, started, queries[0].started + self.time_limit)
         vectors = [query.vector for query in queries if query.vector is not None]
         joined = np.concatenate(vectors) if vectors else None
@@ -164,6 +167,7 @@ class SearchRunner:
         return {future for future in futures if not future.done()}
 
     def _collect(self) -> list[tuple[str, SearchOutcome]]:
+        """Return the searches that have ended, and search queries again whose batch failed or is late."""
         now, queries = time.perf_counter(), self._queries
         ended, self._cached, self._queries = self._cached, [], []
         retries: list[_InFlightQuery] = []
@@ -174,15 +178,20 @@ class SearchRunner:
                     if self._needs_retry(query, now):
                         retries.append(query)
                     continue
-                if self.in_flight.by_query.get(query.query) is query:
-                    del self.in_flight.by_query[query.query]
+                if self.in_flight.by_query.get(query.text) is query:
+                    del self.in_flight.by_query[query.text]
                 if isinstance(result, Exception):
-                    self._log(query.query, result)
+                    self._log(query.text, result)
                     result = None
-                ended.append((query.query, result))
-            count = min(MAX_RETRY_BATCHES, len(retries))
-            for part in range(count):
-                self._start(retries[part::count])
+                ended.append((query.text, result))
+            batch_count = min(MAX_RETRY_BATCHES, len(retries))
+            for index in range(batch_count):
+                self._start(retries[index::batch_count])
+        self._add_durations(now)
+        return ended
+
+    def _add_durations(self, now: float) -> None:
+        """Add the durations of ended batches to `seconds` and to the moving average. A late batch counts as ended."""
         batches, self._batches = self._batches, []
         for batch in batches:
             if not batch.future.done() and now < batch.deadline:
@@ -190,7 +199,6 @@ class SearchRunner:
                 continue
             self.seconds += (seconds := batch.seconds or time.perf_counter() - batch.started)
             self._mean_seconds += 0.3 * (seconds - self._mean_seconds)
-        return ended
 
     def _result(self, query: _InFlightQuery, now: float) -> list[Passage] | Exception | None:
         """Return the passages of a query, or why its search failed; None if it is still running."""
@@ -199,7 +207,7 @@ class SearchRunner:
             if batch.future.done():
                 result = batch.future.result()
                 if not isinstance(result, Exception):
-                    return result[batch.queries.index(query.query)]
+                    return result[batch.queries.index(query.text)]
                 error = result
         last = query.batches[-1]
         if now - query.started >= self.time_limit:
@@ -233,7 +241,7 @@ class SearchRunner:
         if self.retriever is None:
             return [[] for _ in queries]
         hits = self.retriever.search(queries, self.top_k, vectors)
-        passages = [list(map(_readable, of_query)) for of_query in hits]
+        passages = [list(map(_readable, hits_of_query)) for hits_of_query in hits]
         if len(passages) != len(queries):
             raise ValueError(
                 f"the retriever answered {len(queries)} queries with {len(passages)} lists of passages"

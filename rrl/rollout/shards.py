@@ -19,12 +19,11 @@ T = TypeVar("T")
 def assign_to_shards(
     prompts: Sequence[Int[np.ndarray, "T"]], shards: int, workers: int = 1
 ) -> list[list[list[int]]]:
-    """Assign requests to data shards, in groups for one worker.
+    """Assign requests to data shards, in groups. One worker takes a whole group.
 
-    Requests with the same prompt form a group. If the number of prompts is no multiple of the number of workers of all
-    shards, the requests of the remaining prompts, the shortest ones, are assigned one by one. Long prompts come first, since
-    long questions tend to take more turns: short episodes then fill the slots at the end (longest processing time first,
-    Graham 1969).
+    Requests with the same prompt form a group. Each worker of each shard gets the same number of groups; the requests of the
+    remaining prompts, the shortest ones, form groups of one. Long prompts come first, since long questions tend to take more
+    turns: short episodes then fill the slots at the end (longest processing time first, Graham 1969).
 
     Args:
       prompts: prompt of each request.
@@ -38,8 +37,8 @@ def assign_to_shards(
     for index, prompt in enumerate(prompts):
         groups.setdefault(np.asarray(prompt, np.int32).tobytes(), []).append(index)
     ordered = sorted(groups.values(), key=lambda group: -len(prompts[group[0]]))
-    whole = len(ordered) - len(ordered) % (shards * workers)
-    ordered[whole:] = [[index] for group in ordered[whole:] for index in group]
+    evenly = len(ordered) - len(ordered) % (shards * workers)
+    ordered[evenly:] = [[index] for group in ordered[evenly:] for index in group]
     return [ordered[shard::shards] for shard in range(shards)]
 
 

@@ -1,6 +1,20 @@
 """Statistics of a run of the engine: time, tokens, failures."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class SchedulerCounts(NamedTuple):
+    """What one scheduler counted in a run."""
+
+    search_seconds: float
+    """Sum of the durations of its searches; concurrent ones add up."""
+    policy_tokens: int
+    prefilled_tokens: int
+    searches_failed: int
+    not_finite: list[tuple[int, str]]
+    """(request number, question id) of each episode that ended because its logits were not finite."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -14,15 +28,31 @@ class RolloutStats:
     policy_tokens: int = 0
     """Tokens that the policy wrote."""
     row_steps: int = 0
-    """Decode steps times rows per step, idle rows included."""
+    """Decode steps times rows of a step, idle rows included."""
     written_steps: int = 0
-    """Row steps in which the row wrote a token."""
+    """The part of `row_steps` in which the row decoded: the sum, over all steps, of the rows that wrote."""
     prefilled_tokens: int = 0
     """Prefilled tokens of prompts and observations, without those copied from another slot."""
     searches_failed: int = 0
     """Failed searches, counted once per episode."""
     not_finite: int = 0
     """Episodes that ended because the logits were not finite (`rrl.data.trajectory.NOT_FINITE`)."""
+
+    @classmethod
+    def of_run(
+        cls, counts: Sequence[SchedulerCounts], *, seconds: float, row_steps: int, written_steps: int
+    ) -> "RolloutStats":
+        """Return the statistics of a run from the counts of its schedulers and its decode steps."""
+        return cls(
+            seconds=seconds,
+            retrieval_seconds=max(count.search_seconds for count in counts),
+            policy_tokens=sum(count.policy_tokens for count in counts),
+            row_steps=row_steps,
+            written_steps=written_steps,
+            prefilled_tokens=sum(count.prefilled_tokens for count in counts),
+            searches_failed=sum(count.searches_failed for count in counts),
+            not_finite=sum(len(count.not_finite) for count in counts),
+        )
 
     @property
     def busy(self) -> float:

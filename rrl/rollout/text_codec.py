@@ -7,6 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rrl.models.tokenizer import token_bytes
+from rrl.text.chat import Prompt, chat_ids
 from rrl.text.encoding import find_special_token, plain_ids, text_ids
 
 CACHED_TEXTS, MAX_CACHED_CHARACTERS = 4096, 4096
@@ -26,6 +27,8 @@ class TextCodec:
             token for token, token_id in tokenizer.get_vocab().items() if not self.bytes[token_id]
         ]
         self.bytes += [b""] * (vocab_size - len(self.bytes))
+        self.vocab_size = vocab_size
+        """All token ids are below it."""
         self._cached = functools.lru_cache(CACHED_TEXTS)(self._encode)
 
     def encode(self, text: str) -> np.ndarray:
@@ -37,6 +40,10 @@ class TextCodec:
         return (
             plain_ids(self.tokenizer, text) if find_special_token(self.tokenizer, text) else self.encode(text)
         )
+
+    def encode_prompt(self, prompt: str | Prompt) -> np.ndarray:
+        """Return the token ids of a prompt in the chat template. A string is the user's message."""
+        return chat_ids(self.tokenizer, prompt)
 
     def _encode(self, text: str) -> np.ndarray:
         ids = text_ids(self.tokenizer, text)

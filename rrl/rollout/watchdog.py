@@ -7,13 +7,13 @@ from collections.abc import Callable
 from types import TracebackType
 
 CHECKS_PER_REPORT = 10
-"""Number of checks within the report time: the seconds without progress after which the watchdog reports."""
+"""Number of checks in the time without progress after which the watchdog reports."""
 
 MIN_COMPUTING_CORES = 0.05
 """A device that computes in this process uses at least this share of a core, even beside many other processes."""
 
 MAX_COMPUTING_REPORTS = 10
-"""After this multiple of the report time without progress, a device that seems to compute counts as stalled: other threads of
+"""After this multiple of the time until the first report, a device that seems to compute counts as stalled: other threads of
 the process may use the CPU."""
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Watchdog:
           seconds: time without progress before a report, and between reports. 0: no reports.
           progress: returns a counter that changes with progress.
           describe: returns what the rollout waits for.
-          preparing: returns the work before the rollout begins, "" once it runs.
+          preparing: returns the name of the work before the rollout begins; "" once it runs.
           computing: returns whether the rollout waits only for a device that computes on the cores of this process. Then the
             CPU time of the process shows whether it computes.
         """
@@ -48,10 +48,12 @@ class Watchdog:
         self._preparing, self._computing = preparing, computing
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rrl-watchdog", daemon=True)
-        self._last_progress, self._last_preparing, self._cpu_time = 0, "", 0.0
-        """`progress()`, `preparing()` and the CPU time at the last change or report."""
-        self._since = self._reported = 0.0
-        """Times of the last progress and of the last report."""
+        self._last_progress, self._last_preparing = 0, ""
+        """The last values of `progress()` and `preparing()`."""
+        self._cpu_time = 0.0
+        """CPU time of the process at the last progress or report, in seconds."""
+        self._progressed = self._reported = 0.0
+        """Time of the last progress; time of the last progress or report."""
 
     def __enter__(self) -> None:
         if self._seconds:
@@ -70,7 +72,7 @@ class Watchdog:
     def begin(self, now: float, cpu_time: float) -> None:
         """Restart the clock. `now` is the time, `cpu_time` the CPU time of the process; both in seconds."""
         self._last_progress, self._last_preparing = self._progress(), self._preparing()
-        self._since = self._reported = now
+        self._progressed = self._reported = now
         self._cpu_time = cpu_time
 
     def check(self, now: float, cpu_time: float) -> None:
@@ -78,7 +80,7 @@ class Watchdog:
         if self._progress() != self._last_progress or self._preparing() != self._last_preparing:
             self.begin(now, cpu_time)
         elif now - self._reported >= self._seconds:
-            self._report(now - self._since, (cpu_time - self._cpu_time) / (now - self._reported))
+            self._report(now - self._progressed, (cpu_time - self._cpu_time) / (now - self._reported))
             self._reported, self._cpu_time = now, cpu_time
 
     def _report(self, waited: float, cores: float) -> None:

@@ -6,14 +6,13 @@
         return thought.text
 
 A workflow may also yield a list of requests, which run concurrently, and receives the list of their results.
+`rrl.rollout.workflow_runner` runs the workflows.
 """
 
 import collections
 import dataclasses
-import functools
 import inspect
-import itertools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -21,10 +20,9 @@ import numpy as np
 from jaxtyping import Int
 
 from rrl.data.passages import Passage
-from rrl.data.questions import Question
-from rrl.data.trajectory import NOT_FINITE, POLICY, Trajectory
+from rrl.data.trajectory import NOT_FINITE, Trajectory
 from rrl.errors import UserError, at_least, at_most, integer_at_least
-from rrl.rollout.episodes import MAX_TEMPERATURE, Request, check_tokens
+from rrl.rollout.episodes import MAX_TEMPERATURE
 from rrl.rollout.protocol import (
     CONTEXT,
     EOS,
@@ -36,8 +34,6 @@ from rrl.rollout.protocol import (
     StepResult,
     check_stops,
 )
-from rrl.rollout.scheduler import Requester, Scheduler
-from rrl.rollout.searches import SearchOutcome
 from rrl.text.chat import Prompt
 
 
@@ -169,147 +165,3 @@ class Completion:
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         raise NotImplementedError("a completion has no messages of the environment")
-
-
-class WorkflowRunner:
-    """Runs the workflows of one scheduler. A workflow continues as soon as all results of its last `yield` are there."""
-
-    def __init__(
-        self,
-        workflows: Sequence[tuple[int, Workflow]],
-        scheduler: Scheduler,
-        environment: Completion,
-        results: dict[int, Any],
-        on_finish: Callable[[int, Any], None] = lambda number, result: None,
-    ) -> None:
-        """Set up the workflows; `start` starts them.
-
-        Args:
-          workflows: (number, generator) pairs. The number is the workflow's seed.
-          scheduler: runs the requests.
-          environment: the allowed stop strings and lengths.
-          results: filled with what each workflow returns, by number.
-          on_finish: receives the number and the result of each finished workflow.
-        """
-        self._results = results
-        self._scheduler, self._environment = scheduler, environment
-        self._on_finish = on_finish
-        self._workflows = dict(workflows)
-        """Workflows that have not finished, by number."""
-        self._partial: dict[int, list[Any]] = {}
-        """Results of a workflow's last `yield`; None where one is missing."""
-        self._missing: dict[int, int] = {}
-        """How many of them are missing."""
-        self._single: dict[int, bool] = {}
-        """Whether the last `yield` was one request, not a list."""
-        self._generations: dict[int, int] = dict.fromkeys(self._workflows, 0)
-        """Number of `Generate` requests of each workflow so far."""
-        self._requesters: dict[int, tuple[int, int]] = {}
-        """(workflow, index in its last `yield`) of each request in flight."""
-        self._request_numbers = itertools.count()
-        scheduler.on_finish, scheduler.on_search_done = self._generated, self._retrieved
-        scheduler.expects_requests = bool(self._workflows)
-
-    def start(self) -> None:
-        """Run all workflows up to their first `yield`."""
-        for number in list(self._workflows):
-            self._advance(number, None)
-
-    def _advance(self, number: int, value: Any) -> None:
-        """Send `value` into a workflow, and start what it yields."""
-        resume: Callable[[], Any] = functools.partial(self._workflows[number].send, value)
-        while True:
-            try:
-                yielded = resume()
-            except StopIteration as end:
-                self._results[number] = end.value
-                del self._workflows[number]
-                self._scheduler.expects_requests = bool(self._workflows)
-                self._on_finish(number, end.value)
-                return
-            self._single[number] = not isinstance(yielded, (list, tuple))
-            requests: list[WorkflowRequest] = (
-                list(yielded) if isinstance(yielded, (list, tuple)) else [yielded]
-            )
-            try:
-                prompts = [self._checked_prompt(number, request) for request in requests]
-            except PromptTooLong as error:
-                resume = functools.partial(self._workflows[number].throw, error)
-                continue
-            if requests:
-                break
-            resume = functools.partial(self._workflows[number].send, [])
-        self._partial[number], self._missing[number] = [None] * len(requests), len(requests)
-        for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
-            if isinstance(request, Retrieve):
-                self._scheduler.request_search((number, index), request.query)
-            else:
-                self._generate(number, index, request, prompt)
-
-    def _checked_prompt(self, number: int, request: Any) -> Int[np.ndarray, "T"]:
-        """Return the prompt's token ids; none for a `Retrieve`. Raises UserError for an invalid request."""
-        environment, context = self._environment, self._scheduler.sizes.context
-        if isinstance(request, Retrieve) and isinstance(request.query, str):
-            return np.zeros(0, np.int32)
-        if isinstance(request, Retrieve):
-            raise UserError(f"workflow {number} searches for {request.query!r}; a query must be a string")
-        if not isinstance(request, Generate):
-            raise UserError(
-                f"workflow {number} yields a {type(request).__name__}; it may yield Generate, Retrieve, or lists of them"
-            )
-        prompt = request.prompt
-        if isinstance(prompt, (str, Prompt)):
-            prompt = self._scheduler.encode_prompt(prompt)
-        if request.stops and request.stops not in environment.stop_sets:
-            raise UserError(
-                f"workflow {number} stops at {request.stops}, which is not in {environment.stop_sets}: list all sets of stop "
-                "strings of a run in Completion.stop_sets"
-            )
-        if request.tokens > environment.turn_tokens:
-            raise UserError(
-                f"workflow {number} requests {request.tokens} tokens; the maximum is "
-                f"Completion.turn_tokens={environment.turn_tokens}"
-            )
-        check_tokens(prompt, self._scheduler.vocab_size, f"the prompt of workflow {number}")
-        if len(prompt) > context - 2:
-            raise PromptTooLong(
-                f"workflow {number}: the prompt has {len(prompt)} tokens; the context holds {context}, two of which are for the "
-                "policy: raise rollout.context or shorten the prompt"
-            )
-        return np.array(prompt)  # a copy: the workflow may change its array
-
-    def _generate(self, number: int, index: int, generate: Generate, prompt: Int[np.ndarray, "T"]) -> None:
-        request_number = next(self._request_numbers)
-        self._requesters[request_number] = (number, index)
-        generation = self._generations[number]
-        self._generations[number] += 1
-        if generation >= 2**GENERATION_BITS:
-            raise UserError(f"workflow {number} requests more than {2**GENERATION_BITS} texts")
-        request = Request(
-            Question(f"{number}.{generation}", "", ()),
-            prompt,
-            seed=number << GENERATION_BITS | generation,
-            group=number,
-            temperature=generate.temperature,
-            turn_tokens=generate.tokens,
-            stops=generate.stops,
-        )
-        self._scheduler.queue.append((request_number, request))
-
-    def _generated(self, request_number: int, trajectory: Trajectory) -> None:
-        written = "".join(text for role, text in trajectory.segments if role == POLICY)
-        stop = trajectory.ended
-        stopped = any(stop in strings for strings in self._environment.stop_sets)
-        text = written.partition(stop)[0] if stopped else written
-        self._deliver(*self._requesters.pop(request_number), Generated(text, stop, trajectory))
-
-    def _retrieved(self, requester: Requester, outcome: SearchOutcome) -> None:
-        assert isinstance(requester, tuple)
-        self._deliver(*requester, outcome)
-
-    def _deliver(self, number: int, index: int, result: Any) -> None:
-        results = self._partial[number]
-        results[index] = result
-        self._missing[number] -= 1
-        if not self._missing[number]:
-            self._advance(number, results[0] if self._single[number] else results)

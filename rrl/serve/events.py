@@ -51,21 +51,21 @@ class ObservedEnvironment:
         """React like the wrapped environment, and emit the segments of the turn."""
         for segment in policy_segments(text, self._tags):
             self._emit(Event(segment.kind, segment.text))
-        action = self._inner.step(episode, text, stop)
-        if isinstance(action, Append):
-            self._emit(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
-        elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):
-            message = action.prompt if isinstance(action.prompt, str) else action.prompt.user_message
+        result = self._inner.step(episode, text, stop)
+        if isinstance(result, Append):
+            self._emit(Event("message", f"{result.prefix}{result.body}{result.suffix}".strip()))
+        elif isinstance(result, Restart) and isinstance(result.prompt, (str, Prompt)):
+            message = result.prompt if isinstance(result.prompt, str) else result.prompt.user_message
             self._emit(Event("message", message))
-        return action
+        return result
 
     def observe(self, episode: Episode, *results: Sequence[Passage] | None) -> StepResult:
         """Observe like the wrapped environment, and emit the passages. `results`: the passages of each parallel query."""
-        action = self._inner.observe(episode, *results)
+        result = self._inner.observe(episode, *results)
         passages = [passage for result in results for passage in result or ()]
-        text = action.body if isinstance(action, Append) else render(passages)
+        text = result.body if isinstance(result, Append) else render(passages)
         self._emit(Event("observation", text, tuple(passage.title for passage in passages)))
-        return action
+        return result
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         """Replace a message that does not fit, like the wrapped environment. No event: that of the full message was emitted."""

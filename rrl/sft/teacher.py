@@ -117,18 +117,18 @@ class EndpointTeacher:
                     text = reply.text
                     state.segments += [(PROMPT, _prompt_text(state.prompt)), (POLICY, text)]
                     state.episode.policy_texts.append(text)
-                    action = self.recipe.environment.step(
+                    result = self.recipe.environment.step(
                         state.episode, text, TURN_TOKENS if reply.truncated else EOS
                     )
-                    if isinstance(action, SearchFor):
-                        searching.append((state, action.query))
+                    if isinstance(result, SearchFor):
+                        searching.append((state, result.query))
                     else:
-                        _apply_action(state, action)
+                        _apply_result(state, result)
             for (state, query), passages in zip(
                 searching, self._search([query for _, query in searching]), strict=True
             ):
                 state.episode.searches.append(Search.of(state.episode.turn, query, passages))
-                _apply_action(state, self.recipe.environment.observe(state.episode, passages))
+                _apply_result(state, self.recipe.environment.observe(state.episode, passages))
         return [_trajectory(state) for group in groups for state in group]
 
     def _search(self, queries: list[str]) -> list[list[Passage]]:
@@ -139,15 +139,15 @@ class EndpointTeacher:
         return [[hit.passage for hit in query_hits] for query_hits in hits]
 
 
-def _apply_action(state: _TeacherEpisode, action: StepResult) -> None:
-    if isinstance(action, Finish):
-        state.ended = action.reason
-    elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):
+def _apply_result(state: _TeacherEpisode, result: StepResult) -> None:
+    if isinstance(result, Finish):
+        state.ended = result.reason
+    elif isinstance(result, Restart) and isinstance(result.prompt, (str, Prompt)):
         state.episode.turn += 1
-        state.prompt = action.prompt
+        state.prompt = result.prompt
     else:
         raise UserError(
-            f"a service cannot continue after {type(action).__name__}: this recipe's protocol appends to one context; give "
+            f"a service cannot continue after {type(result).__name__}: this recipe's protocol appends to one context; give "
             "a policy folder as model"
         )
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rrl.parallel.private import private_folder, refuse_shared
+from rrl.parallel.private import check_private, private_folder
 
 OTHER = 54321
 """A user and a group that do not exist here."""
@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 def refused(path, part, reason):
     with pytest.raises(PermissionError, match=f"^{re.escape(str(part))} {reason}"):
-        refuse_shared(path)
+        check_private(path)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022])
@@ -50,15 +50,15 @@ def test_a_world_writable_parent_is_refused_unless_it_has_the_sticky_bit(folder)
     folder.parent.chmod(0o777)
     refused(folder, folder.parent, "may be written to")
     folder.parent.chmod(0o1777)
-    refuse_shared(folder)
+    check_private(folder)
 
 
 def test_a_world_writable_file_is_refused(folder):
     file = folder / "library.so"
     with pytest.raises(FileNotFoundError):
-        refuse_shared(file)
+        check_private(file)
     file.touch(0o755)
-    refuse_shared(file)
+    check_private(file)
     file.chmod(0o757)
     refused(file, file, "may be written to")
 
@@ -76,7 +76,7 @@ def test_a_group_writable_folder_is_refused_unless_the_group_is_private(folder, 
     ):
         monkeypatch.setattr(grp, "getgrgid", lambda _, group=own | changed: SimpleNamespace(**group))
         if allowed:
-            refuse_shared(folder)
+            check_private(folder)
         else:
             refused(folder, folder, "may be written to")
 
@@ -97,7 +97,7 @@ def test_another_users_files_and_folders_are_refused(folder, place):
     refused(file, part, rf"belongs to another user \({OTHER}\)")
 
 
-def test_links_are_resolved_by_private_folder_and_refused_by_refuse_shared(folder):
+def test_links_are_resolved_by_private_folder_and_refused_by_check_private(folder):
     link = folder.parent / "link"
     link.symlink_to(folder)
     assert private_folder(link) == folder

@@ -35,7 +35,7 @@ def soak(mesh, workers: int = 0) -> int:
         trajectories = engine.run(params, requests, SCRIPTED, jax.random.key(number))
         assert len(trajectories) == len(requests)
         # All schedulers of a mesh have the same number of exchanges, in other processes too.
-        exchanges += max(scheduler.exchanges for scheduler in engine._schedulers)
+        exchanges += max(scheduler.exchanges for scheduler in engine.loops.schedulers)
         number += 1
     return exchanges
 

@@ -11,11 +11,11 @@ from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
-from rrl.rollout import device
+from rrl.rollout import decoding
 from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.drafts import NgramDrafts, preceding_tokens, shift_in
 from rrl.rollout.engine import Engine
-from rrl.rollout.exchange import NO_TOKEN, RECENT
+from rrl.rollout.exchange import NO_TOKEN, RECENT_TOKENS
 from rrl.rollout.protocol import SingleTurn
 from tests.rollout.test_engine import CONFIG, KEY, SCRIPTED, assert_same, size_tolerance, world  # noqa: F401
 from tests.rollout.world import greedy_groups
@@ -28,14 +28,14 @@ def learned(*texts, drafts=None):
     drafts = drafts or NgramDrafts.create(1)
     for text in texts:
         tokens = jnp.asarray([text])
-        before = preceding_tokens(jnp.full((1, RECENT), NO_TOKEN), tokens)
+        before = preceding_tokens(jnp.full((1, RECENT_TOKENS), NO_TOKEN), tokens)
         drafts = drafts.update(before, tokens, jnp.ones(tokens.shape, bool))
     return drafts
 
 
 def proposed(drafts, text, count):
-    recent = [NO_TOKEN] * RECENT + list(text)
-    return drafts.propose(jnp.asarray([recent[-RECENT:]]), count)[0].tolist()
+    recent = [NO_TOKEN] * RECENT_TOKENS + list(text)
+    return drafts.propose(jnp.asarray([recent[-RECENT_TOKENS:]]), count)[0].tolist()
 
 
 def test_drafts_are_what_followed_the_longest_known_ngram():
@@ -54,7 +54,7 @@ def test_drafts_are_what_followed_the_longest_known_ngram():
 
 def test_invalid_tokens_and_incomplete_ngrams_are_not_learned():
     tokens = jnp.asarray([[11, 12, 13]])
-    before = preceding_tokens(jnp.full((1, RECENT), NO_TOKEN), tokens)
+    before = preceding_tokens(jnp.full((1, RECENT_TOKENS), NO_TOKEN), tokens)
     assert before[0].tolist() == [
         [NO_TOKEN] * 4,
         [NO_TOKEN] * 3 + [11],
@@ -164,7 +164,7 @@ def test_drafts_are_disabled_if_they_change_bits(world, monkeypatch, caplog):  #
     engines = [Engine(decoder, tokenizer, config) for _ in range(2)]
     configure_shapes(engines[0].programs, nnx.state(decoder))
     assert engines[0].programs.step_tokens == 24 and "8 rows x 3 tokens" in engines[0].programs.describe()
-    sample_tokens = device.sample_tokens
+    sample_tokens = decoding.sample_tokens
 
     def changed_bits(*arguments):
         drawn = sample_tokens(*arguments)
@@ -174,8 +174,8 @@ def test_drafts_are_disabled_if_they_change_bits(world, monkeypatch, caplog):  #
             *(one._replace(logps=logps) for one, logps in zip(drawn[2:], lower[2:], strict=True)),
         ]
 
-    monkeypatch.setattr(device, "sample_tokens", changed_bits)
-    with caplog.at_level("INFO", "rrl.rollout.engine"):
+    monkeypatch.setattr(decoding, "sample_tokens", changed_bits)
+    with caplog.at_level("INFO", "rrl.rollout.loop_runner"):
         engines[1].run(nnx.state(decoder), requests[:1], SingleTurn(turn_tokens=4), KEY)
     assert engines[1].programs.step_tokens == 0 and engines[1].stats.tokens_per_step == 1
     assert any("rollout.draft_tokens=2 is ignored" in line for line in caplog.messages)

@@ -108,15 +108,19 @@ def test_paused_slots_wait_fewer_steps_while_a_query_is_embedded(world, monkeypa
     passages = generate("train", seed=0, passages=60).passages
     retriever = make_retriever(passages, "exact", load_text_encoder("assets/miniwiki-encoder"))
     config = dataclasses.replace(CONFIG, wake_threshold=8)
-    engine, join, runs = Engine(decoder, tokenizer, config, retriever=retriever), Scheduler._join, []
+    engine, pack_reply, runs = (
+        Engine(decoder, tokenizer, config, retriever=retriever),
+        Scheduler._pack_reply,
+        [],
+    )
 
-    def join_with_full_wait(scheduler, *parts):
-        message = join(scheduler, *parts)
+    def pack_with_full_wait(scheduler, *parts):
+        message = pack_reply(scheduler, *parts)
         message[-1] = config.max_wait_steps
         return message
 
-    for change in (join, join_with_full_wait):
-        monkeypatch.setattr(Scheduler, "_join", change)
+    for change in (pack_reply, pack_with_full_wait):
+        monkeypatch.setattr(Scheduler, "_pack_reply", change)
         runs.append(engine.run(nnx.state(decoder), requests, SCRIPTED, KEY))
         runs.append(engine.stats.row_steps)
     early, early_steps, late, late_steps = runs
@@ -196,8 +200,8 @@ def test_workers_share_the_requests_and_are_bitwise_equal_to_one_worker_of_as_ma
     )
     assert_same(trajectories, results, tolerance=0)
     assert sorted(ended) == list(range(20))
-    assert [scheduler.sizes.slots for scheduler in engine._schedulers] == [8, 8] and all(
-        scheduler.prefilled_tokens for scheduler in engine._schedulers
+    assert [scheduler.sizes.slots for scheduler in engine.loops.schedulers] == [8, 8] and all(
+        scheduler.prefills.prefilled_tokens for scheduler in engine.loops.schedulers
     )
     assert sum(t.policy_tokens for t in results) == engine.stats.policy_tokens <= engine.stats.row_steps
 
@@ -379,7 +383,7 @@ def test_a_second_run_compiles_nothing(world, caplog):
             engine.run(params, batch, SCRIPTED, key)
         return [line for line in caplog.messages if "Finished XLA compilation" in line]
 
-    with caplog.at_level("INFO", "rrl.rollout.engine"):
+    with caplog.at_level("INFO", "rrl.rollout.loop_runner"):
         assert compiled([dataclasses.replace(requests[0], stops=("o",)), *requests[1:]], jax.random.key(0))
     assert (
         "compiling 1 rollout workers, each with 8 slots x 192 tokens: decode steps of 8 rows; prefills of 1 chunks x 32 tokens "
@@ -395,14 +399,14 @@ def test_a_second_run_compiles_nothing(world, caplog):
 def test_another_number_of_stop_strings_needs_another_compilation_which_is_logged(world, caplog):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
-    with caplog.at_level("INFO", "rrl.rollout.engine"):
+    with caplog.at_level("INFO", "rrl.rollout.loop_runner"):
         for stops in (("qx",), ("qx", "qy")):  # both have the same first accepting state
             engine.run(
                 nnx.state(decoder), [dataclasses.replace(requests[0], stops=stops)], SingleTurn(4), KEY
             )
     assert (
         len([line for line in caplog.messages if line.startswith("compiling")])
-        == len(engine._compiled_loops)
+        == len(engine.loops.compiled)
         == 2
     )
 

@@ -207,7 +207,7 @@ def test_workers_and_data_shards_share_one_search_of_equal_queries(world, sizes)
             self.searched.append(list(queries))
             until = time.perf_counter() + 120
             while (
-                sum(scheduler.policy_tokens for scheduler in engine._schedulers) < 8
+                sum(scheduler.policy_tokens for scheduler in engine.loops.schedulers) < 8
                 and time.perf_counter() < until
             ):
                 time.sleep(0.01)
@@ -220,5 +220,7 @@ def test_workers_and_data_shards_share_one_search_of_equal_queries(world, sizes)
     engine = Engine(decoder, tokenizer, config, retriever=(retriever := AnswersOnceAllSearch()), mesh=mesh)
     params = nnx.state(decoder) if mesh is None else shard(nnx.state(decoder), mesh)
     results = engine.run(params, requests[:8], AllSearch(turn_tokens=1), KEY)
-    assert len(engine._schedulers) == 2 and all(scheduler.policy_tokens for scheduler in engine._schedulers)
+    assert len(engine.loops.schedulers) == 2 and all(
+        scheduler.policy_tokens for scheduler in engine.loops.schedulers
+    )
     assert retriever.searched == [["the same"]] and all(len(t.searches) == 1 for t in results)

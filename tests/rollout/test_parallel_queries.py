@@ -14,6 +14,8 @@ from rrl.rollout.episodes import Request
 from rrl.rollout.exchange import DECODING, PAUSED, DeviceReport, ExchangeSizes
 from rrl.rollout.protocol import Finish, SearchFor, SingleTurn
 from rrl.rollout.scheduler import Scheduler
+from rrl.rollout.searches import SearchRunner
+from tests.rollout.empty_text import EmptyText
 
 
 class ThreeQueries(SingleTurn):
@@ -57,13 +59,10 @@ def run_episode(retriever):
         ThreeQueries(turn_tokens=4),
         compile_sets([()], [b"a"] * 8),
         sizes,
-        encode=lambda text: np.zeros(0, np.int32),
-        decode=lambda ids: "",
-        encode_prompt=lambda text: np.zeros(0, np.int32),
-        vocab_size=8,
-        retriever=retriever,
-        on_finish=lambda index, trajectory: finished.append(trajectory),
+        EmptyText(vocab_size=8),
+        SearchRunner(retriever, top_k=3, time_limit=60.0),
     )
+    scheduler.on_finish = lambda index, trajectory: finished.append(trajectory)
     ids, logps, vectors = np.zeros((2, 4), np.int32), np.zeros((2, 4)), np.zeros((1, 2), np.float32)
     for exchange in range(20):
         status = np.array([PAUSED if exchange else DECODING, DECODING])

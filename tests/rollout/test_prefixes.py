@@ -75,13 +75,13 @@ def test_slots_with_equal_decoded_tokens_and_observations_share_both():
     texts = [
         extended(index, slot, decoded, observation) for slot, decoded in enumerate([[7, 8], [7, 8], [7, 9]])
     ]
-    assert index.find_source(0, texts[0], own=12) == (0, 12, True)  # no slot holds it yet
+    assert index.find_source(0, texts[0], held=12) == (0, 12, True)  # no slot holds it yet
     index.assign(0, texts[0], 12)
     index.schedule(0, 22)
-    assert index.find_source(1, texts[1], own=12) == (0, 22, False)
+    assert index.find_source(1, texts[1], held=12) == (0, 22, False)
     index.end_exchange()
-    assert index.find_source(1, texts[1], own=12) == (0, 22, True)
-    assert index.find_source(2, texts[2], own=12) == (2, 12, True)  # it decoded other tokens
+    assert index.find_source(1, texts[1], held=12) == (0, 22, True)
+    assert index.find_source(2, texts[2], held=12) == (2, 12, True)  # it decoded other tokens
 
 
 def test_decoded_tokens_are_not_copied_in_place_of_prefilled_ones():
@@ -105,11 +105,11 @@ def test_a_slot_copies_only_an_equal_longer_prefix():
     index = PrefixIndex(2, 4)
     prefill(index, 0, PROMPT)
     text = extended(index, 0, [3], [5])
-    assert index.find_source(0, text, own=11) == (0, 11, True)
+    assert index.find_source(0, text, held=11) == (0, 11, True)
     prefill(index, 1, np.abs(text))  # token 3 is prefilled there, and was decoded here
-    assert index.find_source(0, text, own=11) == (0, 11, True)
+    assert index.find_source(0, text, held=11) == (0, 11, True)
     prefill(index, 1, text)
-    assert index.find_source(0, text, own=11) == (1, 12, True)
+    assert index.find_source(0, text, held=11) == (1, 12, True)
 
 
 def test_a_slot_copies_but_does_not_wait_for_a_single_chunk_after_its_own_tokens():
@@ -118,13 +118,13 @@ def test_a_slot_copies_but_does_not_wait_for_a_single_chunk_after_its_own_tokens
         prefill(index, slot, PROMPT)
     for size, own_is_better in ((4, True), (8, False)):  # 1 chunk, 2 chunks
         texts = [extended(index, slot, [7], observation[:size]) for slot in range(2)]
-        own = len(texts[0]) - size
-        index.assign(0, texts[0], own)
-        expected = (1, own, True) if own_is_better else (0, len(texts[1]), False)
-        assert index.find_source(1, texts[1], own) == expected
+        held = len(texts[0]) - size
+        index.assign(0, texts[0], held)
+        expected = (1, held, True) if own_is_better else (0, len(texts[1]), False)
+        assert index.find_source(1, texts[1], held) == expected
         index.schedule(0, len(texts[0]))
         index.end_exchange()
-        assert index.find_source(1, texts[1], own) == (0, len(texts[1]), True)
+        assert index.find_source(1, texts[1], held) == (0, len(texts[1]), True)
         index.assign(1, texts[1], len(texts[1]))
 
 

@@ -66,7 +66,7 @@ def test_close_during_a_run_takes_effect_at_its_end(world):
         seen.append(trajectory)
 
     found = engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY, on_finish=close)
-    assert found == seen and not engine._compiled_loops
+    assert found == seen and not engine.loops.compiled
     with pytest.raises(UserError, match="this engine is closed"):
         engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY)
 

@@ -14,7 +14,7 @@ from rrl.rollout.exchange import (
     ABORT,
     CHUNK_TOKENS,
     DECODING,
-    HEADER,
+    HEADER_LENGTH,
     PAUSED,
     PREFILLS_PER_EXCHANGE,
     STOP_EOS,
@@ -25,6 +25,8 @@ from rrl.rollout.exchange import (
 )
 from rrl.rollout.protocol import CONTEXT, Append, Finish, Restart, SearchFor, SingleTurn
 from rrl.rollout.scheduler import Scheduler
+from rrl.rollout.searches import SearchRunner
+from tests.rollout.empty_text import EmptyText
 
 SIZES = ExchangeSizes(slots=3, context=400, wake_threshold=2, prefill_tokens=2 * CHUNK_TOKENS, query_tokens=0)
 NO_EMBEDDINGS = np.zeros((0, 0), np.float32)
@@ -38,10 +40,8 @@ def make_scheduler(*prompts, share_prompts=False):
         SingleTurn(turn_tokens=4),
         compile_sets([()], [b"a"] * 500),
         SIZES,
-        encode=lambda text: np.zeros(0, np.int32),
-        decode=lambda ids: "",
-        encode_prompt=lambda text: np.zeros(0, np.int32),
-        vocab_size=500,
+        EmptyText(vocab_size=500),
+        SearchRunner(None, top_k=3, time_limit=60.0),
         share_prompts=share_prompts,
     )
     scheduler.fill()
@@ -56,8 +56,8 @@ def next_chunks(scheduler):
     report = DeviceReport(status, np.zeros(slots), ids, ids, ids, np.zeros(slots))
     message = scheduler.exchange(report, NO_EMBEDDINGS)
     assert scheduler.error is None
-    rows = message[: SIZES.chunks * (HEADER + SIZES.chunk_tokens)].reshape(SIZES.chunks, -1)
-    chunks = [(PrefillChunk(*map(int, row[:HEADER])), row[HEADER:]) for row in rows]
+    rows = message[: SIZES.chunks * (HEADER_LENGTH + SIZES.chunk_tokens)].reshape(SIZES.chunks, -1)
+    chunks = [(PrefillChunk(*map(int, row[:HEADER_LENGTH])), row[HEADER_LENGTH:]) for row in rows]
     return [(header, tokens[: header.length].tolist()) for header, tokens in chunks if header.slot < slots]
 
 
@@ -74,7 +74,7 @@ def test_a_text_is_sent_in_chunks_and_its_turn_begins_after_the_last():
         assert [header.start for header, _ in chunks] == list(range(0, len(prompt) - 1, CHUNK_TOKENS))
         assert [header.begins_turn for header, _ in chunks] == [0] * (len(chunks) - 1) + [1]
         assert chunks[-1][0].pending == prompt[-1]
-    assert scheduler.prefilled_tokens == 199 + 99 + 149
+    assert scheduler.prefills.prefilled_tokens == 199 + 99 + 149
 
 
 def test_fill_takes_at_most_the_given_number_of_groups_and_finishes_a_group_first():
@@ -112,7 +112,7 @@ def test_a_prompt_of_two_exchanges_is_copied_in_the_second_and_extended_in_the_t
 
 @pytest.mark.parametrize(("most", "expected"), [(1, [[1], [2]]), (2, [[1, 2], []])])
 def test_the_number_of_copies_per_exchange_is_limited(monkeypatch, most, expected):
-    monkeypatch.setattr(ExchangeSizes, "copies", most)
+    monkeypatch.setattr(ExchangeSizes, "max_copies", most)
     prompt = np.arange(70)
     scheduler = make_scheduler(prompt, prompt, prompt, share_prompts=True)
     for slots in expected:
@@ -142,7 +142,7 @@ def pause_all(scheduler, stop=STOP_EOS):
 
 def encode_characters(scheduler):
     """Let each character of an observation be one token."""
-    scheduler.encode = lambda text: np.zeros(len(text), np.int32)
+    scheduler.text.encode = lambda text: np.zeros(len(text), np.int32)
 
 
 @pytest.mark.parametrize(
@@ -294,11 +294,11 @@ def test_slots_with_equal_queries_share_one_search():
 
     searched, scheduler = [], make_scheduler([1, 2], [3, 4], [5, 6])
     encode_characters(scheduler)
-    scheduler.searches.retriever = Broken()
+    scheduler.search_requests.runner.retriever = Broken()
     set_action(scheduler, SearchFor("a"), Observes)
     next_chunks(scheduler)
     pause_all(scheduler)
-    while scheduler.requesters:
+    while scheduler.search_requests.requesters:
         next_chunks(scheduler)
-    assert scheduler.error is None and searched == [["a"]] and scheduler.searches_failed == 3
+    assert scheduler.error is None and searched == [["a"]] and scheduler.search_requests.failed == 3
     assert [state.episode.searches[0].failed for state in scheduler.slots] == [True] * 3

@@ -145,8 +145,8 @@ def test_sharing_observations_between_equal_trajectories_changes_no_bits(world, 
         )
         engine = Engine(decoder, tokenizer, config)
 
-        def prompts_only(self, slot, tokens, own=0):
-            return (slot, own, True) if own else find_source(self, slot, tokens)
+        def prompts_only(self, slot, tokens, held=0):
+            return (slot, held, True) if held else find_source(self, slot, tokens)
 
         monkeypatch.setattr(PrefixIndex, "find_source", find_source if share_observations else prompts_only)
         results.append(engine.run(nnx.state(decoder), diverging, Reads(engine.text.encode), KEY))

@@ -36,8 +36,8 @@ if __name__ == "__main__":
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
     results = engine.run(params, requests, SCRIPTED, KEY)
     output = {"tokens": [t.tokens.tolist() for t in results], "logps": [t.logps.tolist() for t in results]}
-    output["exchanges"] = [max(scheduler.exchanges for scheduler in engine._schedulers)]
-    output["stages"] = engine._stages()
+    output["exchanges"] = [max(scheduler.exchanges for scheduler in engine.loops.schedulers)]
+    output["stages"] = engine.loops.stages()
     guesses = dataclasses.replace(CONFIG, draft_tokens=2)
     guessing = Engine(decoder, tokenizer, guesses, retriever=retriever, mesh=mesh)
     greedy = guessing.run(params, greedy_groups(requests), SCRIPTED, KEY)
@@ -47,7 +47,7 @@ if __name__ == "__main__":
         engine.run(params, requests, Faulty(turn_tokens=12, observation_tokens=60), KEY)
     except (LookupError, RuntimeError) as error:
         output["failed"] = repr(error)
-    output["exchanges"].append(max(scheduler.exchanges for scheduler in engine._schedulers))
+    output["exchanges"].append(max(scheduler.exchanges for scheduler in engine.loops.schedulers))
     try:
         engine.run(params, requests, SCRIPTED, KEY, reference=True)
     except ValueError as error:
@@ -78,7 +78,7 @@ if __name__ == "__main__":
             again.run_workflows(params, [flow(place) for place in range(3)], Completion(turn_tokens=2), KEY)
         except (LookupError, PromptTooLong, RuntimeError) as error:
             output["failed starts"].append(type(error).__name__ + " " + str(error))
-    output["failed starts"].append(max(scheduler.exchanges for scheduler in again._schedulers))
+    output["failed starts"].append(max(scheduler.exchanges for scheduler in again.loops.schedulers))
 
     def unpicklable(place):
         yield []

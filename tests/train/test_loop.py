@@ -20,7 +20,7 @@ from rrl.recipes.episodes import find_long_prompts
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.critic import CriticConfig
 from rrl.rl.optim import OptimConfig
-from rrl.rollout import device
+from rrl.rollout import decoding
 from rrl.rollout.curriculum import question_order
 from rrl.rollout.engine import Engine
 from rrl.runs.metrics import read_metrics
@@ -287,7 +287,7 @@ def test_nan_logits_are_counted_logged_and_seen_by_the_guard(parts, tmp_path, ca
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_non_finite_logits_put_no_nan_into_the_update(parts, tmp_path, monkeypatch, aggregation):
     """In each group one sample gets NaN logits at once and one after three tokens."""
-    draw = device.sample_tokens
+    draw = decoding.sample_tokens
 
     def breaking(model, rows, *rest):
         ends = jnp.where(rows.seed % 3 == 2, 99, 3 * (rows.seed % 3))
@@ -296,7 +296,7 @@ def test_non_finite_logits_put_no_nan_into_the_update(parts, tmp_path, monkeypat
             for d in draw(model, rows, *rest)
         ]
 
-    monkeypatch.setattr(device, "sample_tokens", breaking)
+    monkeypatch.setattr(decoding, "sample_tokens", breaking)
     questions, engine, recipe = parts
     again = Engine(fresh(), engine.tokenizer, engine.config, retriever=engine.retriever)
     objective = dataclasses.replace(

@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.models.config import DecoderConfig
-from rrl.parallel.private import private_folder, refuse_shared
+from rrl.parallel.private import check_private, private_folder
 from rrl.parallel.runtime import cache_folder
 
 log = logging.getLogger(__name__)
@@ -282,8 +282,8 @@ def _checksum_file(library: Path) -> Path:
 def _is_trusted(library: Path) -> bool:
     """Whether a library exists, is unchanged since it was compiled, and cannot have been written by other users."""
     try:
-        refuse_shared(library)
-        refuse_shared(_checksum_file(library))
+        check_private(library)
+        check_private(_checksum_file(library))
         if hashlib.sha256(library.read_bytes()).hexdigest() != _checksum_file(library).read_text():
             log.warning("%s differs from what was compiled; compiling it again", library)
             return False

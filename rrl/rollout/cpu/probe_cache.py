@@ -24,7 +24,7 @@ import rrl.rollout
 from rrl.files import write_atomically
 from rrl.models.cpu.layers import processor
 from rrl.parallel.runtime import available_cores, cache_folder
-from rrl.rollout.loop import RolloutPrograms
+from rrl.rollout.programs import RolloutPrograms
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def store(key: str, result: Mapping[str, Any]) -> None:
 
 
 def _file(key: str) -> Path:
-    return cache_folder() / "sizes" / f"{key}.json"
+    return cache_folder() / "shape_probe" / f"{key}.json"
 
 
 def _hash(*values: object) -> str:

@@ -54,8 +54,8 @@ def worker_count(config: EngineConfig, decoder: DecoderConfig) -> int:
         return config.workers
     if weights_dominate(decoder):
         return 1
-    most = min(cores, max(1, config.rows // MIN_ROWS_PER_WORKER))
-    return next(count for count in range(most, 0, -1) if config.rows % count == 0)
+    max_workers = min(cores, max(1, config.rows // MIN_ROWS_PER_WORKER))
+    return next(count for count in range(max_workers, 0, -1) if config.rows % count == 0)
 
 
 @functools.cache

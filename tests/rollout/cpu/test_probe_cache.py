@@ -9,7 +9,7 @@ from flax import nnx
 
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
-from rrl.rollout import loop
+from rrl.rollout import programs as rollout_programs
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu import probe_cache, shape_probe
 from rrl.rollout.cpu.probe_cache import cache_key, load, store
@@ -31,7 +31,7 @@ def world():
 def folder(tmp_path, monkeypatch):
     """The cache's folder in this test."""
     monkeypatch.setattr(probe_cache, "cache_folder", lambda: tmp_path)
-    return tmp_path / "sizes"
+    return tmp_path / "shape_probe"
 
 
 def key(world, decoder=None, config=CONFIG):
@@ -113,7 +113,7 @@ def test_other_machines_and_libraries_have_another_key(world, monkeypatch):
     add_key()
     monkeypatch.setattr(probe_cache, "available_cores", lambda: 3)
     add_key()
-    monkeypatch.setattr(loop, "can_attend", lambda *_: False)
+    monkeypatch.setattr(rollout_programs, "can_attend", lambda *_: False)
     add_key()
     monkeypatch.setattr(probe_cache.importlib.metadata, "version", lambda name: "9.9")
     add_key()

@@ -12,10 +12,12 @@ from rrl.models import cache
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
-from rrl.rollout import device, loop
+from rrl.rollout import decoding
+from rrl.rollout import programs as rollout_programs
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu import shape_probe, workers
-from rrl.rollout.cpu.shape_probe import _with_random_adapters, configure_shapes
+from rrl.rollout.cpu.probe_programs import _with_random_adapters
+from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
 from tests.rollout.world import make_world
@@ -35,12 +37,12 @@ def world():
 @pytest.mark.parametrize(("oversubscribed_slots", "compiled"), [(0, True), (8, True), (8, False)])
 def test_steps_of_fewer_rows_change_no_bits(world, oversubscribed_slots, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(loop, "can_attend", lambda *_: False)
+        monkeypatch.setattr(rollout_programs, "can_attend", lambda *_: False)
     decoder, tokenizer, requests = world
     config = dataclasses.replace(CONFIG, oversubscribed_slots=oversubscribed_slots)
     narrowed, wide = (Engine(decoder, tokenizer, config) for _ in range(2))
     monkeypatch.setattr(
-        "rrl.rollout.engine.configure_shapes",
+        "rrl.rollout.loop_runner.configure_shapes",
         lambda programs, params: None if programs is wide.programs else configure_shapes(programs, params),
     )
     params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
@@ -64,7 +66,7 @@ def test_steps_of_fewer_rows_change_no_bits(world, oversubscribed_slots, compile
     ],
 )
 def test_shapes_that_change_bits_are_not_used(world, monkeypatch, function, size, allowed):
-    monkeypatch.setattr(loop, "can_attend", lambda *_: False)
+    monkeypatch.setattr(rollout_programs, "can_attend", lambda *_: False)
     decoder, tokenizer, _ = world
     owner = cache if function == "cache_attention" else Decoder
     original = getattr(owner, function)
@@ -88,7 +90,7 @@ def test_shapes_that_change_bits_are_not_used(world, monkeypatch, function, size
 @pytest.mark.slow
 def test_a_difference_in_few_last_bits_is_detected(world, monkeypatch):
     decoder, tokenizer, _ = world
-    sample_tokens, wrong = device.sample_tokens, 0
+    sample_tokens, wrong = decoding.sample_tokens, 0
 
     def wrong_at_width(*arguments):
         (drawn,) = sample_tokens(*arguments)
@@ -100,7 +102,7 @@ def test_a_difference_in_few_last_bits_is_detected(world, monkeypatch):
         configure_shapes(engine.programs, nnx.state(decoder))
         return engine.programs.widths
 
-    monkeypatch.setattr(device, "sample_tokens", wrong_at_width)
+    monkeypatch.setattr(decoding, "sample_tokens", wrong_at_width)
     *_, narrowest = correct = widths()
     if narrowest == 32:
         pytest.skip("on this processor all smaller shapes change bits")
