@@ -16,7 +16,7 @@ from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.models.hf import load_language_model
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import make_recipe
-from rrl.recipes.episodes import run_questions
+from rrl.recipes.episodes import Sampling, run_questions
 from rrl.retrieval.encoder_folder import load_text_encoder
 from rrl.retrieval.index import make_retriever
 from rrl.rollout.config import EngineConfig
@@ -104,7 +104,7 @@ def _training_rates(
         run_index = len(rates[side, "rate"])
         prompts = questions[32 * (run_index % (len(questions) // 32)) :][:32]
         key = jax.random.key(1 + run_index)
-        run_questions(engine, params, recipe, prompts, key=key, samples=4)
+        run_questions(engine, params, recipe, prompts, Sampling(key, samples=4))
         stats = engine.stats
         rates[side, "rate"].append(stats.tokens_per_second)
         rates[side, "busy"].append(stats.busy)

@@ -30,7 +30,7 @@ from rrl.models.weights import read_config
 from rrl.parallel.runtime import use_huge_pages
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import make_recipe
-from rrl.recipes.episodes import run_questions
+from rrl.recipes.episodes import Sampling, run_questions
 from rrl.retrieval.index import make_retriever
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import token_logprobs
@@ -216,7 +216,7 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     engine = Engine(decoder, tokenizer, config, retriever=retriever)
     questions = [item.question for item in mixed_questions(wiki, 8, KINDS, 1)][:32]
     trajectories = run_questions(
-        engine, nnx.state(decoder), recipe, questions, key=jax.random.key(0), samples=4
+        engine, nnx.state(decoder), recipe, questions, Sampling(jax.random.key(0), samples=4)
     )
     advantages = np.random.default_rng(0).normal(size=len(trajectories)).astype(np.float32)
     longest = -(-max(len(t.tokens) for t in trajectories) // 128) * 128
@@ -227,7 +227,7 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     # Batches of up to 4,096 tokens. Trajectories that do not fill the last batch are left out.
     rows_per_batch = max(1, 4096 // longest)
     selected = range(len(trajectories) // rows_per_batch * rows_per_batch)
-    single_rows = [microbatches([trajectories[i]], advantages[[i]], padded)[0][0] for i in selected]
+    single_rows = [pack_minibatch([trajectories[i]], advantages[[i]], padded)[0][0] for i in selected]
     batches = {
         "packed": pack_minibatch(trajectories, advantages, packed)[0],
         "padded": [

@@ -17,20 +17,30 @@ from rrl.rollout.episodes import EpisodeState, Request
 from rrl.text.chat import Prompt, chat_ids, chat_text, fitting_ids
 
 
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How episodes are sampled."""
+
+    key: jax.Array
+    """The sampling key of the step."""
+    samples: int = 1
+    """Episodes per question."""
+    temperature: float | Sequence[float] = 1.0
+    """One for all episodes, or one per sample of a question."""
+
+
 def run_questions(
     engine: Engine,
     params: PyTree,
     recipe: Recipe,
     questions: Sequence[Question],
+    sampling: Sampling,
     *,
-    key: jax.Array,
-    samples: int = 1,
-    temperature: float | Sequence[float] = 1.0,
     scoring: ScoringContext = NO_MODELS,
     retriever: Retriever | None = None,
     on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
 ) -> list[Trajectory]:
-    """Run `samples` episodes per question and score them.
+    """Run `sampling.samples` episodes per question and score them.
 
     Question i makes group i. The sampling seed of an episode is its index, group * samples + sample, so a step is a pure
     function of (parameters, key, questions).
@@ -40,9 +50,7 @@ def run_questions(
       params: the policy's parameters.
       recipe: its prompt, environment and rewards are used.
       questions: the questions.
-      key: the sampling key of the step.
-      samples: episodes per question.
-      temperature: one for all episodes, or one per sample of a question.
+      sampling: the sampling key, and how many samples of a question are drawn at which temperatures.
       scoring: the models that the rewards may use.
       retriever: answers the searches.
       on_finish: receives the index and the unscored trajectory of each episode when it ends. Each episode is reported by one
@@ -51,9 +59,10 @@ def run_questions(
     Returns:
       The scored trajectories, in order of their index.
     """
-    requests = question_requests(engine, recipe, questions, np.broadcast_to(temperature, samples).tolist())
+    temperatures = np.broadcast_to(sampling.temperature, sampling.samples).tolist()
+    requests = question_requests(engine, recipe, questions, temperatures)
     trajectories = run_requests(
-        engine, params, requests, recipe, key, retriever=retriever, on_finish=on_finish
+        engine, params, requests, recipe, sampling.key, retriever=retriever, on_finish=on_finish
     )
     recipe.score(trajectories, scoring)
     scoring.functions.add_to(trajectories)

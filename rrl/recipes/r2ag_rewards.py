@@ -105,22 +105,9 @@ def expansion_rewards(
       think segment, for a stop signal before all gold documents have been found, and for a truncated output.
     """
     gold_keys, known_keys = {title_key(t) for t in gold}, {title_key(t) for t in known}
-    seen: set[str] = set()  # documents of this expansion so far
-    ranked: set[str] = set()  # those within the top t of their kind of query
-    hits: list[list[bool]] = []  # per kind of query, for R_AP
-    new: list[int] = []  # newly found gold documents per kind of query, for R_MH
-    for titles, top in ((base, weights.top_base), (predicted, weights.top_predicted)):
-        row, new_hits = [], 0
-        for rank, key in enumerate(map(title_key, titles)):
-            relevant = key in gold_keys and (weights.pay_known or key not in known_keys)
-            new_hits += key in gold_keys and key not in seen | known_keys
-            row.append(relevant and key not in ranked)
-            seen.add(key)
-            if rank < top:
-                ranked.add(key)
-        hits.append(row)
-        new.append(new_hits)
-    complete = gold_keys <= known_keys | seen
+    base_keys, predicted_keys = ([title_key(title) for title in titles] for titles in (base, predicted))
+    hits, new = _count_hits(base_keys, predicted_keys, gold_keys, known_keys, weights)
+    complete = gold_keys <= {*known_keys, *base_keys, *predicted_keys}
     rewards = {
         "multi_hit": new[0] + weights.predicted * new[1],
         "joint_hit": float(complete and output.stop),
@@ -136,6 +123,35 @@ def expansion_rewards(
     )
     zeroed = truncated or not output.has_think or (output.stop and not complete)
     return rewards | {"total": 0.0 if zeroed else total}
+
+
+def _count_hits(
+    base: Sequence[str],
+    predicted: Sequence[str],
+    gold: Collection[str],
+    known: Collection[str],
+    weights: RewardWeights,
+) -> tuple[list[list[bool]], list[int]]:
+    """Return which queries hit, for R_AP, and the number of newly found gold documents, for R_MH; each per kind of query.
+
+    All titles are keys (`title_key`). See `expansion_rewards` for the arguments.
+    """
+    seen: set[str] = set()  # documents of this expansion so far
+    ranked: set[str] = set()  # those within the top t of their kind of query
+    hits: list[list[bool]] = []
+    new: list[int] = []
+    for titles, top in ((base, weights.top_base), (predicted, weights.top_predicted)):
+        row, new_hits = [], 0
+        for rank, key in enumerate(titles):
+            relevant = key in gold and (weights.pay_known or key not in known)
+            new_hits += key in gold and key not in seen and key not in known
+            row.append(relevant and key not in ranked)
+            seen.add(key)
+            if rank < top:
+                ranked.add(key)
+        hits.append(row)
+        new.append(new_hits)
+    return hits, new
 
 
 def average_precision(hits: Sequence[bool], top: int, gold: int) -> float:

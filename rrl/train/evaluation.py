@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext
-from rrl.recipes.episodes import run_questions
+from rrl.recipes.episodes import Sampling, run_questions
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.engine import Engine
 from rrl.train.step_metrics import trajectory_metrics
@@ -47,8 +47,7 @@ def evaluate(
         params,
         recipe,
         questions,
-        key=jax.random.key(0),
-        temperature=temperature,
+        Sampling(jax.random.key(0), temperature=temperature),
         retriever=retriever,
         scoring=scoring,
         on_finish=on_finish,

@@ -10,7 +10,7 @@ from jaxtyping import Bool, PyTree
 
 from rrl.data.trajectory import Trajectory
 from rrl.recipes.base import Recipe, ScoringContext
-from rrl.recipes.episodes import run_questions
+from rrl.recipes.episodes import Sampling, run_questions
 from rrl.rl.dynamic_sampling import groups_to_sample, informative_groups
 from rrl.rl.overlong import overlong_penalty
 from rrl.rollout.curriculum import Curriculum
@@ -69,10 +69,12 @@ def sample_and_score(
             params,
             recipe,
             curriculum.select(step, round_index, count),
-            # Round 0 uses the key of the step unchanged. A run without dynamic sampling has only round 0.
-            key=jax.random.fold_in(key, round_index) if round_index else key,
-            samples=config.samples,
-            temperature=config.temperatures or config.temperature,
+            Sampling(
+                # Round 0 uses the key of the step unchanged. A run without dynamic sampling has only round 0.
+                jax.random.fold_in(key, round_index) if round_index else key,
+                config.samples,
+                config.temperatures or config.temperature,
+            ),
             scoring=scoring.at_step(step, config.steps),
         )
         curriculum.update(sampled)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from rrl.recipes.episodes import run_questions
+from rrl.recipes.episodes import Sampling, run_questions
 from rrl.train.sample import permute_rewards
 from tests.train.small_run import fresh
 
@@ -12,7 +12,7 @@ from tests.train.small_run import fresh
 def test_the_components_of_a_permuted_reward_stay_together(parts):
     questions, engine, recipe = parts
     trajectories = run_questions(
-        engine, nnx.state(fresh()), recipe, questions[:3], key=jax.random.key(0), samples=4
+        engine, nnx.state(fresh()), recipe, questions[:3], Sampling(jax.random.key(0), samples=4)
     )
     for place, t in enumerate(trajectories):
         t.rewards = {"answer": float(place), "total": 2.0 * place}
@@ -26,7 +26,7 @@ def test_the_components_of_a_permuted_reward_stay_together(parts):
 def test_permuted_turn_rewards_keep_their_multiset(parts):
     questions, engine, recipe = parts
     trajectories = run_questions(
-        engine, nnx.state(fresh()), recipe, questions[:3], key=jax.random.key(0), samples=4
+        engine, nnx.state(fresh()), recipe, questions[:3], Sampling(jax.random.key(0), samples=4)
     )
     for place, t in enumerate(trajectories):
         t.turn_rewards = {0: float(place)}

@@ -16,7 +16,7 @@ from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.base import ScoringContext
 from rrl.recipes.catalogue import RECIPES, make_recipe
-from rrl.recipes.episodes import run_questions
+from rrl.recipes.episodes import Sampling, run_questions
 from rrl.recipes.r2ag import R2AG, R2AGEnvironment
 from rrl.recipes.r2ag_forest import RetrievalTree
 from rrl.recipes.rsearch import RSearch
@@ -205,9 +205,7 @@ def test_each_sample_of_a_question_has_its_own_temperature():
     temperatures = (0.1, 0.4, 0.7, 1.0)
 
     def ask(temperature):
-        run_questions(
-            engine, None, RSearch(), questions, key=jax.random.key(0), samples=4, temperature=temperature
-        )
+        run_questions(engine, None, RSearch(), questions, Sampling(jax.random.key(0), 4, temperature))
         return engine.asked
 
     assert ask(temperatures) == [(i // 4, i, temperatures[i % 4]) for i in range(8)]
@@ -244,7 +242,7 @@ def test_documents_that_leave_no_room_for_a_turn_are_dropped_from_the_prompt():
     engine, recipe = Stub(), R2AG(environment=R2AGEnvironment(opening="bare", turn_tokens=40))
     documents = [Passage(name, name, "far too long " * 20) for name in ("A", "B")]
     short, long = (RetrievalTree.of(Question("q", "Who?", ("x",)), 0, some) for some in ([], documents))
-    run_questions(engine, None, recipe, [short, long], key=jax.random.key(0))
+    run_questions(engine, None, recipe, [short, long], Sampling(jax.random.key(0)))
     assert (
         len(engine.prompts[0]) < 20 and len(engine.prompts[1]) == 59
     )  # context 100, minus turn and last token
