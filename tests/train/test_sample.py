@@ -54,8 +54,10 @@ def sample(monkeypatch):
     """
     calls = []
 
-    def run(engine, params, recipe, questions, *, key, samples, **options):
-        calls.append({"questions": list(questions), "key": jax.random.key_data(key).tolist()} | options)
+    def run(engine, params, recipe, questions, sampling, **options):
+        key = jax.random.key_data(sampling.key).tolist()
+        asked = {"questions": list(questions), "key": key, "temperature": sampling.temperature}
+        calls.append(asked | options)
         engine.stats = RolloutStats(seconds=1.0, policy_tokens=len(questions))
         return [
             SimpleNamespace(
@@ -65,7 +67,7 @@ def sample(monkeypatch):
                 turn_rewards=None,
             )
             for group, question in enumerate(questions)
-            for sample in range(samples)
+            for sample in range(sampling.samples)
         ]
 
     monkeypatch.setattr(rollouts, "run_questions", run)
