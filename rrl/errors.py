@@ -15,7 +15,7 @@ class UserError(ValueError):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return `repr(error)`, or the name of the error's type if its `repr` fails, as that of a user-defined error may."""
+    """Return `repr(error)`. If that fails, as the `repr` of a user's own class may, return the name of the error's type."""
     try:
         return repr(error)
     except Exception:

@@ -49,7 +49,10 @@ def shipped(path: str | os.PathLike[str]) -> Path:
 
 
 def looked_in(path: str | os.PathLike[str]) -> str:
-    """Return where `shipped` looks for a path, for the error message about a missing path: "in A or B", or "there"."""
+    """Return the end of an error message about a missing path: where `shipped` looked for it.
+
+    This is "in A or B" for a path in one of the folders `SHIPPED`, which has two possible places; "there" for any other path.
+    """
     path = Path(path)
     if not _is_shipped(path):
         return "there"
@@ -176,7 +179,11 @@ def _add_file_name(file: Path, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def wait_for_lock(folder: Path) -> Iterator[None]:
-    """Wait for the folder's lock and hold it within the block. On a file system without locks it does not wait."""
+    """Wait until no other process holds the folder's lock, then hold it within the block.
+
+    It is the same lock as that of `exclusive_lock`, which fails instead of waiting. On a file system without locks nothing is
+    locked.
+    """
     with (folder / LOCK).open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -193,7 +200,7 @@ def _raise_unless_locks_unsupported(error: OSError) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path, refusal: str) -> Iterator[int]:
-    """Hold the folder's lock within the block and yield its file descriptor.
+    """Hold the folder's lock within the block and yield its file descriptor. Fail at once if another process holds the lock.
 
     The operating system releases the lock when this process and all processes that inherited the descriptor have ended, even by
     a kill. On a file system without locks nothing is locked.

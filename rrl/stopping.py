@@ -45,7 +45,7 @@ def on_stop(callback: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_requested() -> Iterator[StopSignal]:
-    """Yield a flag that SIGTERM and the first Ctrl-C set within the block, instead of ending the process.
+    """Catch SIGTERM and Ctrl-C within the block: they set the flag that this context manager yields, and do not end the process.
 
     A second Ctrl-C interrupts at once. Outside the main thread signals cannot be caught, and the flag stays unset.
     """

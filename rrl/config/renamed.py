@@ -96,4 +96,9 @@ def _renamed_fields(section: str) -> Mapping[str, str]:
 
 
 def _warn(old: str, new: str) -> None:
-    log.warning("config.%s is now config.%s; the old name is accepted until rrl %s", old, new, LAST_RELEASE)
+    log.warning(
+        "config.%s is now config.%s; rrl %s is the last release that accepts the old name",
+        old,
+        new,
+        LAST_RELEASE,
+    )

@@ -25,7 +25,18 @@ RUN_ARGUMENTS: Mapping[str, Any] = {
     "retriever": "",
     "control": ("none", "permuted", "search_off"),
 }
-"""The arguments of every config that trains a recipe, for `rrl.config.arguments.parse`."""
+"""The arguments of every config that trains a recipe, in the form of `rrl.config.arguments.parse`.
+
+- size: size of the policy.
+- steps: number of updates; 0 only evaluates; None: the config's own number.
+- seed: seed of the training.
+- data: "miniwiki" (the built-in world), or a folder.
+- policy: folder of the initial policy; "": the config's own.
+- encoder: folder of the text encoder; "": the shipped one in the built-in world, none for a folder.
+- retriever: kind of the retriever; "": scann, or bm25 for a folder without an encoder.
+- control: a run that should not gain. "permuted" gives each trajectory of a batch the reward of a random one; with
+  "search_off" every search returns nothing.
+"""
 
 
 def parse_run_arguments(arg: str, **more: Any) -> types.SimpleNamespace:
@@ -49,12 +60,13 @@ def refuse_unused_encoder(args: types.SimpleNamespace) -> None:
 
 
 def refuse_unused_with_ablation(args: types.SimpleNamespace, ablation: str, **defaults: str) -> None:
-    """Raise UserError if the user sets an argument that has no effect in an ablation.
+    """Raise UserError if the user sets an argument that has no effect in the chosen ablation.
 
     Args:
-        args: parsed arguments.
-        ablation: value of the argument `ablation` for which the others have no effect.
-        **defaults: these arguments, each with its default.
+        args: parsed arguments, among them `ablation`.
+        ablation: the ablation; nothing is checked if `args.ablation` is another one.
+        **defaults: name and default of each argument that has no effect in this ablation. A value that is not the default
+            is refused.
     """
     for name, value in defaults.items():
         if args.ablation == ablation and (given := getattr(args, name)) != value:
@@ -65,7 +77,9 @@ def refuse_unused_with_ablation(args: types.SimpleNamespace, ablation: str, **de
 
 
 def base_config(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
-    """Return a config with the sections that no recipe changes: name, data, retriever, mesh, compute, lora and guard.
+    """Return a config with its name and the sections that all recipes have: data, retriever, mesh, compute, lora and guard.
+
+    `reader` and `reader_rollout` are empty; the configs of recipes with a reader set them.
 
     Args:
         stem: name of the config file, without its ending.

@@ -24,7 +24,7 @@ from rrl.plan.costs import StepCost, Workload, step_costs
 from rrl.plan.memory import cache_device_bytes, compiled_temporaries, estimated_temporaries, phase_memory
 from rrl.plan.policy_shape import policy_shape
 from rrl.plan.programs import CompiledProgram
-from rrl.plan.shapes import ModelShapes, count
+from rrl.plan.shapes import ModelShapes, parameter_count
 from rrl.train.settings import TrainSettings
 
 
@@ -101,7 +101,7 @@ def plan_capacity(
     else:  # an abstract mesh (GPUs) has no devices to compile for
         compiled, temporaries = [], estimated_temporaries(settings, model, mesh, compute.remat)
     workload = Workload.of(settings, tokens, policy_tokens)
-    trained = count(model.params)
+    trained = parameter_count(model.params)
     traffic = {part: kinds for program in compiled for part, kinds in program.traffic.items()}
     return CapacityPlan(
         settings=settings,
@@ -109,7 +109,7 @@ def plan_capacity(
         mesh=mesh,
         config=policy,
         config_source=source,
-        parameters=trained + count(model.fixed),
+        parameters=trained + parameter_count(model.fixed),
         trained=trained,
         compute_dtype=dtype.name,
         remat=compute.remat,

@@ -44,9 +44,9 @@ class StepCost:
 
     flops: float
     memory_bytes: float
-    """Minimum number of bytes read from the chips' memories."""
+    """Minimum number of bytes that the chips read from their memories; for an optimiser step also those that they write."""
     collective_bytes: float = 0.0
-    """Bytes that one chip receives in collectives."""
+    """Size of the results of the collectives on one chip. It stands for the bytes that the chip receives."""
 
     def seconds(self, chip: Chip, chips: int) -> float:
         """Return the roofline time: the largest of the times of arithmetic, memory and links at their published speeds."""
@@ -84,9 +84,9 @@ class StepCounts:
     mean_keys: float
     """Mean number of keys that a token attends to."""
     decode_steps: float
-    """Decode steps with all rows busy."""
+    """Number of decode steps if all rows are always busy: a lower bound."""
     prefills: float
-    """Prefills with all their tokens used."""
+    """Number of prefills if each one is full: a lower bound."""
     microbatches: float
 
     @classmethod
@@ -131,7 +131,7 @@ def step_costs(
       traffic: `CompiledProgram.traffic` of all programs, which is per execution; empty if nothing was compiled.
     """
     counts = StepCounts.of(settings, workload, data_shards(mesh))
-    # Bytes that one chip receives in one execution.
+    # Size of the collectives' results on one chip in one execution.
     received = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
     forward = forward_flops(config, counts.tokens, counts.mean_keys, counts.policy_tokens)
     weights = BF16 * (matrix_parameters(config) + config.hidden * config.vocab_size)
@@ -169,7 +169,7 @@ def _update_cost(
       forward: FLOPs of one forward pass over all tokens.
       weights: bytes of the parameters in bfloat16.
       remat: rematerialisation of the backward pass.
-      received: bytes that one chip receives in the update of one microbatch.
+      received: size of the collectives' results on one chip in the update of one microbatch, in bytes.
     """
     objective = settings.train.objective
     # With frozen weights the backward pass costs one forward pass less. The reference has one forward pass per epoch, or one in
@@ -190,8 +190,8 @@ def _critic_update_cost(
 ) -> StepCost:
     """Return the cost of the critic's gradients and of its values before the update.
 
-    `body` is the critic's shape, `size` its number of parameters, and `received` the bytes that one chip receives in the update
-    of one microbatch.
+    `body` is the critic's shape, `size` its number of parameters, and `received` the size of the collectives' results on one chip
+    in the update of one microbatch, in bytes.
     """
     forward = forward_flops(body, counts.tokens, counts.mean_keys, 0.0)  # without logits
     passes = critic.epochs * UPDATE_PASSES[remat] + 1  # plus 1 for the values before the update
@@ -203,7 +203,7 @@ def _critic_update_cost(
 
 
 def _optimizer_cost(steps: int, parameters: float, received: float) -> StepCost:
-    """Return the cost of `steps` optimiser steps. `received`: bytes that one chip receives in one of them."""
+    """Return the cost of `steps` optimiser steps. `received`: bytes of the collectives' results on one chip in each."""
     return StepCost(
         steps * OPTIMIZER_FLOPS * parameters,
         steps * OPTIMIZER_ACCESSES * F32 * parameters,

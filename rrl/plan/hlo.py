@@ -7,7 +7,7 @@ import re
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
-# The groups of each pattern are in the comment before it.
+# The comment before each pattern says what its capture groups match.
 # Name of a computation, from its first line.
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 # Result shapes, kind, and "-start" if it is asynchronous.

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
+from rrl.models.attention import MAX_QUERY_BLOCKS
 from rrl.models.cache import BLOCK
 from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.parallel.mesh import data_shards
 from rrl.plan.programs import CompiledProgram
-from rrl.plan.shapes import ModelShapes, count, device_bytes, optimizer_state
+from rrl.plan.shapes import ModelShapes, device_bytes, optimizer_state, parameter_count
 from rrl.rl.logprobs import chunk_positions
 from rrl.train.settings import TrainSettings
 
@@ -79,16 +80,19 @@ def compiled_temporaries(compiled: list[CompiledProgram], cache: float) -> dict[
 def estimated_temporaries(
     settings: TrainSettings, model: ModelShapes, mesh: Mesh | AbstractMesh, remat: str
 ) -> dict[str, float]:
-    """Return phase -> bytes beside the arguments, by `estimate_temporaries` for the policy and the critic."""
-    counts = [count(part) for part in (model.params, model.fixed)]
-    temporaries = estimate_temporaries(
+    """Return phase -> estimated bytes beside the arguments on one device, for the policy and the critic.
+
+    It is used if nothing can be compiled.
+    """
+    counts = [parameter_count(part) for part in (model.params, model.fixed)]
+    temporaries = _model_temporaries(
         settings, model.config, mesh, remat=remat, parameters=sum(counts), trained=counts[0]
     )
     critic = model.critic
     if critic is not None and settings.train.critic is not None:
-        counts = [count(part) for part in (critic.params, critic.fixed)]
+        counts = [parameter_count(part) for part in (critic.params, critic.fixed)]
         body = settings.train.critic.decoder_config(model.config)
-        of_critic = estimate_temporaries(
+        of_critic = _model_temporaries(
             settings, body, mesh, remat=remat, parameters=sum(counts), trained=counts[0]
         )
         temporaries |= {"critic update": of_critic["update"], "critic step": of_critic["optimiser step"]}
@@ -106,11 +110,11 @@ def cache_device_bytes(
     """Return the bytes of the KV cache on one device: rows are split over (data, fsdp), kv heads over tensor if they divide
     evenly."""
     positions = -(-context // BLOCK) * BLOCK
-    heads = mesh.shape["tensor"] if config.kv_heads % mesh.shape["tensor"] == 0 else 1
-    return cache_bytes(config, rows, positions, itemsize) / data_shards(mesh) / heads
+    head_shards = mesh.shape["tensor"] if config.kv_heads % mesh.shape["tensor"] == 0 else 1
+    return cache_bytes(config, rows, positions, itemsize) / data_shards(mesh) / head_shards
 
 
-def estimate_temporaries(
+def _model_temporaries(
     settings: TrainSettings,
     config: DecoderConfig,
     mesh: Mesh | AbstractMesh,
@@ -119,9 +123,9 @@ def estimate_temporaries(
     parameters: float,
     trained: float,
 ) -> dict[str, float]:
-    """Return the bytes that each program needs beside its arguments on one device. Used only if nothing can be compiled.
+    """Return the estimated bytes that each program of one model needs beside its arguments on one device.
 
-    The integer factors are estimates.
+    The integer factors are estimates of how many arrays of a kind exist at the same time.
 
     - Rollout: a copy of the parameters in bfloat16, logits, the activations of the prefill, the gathered weights of two layers.
     - Update: a copy of the parameters in bfloat16, the new gradient, the activations of each layer that the backward pass needs,
@@ -153,7 +157,8 @@ def estimate_temporaries(
     )
     length = settings.train.objective.row_lengths[-1]
     tokens = settings.train.objective.rows_per_microbatch(length, shards) / shards * length
-    scores = 4 * tokens / 8 * length * config.heads / tensor * F32
+    query_block = tokens / MAX_QUERY_BLOCKS
+    scores = 4 * query_block * length * config.heads / tensor * F32
     logits = 4 * min(chunk_positions(config.vocab_size, shards * tensor), tokens) * vocabulary * F32
     in_update = (
         BF16 * chip_parameters

@@ -45,8 +45,8 @@ class CompiledProgram:
     flops: float = 0.0
     """As counted by XLA: the body of a loop counts once."""
     traffic: Mapping[str, Mapping[str, Traffic]] = dataclasses.field(default_factory=dict)
-    """Part -> kind of collective -> traffic. The part is the program itself; for the rollout, one decode
-    step and one prefill of all rows."""
+    """Part -> kind of collective -> traffic of one execution. The rollout has the parts "decode" (one decode step) and "prefill"
+    (one prefill of all rows). Every other program has one part, with the name of the program."""
     refusal: str = ""
     """The compiler's out-of-memory message if the program alone does not fit into a device's memory, else "".
     `argument_bytes` and `temporary_bytes` are then known, `flops` and `traffic` are not."""

@@ -59,7 +59,15 @@ class ModelShapes:
         compute: ComputeConfig,
         attention: AttentionBackend,
     ) -> "ModelShapes":
-        """Return the shapes for a run. Nothing is allocated. `compute` has the values for the platform."""
+        """Return the shapes for a run. Nothing is allocated.
+
+        Args:
+          config: shape of the policy.
+          settings: the run.
+          mesh: devices, which may be abstract.
+          compute: dtypes and rematerialisation, as returned by `ComputeConfig.for_platform`.
+          attention: the attention implementation.
+        """
         dtype = jnp.dtype(compute.dtype)
 
         def build(kind: type[DecoderT], config: DecoderConfig = config) -> DecoderT:
@@ -110,8 +118,8 @@ def device_bytes(tree: PyTree) -> float:
     )
 
 
-def count(state: PyTree) -> float:
-    """Return the number of values in arrays or shapes."""
+def parameter_count(state: PyTree) -> float:
+    """Return the number of values in arrays or shapes, such as those of a model's parameters."""
     return float(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)))
 
 
@@ -126,5 +134,5 @@ def _sharded(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
 
 
 def replicated(shape: tuple[int, ...], dtype: DTypeLike, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Return a replicated shape."""
+    """Return the shape of an array of which each device of the mesh has a full copy."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))

@@ -4,7 +4,7 @@ const slots = [...document.querySelectorAll(".slot")];
 const links = [...document.querySelectorAll("#list a")];
 const form = document.querySelector("#filters");
 let current = -1;
-let opened = false;
+let loaded = false;  // true after the first `show`, which must not change the address
 
 function matching() {
   const fields = [...form.querySelectorAll("select")].filter((box) => box.value);
@@ -22,7 +22,7 @@ function show(at) {
   document.querySelector("#none").hidden = at >= 0;
   if (at >= 0) {
     reveal(links[at]);
-    if (opened) history.replaceState(null, "", "#t" + at);
+    if (loaded) history.replaceState(null, "", "#t" + at);
   }
 }
 
@@ -62,4 +62,4 @@ document.addEventListener("keydown", (event) => {
 });
 current = Math.min(Math.max(parseInt(location.hash.slice(2)) || 0, 0), slots.length - 1);
 filter();
-opened = true;
+loaded = true;

@@ -81,7 +81,10 @@ def _common_prefix(one: str, other: str) -> int:
 
 
 def stray_tags(text: str, tags: Mapping[Tag, str] = RSEARCH_TAGS) -> list[tuple[int, int]]:
-    """Return (start, end) of the tags in reasoning. They are tags that form no well-formed pair."""
+    """Return (start, end) of each stray tag, which is one that is not part of a well-formed pair.
+
+    `text` is a segment of reasoning. `policy_segments` has removed the well-formed pairs from it, so all its tags are stray.
+    """
     known = "|".join(re.escape(marker) for tag in tags for marker in markers(tag) if all(markers(tag)))
     return [match.span() for match in re.finditer(known or "(?!)", text)]
 
@@ -89,7 +92,10 @@ def stray_tags(text: str, tags: Mapping[Tag, str] = RSEARCH_TAGS) -> list[tuple[
 def policy_segments(
     text: str, tags: Mapping[Tag, str], tokens: Sequence[tuple[str, float]] = ()
 ) -> list[Segment]:
-    """Split a text of the policy into segments; `tokens` are (text, log-probability) pairs that join to the text."""
+    """Split a text of the policy into segments.
+
+    `tokens` are (text, log-probability) pairs. If their texts do not join to `text`, the segments have no tokens.
+    """
     ranges: list[tuple[str, int, int]] = []
     end = 0
     for match in re.finditer(_pattern(tuple(tags)), text, re.DOTALL):
@@ -111,7 +117,7 @@ def policy_segments(
 
 @functools.cache
 def _pattern(tags: tuple[Tag, ...]) -> str:
-    """Return a regular expression for any of the tags with its content, which is one group per tag."""
+    """Return a regular expression that matches any of the tags with its content. The content of the n-th tag is group n."""
     headings = "|".join(re.escape(opening) for opening, closing in map(markers, tags) if not closing)
     parts = [
         _enclosed_pattern(tag) if markers(tag)[1] else f"{re.escape(markers(tag)[0])}((?:(?!{headings}).)*)"

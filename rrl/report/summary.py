@@ -16,7 +16,7 @@ PASSAGE_COLUMNS = (
     ("@K", "passages", False),
     ("iterations", "iterations", False),
 )
-"""Columns on retrieval, for recipes that are measured by it (R2AG)."""
+"""Columns on retrieval, for recipes that are measured by it (R2AG). "@K" is R2AG's name for the mean number of passages found."""
 
 
 def summary(

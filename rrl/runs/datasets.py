@@ -51,9 +51,11 @@ class DataConfig:
     held_out: int = 500
     """Largest number of held-out questions of a folder."""
     on_error: OnFault = "refuse"
-    """What happens with broken records and with questions that do not fit the context. Broken records: refuse and stop raise an
-    error; skip skips and counts them. Questions that do not fit: stop raises an error; with refuse and skip their episodes end
-    as context_limit."""
+    """How to treat a broken record, and a question whose prompt is too long for the context.
+
+    - refuse: a broken record is an error. The episode of a question that is too long ends as context_limit.
+    - skip: broken records are skipped and counted. The episode of a question that is too long ends as context_limit.
+    - stop: both are errors."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "seed", "held_out")

@@ -74,7 +74,7 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
         except (UserError, SearchFailed) as error:
             _fail(error)
         except ServiceUnavailable as error:
-            _fail(f"{error}; the same command continues", EXIT_TRY_AGAIN)
+            _fail(f"{error}; the same command continues the run", EXIT_TRY_AGAIN)
         except RunStopped as error:
             _fail(error, EXIT_STOPPED)
         except OSError as error:

@@ -161,6 +161,7 @@ def _lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _warn_of_lost_lines(path: pathlib.Path, step: int, remaining: int, expected: int | None) -> None:
     """Log a warning if lines are missing that the run had written by its checkpoint."""
+    # A checkpoint of an older version has no number of lines: at least one line must then be there, unless its step is 0.
     minimum = min(step, 1) if expected is None else expected
     if remaining < minimum:
         present = "none" if not remaining else f"only {remaining}"

@@ -1,4 +1,6 @@
-"""The retriever of a run: its settings, its encoder, and an index that the run builds, opens or asks as a service.
+"""The retriever of a run: its settings, its encoder, and its index.
+
+The run builds the index, opens an index folder, or sends its queries to a search service.
 
 Read `load_retriever` first.
 """
@@ -44,8 +46,8 @@ class RetrieverConfig:
     b: float = 0.4
     """BM25's length normalisation, in 0..1."""
     index: str = ""
-    """An index folder, or the http://… address of a search service. It replaces an index built by this run, for every `kind`
-    except off."""
+    """An index folder, or the http://… address of a search service. If it is given, the run builds no index, and `kind` has no
+    effect, except that off still turns the search off."""
     form: str = "search-r1"
     """Request format of a search service: search-r1, flashrag or r1-searcher."""
 
@@ -103,7 +105,8 @@ def load_retriever(
         passages: indexed unless the config names an index or a service.
         config: kind and settings of the retriever.
         encoder: text encoder for scann and exact.
-        seconds: time limit of a search. A search service gets `SEARCH_ATTEMPTS` attempts within it.
+        seconds: time limit of a search on a search service, which gets `SEARCH_ATTEMPTS` attempts within it. 0: the default of
+            `open_remote`.
         workdir: folder in which a large index over embeddings is stored, so that a resumed run finds the same passages
             (ScaNN's builder is not deterministic); None: no index is stored.
 

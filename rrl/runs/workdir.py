@@ -75,7 +75,7 @@ def refuse_other_config(
     may_differ: tuple[str, ...] = (),
     may_grow: tuple[str, ...] = (),
 ) -> dict[str, tuple[Any, Any]]:
-    """Raise UserError if the workdir belongs to a run of another config.
+    """Raise UserError if the workdir belongs to a run of another config. Return the fields of `may_grow` that have grown.
 
     Args:
         workdir: folder of the run.

@@ -125,7 +125,7 @@ def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
 
 
 def _agreement(trajectories: Sequence[Trajectory]) -> str:
-    """Return how many runs are right. `side` holds one question's trajectories, one per run."""
+    """Return whether all, some or none of the runs are right. `trajectories` are those of one question, one per run."""
     right = sum(correctness(trajectory) == "right" for trajectory in trajectories)
     return "all right" if right == len(trajectories) else "some right" if right else "none right"
 
@@ -156,7 +156,7 @@ def _link(index: int, question: Question, trajectories: Sequence[Trajectory]) ->
 def _slot(
     index: int, question: Question, trajectories: Sequence[Trajectory], runs: Sequence[EvaluationRun]
 ) -> str:
-    """Return the trajectories of question number `at` in columns, one per run; page.js shows one question at a time."""
+    """Return the trajectories of question number `index` in columns, one per run; page.js shows one question at a time."""
     searchable = [
         question.text,
         question.id,

@@ -18,15 +18,15 @@ from rrl.eval.evaluation_run import EvaluationRun, load_runs
 from rrl.files import atomic_stream, saving
 from rrl.report.figures import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
 
-COSTS = {
+COST_TITLES = {
     "searches": "searches per question",
     "passages": "distinct passages found",
     "tokens_per_correct": "tokens written per right answer",
     "all_tokens_per_correct": "tokens read and written per right answer",
 }
-"""Costs that are plotted beside the metrics, if the runs have them, with their titles."""
-RATES = {"recall": "recall of gold passages", "full_recall": "all gold passages found"}
-"""Retrieval metrics that are plotted in percent, with their titles."""
+"""Cost -> title of its panel. A cost is plotted if all runs have it."""
+RATE_TITLES = {"recall": "recall of gold passages", "full_recall": "all gold passages found"}
+"""Retrieval metric, which is plotted in percent -> title of its panel."""
 
 Evaluate = Callable[[str, str, Path], None]
 """(field name, value, workdir): evaluates with that value of the field and writes into the workdir. Does not repeat
@@ -111,7 +111,9 @@ def plot_sweep(
     Values that are not numbers become separate points instead of a line.
     """
     metrics = [metric for metric in runs[0].metrics if all(metric in row for row in rows)]
-    costs = {key: title for key, title in (RATES | COSTS).items() if all(key in row for row in rows)}
+    costs = {
+        key: title for key, title in (RATE_TITLES | COST_TITLES).items() if all(key in row for row in rows)
+    }
     first = runs[0].card
     figure, axes = new_figure(-(-(1 + len(costs)) // 3), min(3, 1 + len(costs)), f"{first.dataset}: {name}")
     numeric = _numbers(values)
@@ -136,7 +138,7 @@ def plot_sweep(
         )
     legend_below(axes[0])
     for axis, key in zip(axes[1:], costs):
-        heights = np.array([row[key] for row in rows]) * (100 if key in RATES else 1)
+        heights = np.array([row[key] for row in rows]) * (100 if key in RATE_TITLES else 1)
         axis.plot(x_positions, heights, f"o{line}", color=COLOURS[0], markersize=4)
         axis.set_ylim(bottom=0)
     for axis in axes[1 + len(costs) :]:

@@ -72,9 +72,9 @@ def _execute(plan: AnalysisPlan, todo: Sequence[PlannedRun], jobs: int) -> Queue
 
 
 def _training_curves(plan: AnalysisPlan, rows: Sequence[AnalysisRow], stored: Collection[str]) -> Curves:
-    """Return the training curves of the arms, without arms of which a seed has none.
+    """Return the training curves of the arms. An arm is left out if the curve of one of its seeds is missing.
 
-    `stored` are the evaluations that were read from the store.
+    `stored` are the names of the evaluations that were read from the store.
     """
     if not plan.analysis.arms:
         return {}

@@ -29,7 +29,8 @@ class Analysis:
     policies: tuple[str, ...] = (f"rsearch@{SHIPPED_POLICY}",)
     """Default policies, as METHOD@FOLDER."""
     arms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Label of a row -> planned evaluation, for an analysis that trains policies."""
+    """Label of a row -> name of a planned evaluation, for an analysis that trains policies. `SEED` in a name stands for each
+    seed."""
     curves: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Column of metrics.jsonl that is plotted over the updates -> title."""
 
@@ -61,6 +62,7 @@ ANSWER_CURVES = {"reward/answer": "answer reward", "reward/thinking": "thinking 
 
 
 def _evaluation_of(arm: str) -> str:
+    """Return the name of the evaluation of an arm's policies, with `SEED` for the seed."""
     return f"{arm}-{SEED}-eval"
 
 

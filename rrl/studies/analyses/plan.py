@@ -105,9 +105,17 @@ def plan_analysis(
     evaluation: EvaluationOptions,
     options: RunOptions,
 ) -> AnalysisPlan:
-    """Return the plan of an analysis, whose name is used in error messages.
+    """Return the plan of an analysis.
 
-    Raises UserError for options that do not apply to the analysis, and as `training_points` and `evaluation_points`.
+    Args:
+      name: name of the analysis, for error messages.
+      analysis: the analysis.
+      folders: where the runs are executed and stored.
+      evaluation: policies and values, for an analysis of existing policies.
+      options: seeds and sizes.
+
+    Raises:
+      UserError: options that do not apply to the analysis, or as `training_points` and `evaluation_points`.
     """
     if analysis.arms:
         if any(dataclasses.astuple(evaluation)):

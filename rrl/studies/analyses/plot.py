@@ -11,7 +11,7 @@ from rrl.report.curves import band, band_caption
 from rrl.report.figures import COLOURS, add_caption, legend_below, new_figure, save_figure, style_axis
 from rrl.studies.analyses.catalogue import Analysis
 from rrl.studies.analyses.rows import AnalysisRow
-from rrl.studies.sweep import COSTS, RATES
+from rrl.studies.sweep import COST_TITLES, RATE_TITLES
 
 ValueWithInterval = tuple[float, float, float]
 """(mean, distance to the lower end of its interval, distance to the upper end)."""
@@ -35,7 +35,7 @@ def plot_analysis(
     """
     metrics = [name for name in METRICS if all(name in row.metrics for row in rows)]
     costs_and_coverage = [
-        name for name in (*RATES, *COSTS) if any(name in row.costs_and_coverage for row in rows)
+        name for name in (*RATE_TITLES, *COST_TITLES) if any(name in row.costs_and_coverage for row in rows)
     ]
     logged = {name for runs in logs.values() for lines in runs for line in lines for name in line}
     curves = [name for name in analysis.curves if name in logged]
@@ -46,11 +46,11 @@ def plot_analysis(
     panels = iter(axes)
     for name in metrics:
         axis = next(panels)
-        _points(axis, analysis, rows, f"{METRICS[name]} (percent)", [_percent(row, name) for row in rows])
+        _draw_panel(axis, analysis, rows, f"{METRICS[name]} (percent)", [_percent(row, name) for row in rows])
     for name in costs_and_coverage:
-        axis, scale = next(panels), 100 if name in RATES else 1
-        title_of_panel = RATES[name] + " (percent)" if name in RATES else COSTS[name]
-        _points(
+        axis, scale = next(panels), 100 if name in RATE_TITLES else 1
+        title_of_panel = RATE_TITLES[name] + " (percent)" if name in RATE_TITLES else COST_TITLES[name]
+        _draw_panel(
             axis,
             analysis,
             rows,
@@ -79,14 +79,14 @@ def _percent(row: AnalysisRow, name: str) -> ValueWithInterval:
     return 100 * value.mean, 100 * (value.mean - value.low), 100 * (value.high - value.mean)
 
 
-def _points(
+def _draw_panel(
     axis: Any,
     analysis: Analysis,
     rows: Sequence[AnalysisRow],
     title: str,
-    points: Sequence[ValueWithInterval],
+    measured: Sequence[ValueWithInterval],
 ) -> None:
-    """Draw one panel. `points` has one entry per row."""
+    """Draw one panel. `measured` has one entry per row."""
     systems = list(dict.fromkeys(row.point.system for row in rows))
     values = list(dict.fromkeys(row.point.value for row in rows)) if analysis.varies else systems
     style_axis(axis, title, analysis.varies.replace("_", " ") or " ")
@@ -101,14 +101,14 @@ def _points(
     margin = 0.5 if len(x_of_value) > 1 else 1.0
     axis.set_xlim(min(x_of_value.values()) - margin, max(x_of_value.values()) + margin)
     for index, (system, colour) in enumerate(_colours(rows).items()):
-        system_points = [
-            (row, point) for row, point in zip(rows, points, strict=True) if row.point.system == system
+        of_system = [
+            (row, value) for row, value in zip(rows, measured, strict=True) if row.point.system == system
         ]
         # Points of several systems at one x are shifted sideways, so that their intervals do not overlap.
         shift = (0.06 if numeric else 0.16) * (index - (len(systems) - 1) / 2) if analysis.varies else 0.0
-        x = [x_of_value[row.point.value if analysis.varies else system] + shift for row, _ in system_points]
-        mean, low, high = np.array([point for _, point in system_points]).T
-        line = "-" if numeric and len(system_points) > 1 else ""
+        x = [x_of_value[row.point.value if analysis.varies else system] + shift for row, _ in of_system]
+        mean, low, high = np.array([value for _, value in of_system]).T
+        line = "-" if numeric and len(of_system) > 1 else ""
         axis.errorbar(
             x, mean, (low, high), fmt=f"o{line}", color=colour, label=system, markersize=4, capsize=2
         )

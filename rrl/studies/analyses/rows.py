@@ -89,6 +89,10 @@ def _clipped(interval: Interval) -> Interval:
 
 
 def _difference(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -> Interval | None:
+    """Return the main metric of `runs` minus that of `first`; None if their questions differ or a run lacks the metric.
+
+    The runs are paired in the order of their seeds. A row with a single run is paired with each run of the other row.
+    """
     main = first[0].main_metric
     if any(
         run.card.questions_sha256 != first[0].card.questions_sha256 or main not in run.metrics for run in runs

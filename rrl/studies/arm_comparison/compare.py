@@ -119,8 +119,8 @@ def _write_table(runs: Sequence[ArmRun], metric: str, root: pathlib.Path) -> str
 def finished_runs(root: pathlib.Path, config: str, cold_start: str, arms: Sequence[str] = ()) -> list[ArmRun]:
     """Return the finished runs of these configs in the folder, sorted by arm and seed.
 
-    The arms are the named ones and `arms`. A supervised run counts only if the GRPO run with its seed is
-    finished.
+    It looks for the arms of `ARM_ARGUMENTS` and for those in `arms`. A run of the supervised arm counts only if the GRPO run with
+    the same seed is finished too.
     """
     seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
     all_arms = dict.fromkeys([*ARM_ARGUMENTS, *arms])

@@ -1,4 +1,7 @@
-"""Measures of claims: functions from the results of a claim's runs to a `ClaimEvidence`."""
+"""Measures of claims: functions from the results of a claim's runs to a `ClaimEvidence`.
+
+The first sentence of a measure's docstring is the claim that it measures. `higher`, `lower` and `spread_below` return a measure.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -96,9 +99,9 @@ def higher_with_each_retriever(results: ReproductionResults, runs: Sequence[str]
 def higher_recall_at_equal_passages(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
     """The first run has a higher full recall than the second with as many passages (R2AG, Table 1: "under comparable k").
 
-    The first run is a tree of searches; the second searches once, with the question. For each question, only as many passages of
-    the second run count as the first one retrieved. Of the first run, at most as many passages count as the second run retrieved
-    for any question.
+    The first run is a tree of searches; the second searches once, with the question. If the tree retrieved k passages for a
+    question, the first k passages of the single search count. If k exceeds the largest number of passages that the single search
+    retrieved for any question, only that many passages of the tree count.
     """
     (single,) = results.evaluations(runs[1])
     refuse_incomparable({runs[0]: results.evaluations(runs[0])[0], runs[1]: single})

@@ -109,7 +109,7 @@ model is the shipped reader, the only shipped model that was trained to answer a
 EVALUATION_MINUTES = {"rsearch": 0.5, "r3rag": 0.6, "tiresrag": 0.5, "r2ag": 1.0}
 """Recipe -> estimated minutes of an evaluation."""
 RETRIEVERS = ("exact", "bm25")
-"""Retrievers that R3-RAG's policies are evaluated with, beside the one they are trained with."""
+"""Retrievers that the policies of "r3rag" and "r3rag_cold" are evaluated with, beside the one they are trained with."""
 SHORT_HELD_OUT = {"data.held_out_per_kind": 20, "train.eval_every": 0}
 """Fields of every training run. It evaluates on few held-out questions only, since each policy gets a full
 evaluation afterwards."""
@@ -158,7 +158,7 @@ def _training(arm_name: str, arm: Arm, seed: int) -> list[PlannedRun]:
     needs = (arm.start,) if arm.start else ()
     policy = f"{{out}}/{name}/policy"
     runs = [PlannedRun(name, "train", config, arm.minutes, {**SHORT_HELD_OUT, **arm.fields}, needs)]
-    if arm_name == "r3rag":
+    if arm_name == "r3rag":  # no claim reads r3rag_no_process with the other retrievers
         return runs + _evaluations(name, arm.recipe, policy)
     return [*runs, _policy_evaluation(f"{name}-eval", arm.recipe, policy, (name,))]
 

@@ -1,5 +1,5 @@
-"""Stores what finished runs measured in small files, so that the page can be made again after the runs'
-folders are deleted.
+"""Stores the measurements of finished runs in small files. The page can then be made again after the folders of the runs are
+deleted.
 
 The folder of the store has one file per run: its manifest, the manifests of the runs whose models it
 started from, the data that the claims read, and for an evaluation its result card. A stored run is not

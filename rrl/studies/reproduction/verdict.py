@@ -29,7 +29,7 @@ class ClaimEvidence:
     """For each seed, the difference of each question; one element if the measure has no value per
     question."""
     trained: bool = True
-    """Whether the compared policies were trained with several seeds. If so, a verdict needs at least two seeds."""
+    """Whether one of the compared policies is trained once per seed. A claim then holds only if there are at least two seeds."""
 
     @property
     def questions(self) -> int:
