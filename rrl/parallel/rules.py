@@ -37,7 +37,7 @@ RULES: Rules = (
     (r"layers/(o|down)_lora_b", P(None, None, "fsdp")),
     (r"head_lora_a", P("fsdp", None)),
     (r"head_lora_b", P(None, "tensor")),
-    # Norms, output biases and the value head are small and are replicated.
+    # The value head (`score`), norms and output biases are small and are replicated.
     (r"score", P()),
     (r"(layers/)?([a-z]+_)?norm(_bias)?", P()),
     (r"layers/(o|down)_bias", P()),

@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from rrl.parallel.private import private_folder
+from rrl.parallel.permissions import private_folder
 
 log = logging.getLogger(__name__)
 THREADS_PER_DEVICE = 4
@@ -80,7 +80,7 @@ def cache_folder() -> Path:
 def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     """Stores compiled programs on disk, so that later starts are fast.
 
-    JAX executes the programs that it finds there. So if other users may write to the folder (`rrl.parallel.private`), or it
+    JAX executes the programs that it finds there. So if other users may write to the folder (`rrl.parallel.permissions`), or it
     cannot be created, the cache stays off and a warning gives the reason.
 
     Args:

@@ -18,22 +18,22 @@ class EngineConfig:
     """Rows of a decode step: the number of episodes that decode at the same time, over all data shards."""
     oversubscribed_slots: int = 0
     """Episodes in flight in addition to `rows`. While an episode waits for passages, the shortest episode without a row
-    decodes in its place. Each of these slots takes the memory of its KV cache; no result changes. The number per worker is
-    rounded up. While further requests are left, the longest episodes wait for a row, and so they end last."""
+    decodes in its place. Each of these slots takes the memory of a KV cache. The number per worker is rounded up. No result
+    changes, but long episodes end late: if more episodes can decode than there are rows, the longest ones wait."""
     context: int = 8192
     """Maximum tokens in the context, including those that the policy writes. A restart begins an empty context."""
     wake_threshold: int = 16
-    """Number of paused slots of a data shard that interrupts decoding. Also the maximum number of queries that are embedded
-    together."""
+    """Decoding is interrupted when this many slots per data shard are paused, on average over the shards. Also the maximum
+    number of queries per data shard that are embedded together."""
     prefill_tokens: int = 256
     """Tokens that are prefilled together, per data shard: chunks of 32 tokens from as many slots as fit (one chunk if this
     is below 32)."""
     draft_tokens: int = 0
     """Speculative decoding: draft tokens per row and decode step, by prompt lookup (`rrl.rollout.drafts`). 0 is off. A step
     takes longer, but writes several tokens per row if the drafts are right. All steps compute about the same number of
-    tokens: if fewer rows decode, each gets more draft tokens. Another value may change the last bits of
-    log-probabilities. Which tokens are drafted must not change them. On one CPU the engine checks this before the first run;
-    if the check fails, the engine logs a warning and uses no drafts."""
+    tokens: if fewer rows decode, each gets more draft tokens. Another value of this field may change the last bits of
+    log-probabilities. With the same value, they must not depend on the choice of the draft tokens. On one CPU the engine
+    checks this before the first run; if the check fails, it logs a warning and uses no drafts."""
     max_wait_steps: int = 8
     """Maximum number of decode steps for which a paused slot waits while others decode. It is doubled if there are
     oversubscribed slots, and divided by four while a query is being embedded."""
@@ -53,9 +53,9 @@ class EngineConfig:
     """Whether slots copy a common prefix from each other's KV cache instead of prefilling it again. Samples of one
     question share the prompt, and the text after it as long as it is identical. A copy is bitwise equal to prefilling."""
     search_seconds: float = 60.0
-    """Time limit of a search. A slower search fails, and the policy is informed. All attempts at a query share the limit: the
-    three requests to a search service, and smaller batches. Queries are searched again in smaller batches, down to single
-    ones, if their batch fails, or if it has at most 32 queries and takes half of the limit."""
+    """Time limit of a search. A slower search fails, and the policy is informed. If a batch of queries fails, they are
+    searched again in smaller batches, down to single queries. The same happens if a batch of at most 32 queries takes half
+    of the limit. All attempts for a query share one limit, including repeated requests to a remote search service."""
     stall_seconds: float = 300.0
     """If nothing happens for this time, the log names what the rollout waits for. 0 is off."""
 

@@ -30,7 +30,7 @@ class Curriculum(Protocol):
 
 
 class ShuffledQuestions:
-    """All questions in random order, epoch after epoch. Each round of a step has its own order."""
+    """All questions in random order, epoch after epoch (`question_order`). Each round of a step has its own order."""
 
     def __init__(self, questions: Sequence[Question], size: int, seed: int) -> None:
         """`size` is the number of questions per step."""
@@ -52,9 +52,10 @@ class ShuffledQuestions:
 
 
 def question_order(count: int, size: int, seed: int, step: int, number: int = 0) -> np.ndarray:
-    """Return the indices of the questions of a round of rollouts. Each epoch is a permutation of all questions.
+    """Return the indices of the questions of a round of rollouts.
 
-    The result depends on the arguments alone.
+    Each epoch is a new permutation of all questions. Its last `count % size` questions are skipped: they fill no step. The
+    result depends on the arguments alone.
 
     Args:
       count: number of all questions.

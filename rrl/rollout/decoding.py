@@ -45,9 +45,9 @@ class DecodeSettings:
     """Allowed numbers of rows of a step, largest first. A step has the smallest number that holds all decoding slots, or the
     largest if none does; the rows are split evenly over the devices."""
     readers: Sequence[int] = ()
-    """Allowed batch sizes of attention, in rows, largest first: all rows read the first cache blocks together, and fewer and
-    fewer rows read the further blocks of long contexts (`rrl.models.attention.cache_attention`). (): all rows read as many
-    blocks as the longest one."""
+    """Allowed numbers of rows that read a cache block in one matrix product of attention, largest first. All rows read the
+    first blocks. Later blocks are read by a smaller batch, the rows with long contexts
+    (`rrl.models.attention.cache_attention`). (): all rows read as many blocks as the row with the longest context."""
     step_tokens: int = 0
     """Tokens of a step over all rows, including draft tokens. 0: no drafts."""
 
@@ -87,15 +87,15 @@ def sample_tokens(
     count, time, hidden_size = hidden.shape
     positions = (state.offset + state.position)[:, None] + jnp.arange(1, time + 1)
     keys = row_keys(sampler.key, jnp.repeat(state.seed, time), positions.ravel())
-    temperature, table = jnp.repeat(state.temperature, time), model.sampling_table(cache)
+    temperature, unembedding = jnp.repeat(state.temperature, time), model.sampling_table(cache)
     truncation: dict[str, Any] = {"top_p": sampler.top_p, "top_k": sampler.top_k}
-    if table is None:
+    if unembedding is None:
         logits = model.unembed(hidden).reshape(count * time, -1)
         sampled = sample(logits, keys, temperature, **truncation)
     else:
         greedy, hidden = is_greedy(temperature), hidden.reshape(count * time, hidden_size)
         inputs = uniform(keys), jnp.where(greedy, 0.0, temperature)
-        sampled = cpu_draw(hidden, table, *inputs, **truncation, threads=cache.threads)
+        sampled = cpu_draw(hidden, unembedding, *inputs, **truncation, threads=cache.threads)
     ids, logps, sampled_logps = (part.reshape(count, time) for part in sampled)
     return [SampledTokens(ids[:, t], logps[:, t], sampled_logps[:, t]) for t in range(time)]
 
@@ -187,9 +187,8 @@ def decode(
         (slots, *_), (steps, _) = carry
         paused = jnp.sum(slots.status == PAUSED)
         none_waits = jnp.all((slots.status != PAUSED) & (slots.status != BLOCKED))
-        unlimited = none_waits & (
-            max_wait_steps > 0
-        )  # no slot waits for the scheduler: decode until one does
+        # If no slot waits for the scheduler, decode until one does.
+        unlimited = none_waits & (max_wait_steps > 0)
         needs_this_width = jnp.sum(slots.status == DECODING) > next_width  # otherwise the next loop continues
         return needs_this_width & (
             unlimited | ((paused < settings.wake_threshold) & (steps < max_wait_steps))

@@ -46,7 +46,7 @@ class NgramDrafts(NamedTuple):
         def on_shard(table: Array, recent: Array) -> Array:
             tokens = []
             for _ in range(count):
-                next_tokens = table[0][_table_indices(recent)]  # + 1; 0: unknown
+                next_tokens = table[0][_table_indices(recent)]  # token + 1, or 0 if unknown
                 longest_known = jnp.argmax(next_tokens > 0, axis=1)[:, None]
                 token = jnp.take_along_axis(next_tokens, longest_known, axis=1)[:, 0]
                 tokens.append(jnp.maximum(token - 1, 0))

@@ -140,7 +140,7 @@ class Engine:
           params: the decoder's state (`nnx.state(decoder)`), placed on the mesh as by `rrl.parallel.rules.shard`. The loop
             moves no array between devices.
           requests: the episodes to run.
-          environment: reacts to paused turns.
+          environment: returns the next observation when a turn has ended, or ends the episode.
           key: with a request's seed, it determines the sampled tokens.
           retriever: used instead of the engine's retriever: another corpus behind the same query encoder.
           on_finish: receives each finished trajectory of this process and its index in `requests`. The loop waits for it; it
@@ -194,7 +194,8 @@ class Engine:
           workflows: generators that have not started.
           environment: names all stop strings, and the maximum tokens of one generation.
           key: as in `run`.
-          numbers: distinct seeds of the workflows. None: their indices.
+          numbers: one distinct number per workflow. It is the workflow's seed, and its name in `on_finish` and in errors.
+            None: the indices of the workflows.
           retriever: as in `run`.
           on_finish: receives the number and the result of each finished workflow of this process, as in `run`.
           reference: use the host-driven loop.
@@ -290,8 +291,8 @@ class Engine:
         return retriever
 
     @contextlib.contextmanager
-    def _run_active(self) -> Iterator[None]:
-        """A context in which `close` is postponed to its end."""
+    def _active_run(self) -> Iterator[None]:
+        """Mark a run as active in a `with` block. If `close` is called meanwhile, it takes effect at the end of the block."""
         with self._lock:
             if self._closed:
                 raise UserError("this engine is closed; create another one")
@@ -314,7 +315,7 @@ class Engine:
         """Run the loops until every scheduler has finished; set `stats`.
 
         Args:
-          schedulers: all schedulers. Those of other processes are called there.
+          schedulers: those of all data shards and workers. This process calls only those of its own shards.
           results: filled by the schedulers of this process.
           inputs: what the loops get.
           starts: (scheduler, function) pairs. The scheduler calls the function before the loop.
@@ -327,19 +328,19 @@ class Engine:
         began, aborted = time.perf_counter(), threading.Event()
         for scheduler in schedulers:
             scheduler.aborted = aborted
-        with self._run_active(), self.loops.begin_run(schedulers):
+        with self._active_run(), self.loops.begin_run(schedulers):
             for scheduler, start in starts:
                 if not aborted.is_set():
                     scheduler.begin(start)
             gather_results(schedulers, None)  # if one failed, no process begins the loop
-            steps, written_steps = self.loops.run(inputs, aborted)
+            steps, written_row_steps = self.loops.run(inputs, aborted)
             parts = gather_results(schedulers, (results, [scheduler.counts for scheduler in schedulers]))
         counts = [count for _, part in parts for count in part]
         self.stats = RolloutStats.of_run(
             counts,
             seconds=time.perf_counter() - began,
             row_steps=int(steps) * self.programs.decode_rows,
-            written_steps=int(written_steps),
+            written_row_steps=int(written_row_steps),
         )
         _warn_not_finite(counts)
         return {index: value for part, _ in parts for index, value in part.items()}

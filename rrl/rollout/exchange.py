@@ -95,8 +95,8 @@ class ExchangeSizes:
     context: int
     """Cache positions of a slot: the maximum length of a context."""
     wake_threshold: int
-    """Number of paused slots that interrupts decoding. Also the maximum number of queries that are embedded together, since
-    each of these slots may search."""
+    """Decoding is interrupted when this many slots per data shard are paused, on average over the shards. Also the maximum
+    number of queries that are embedded together, since each of these slots may search."""
     prefill_tokens: int
     """Tokens that are prefilled together."""
     query_tokens: int

@@ -35,7 +35,7 @@ class WeakCallback:
 
     def __call__(self, message: Any) -> np.ndarray:
         method = self._method()
-        assert method is not None, "the owner of the callback is in use during a run"
+        assert method is not None, "the owner of the callback was freed during a run"
         return method(message)
 
 

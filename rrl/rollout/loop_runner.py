@@ -74,7 +74,8 @@ class LoopRunner:
             encoder=encoder,
         )
         self.schedulers: list[Scheduler] = []
-        """All schedulers of the present or last run. Those of other processes are called there."""
+        """The schedulers of all data shards and workers, in the present or last run. This process calls only those of its own
+        shards."""
         self.compiled: dict[Any, Callable] = {}
         """The compiled loops."""
         self._preparing = ""
@@ -158,9 +159,9 @@ class LoopRunner:
         sizes, encoder = self.programs.sizes, self.programs.encoder
         dim = encoder.dim if encoder else 0
         report, embeddings = DeviceReport.from_message(message[2:], sizes.slots, sizes.wake_threshold * dim)
-        others = int(active) - int(np.count_nonzero(report.status <= PAUSED))  # DECODING or PAUSED
+        active_elsewhere = int(active) - int(np.count_nonzero(report.status <= PAUSED))  # DECODING or PAUSED
         embeddings = embeddings.reshape(sizes.wake_threshold, dim)
-        return self.schedulers[index].exchange(report, embeddings, others)
+        return self.schedulers[index].exchange(report, embeddings, active_elsewhere)
 
     def local_schedulers(self, schedulers: Sequence[Scheduler]) -> list[tuple[int, Scheduler]]:
         """Return the schedulers that this process calls, with their indices: those of the data shards on its devices."""

@@ -53,13 +53,12 @@ def prefill(
       settings: static settings.
     """
     headers = PrefillChunk.of(chunks)
-    copying = jnp.argsort(headers.copied == 0, axis=1)[
-        :, : settings.max_copies
-    ]  # chunks that copy come first
-    sources = PrefillChunk(*(jnp.take_along_axis(field, copying, axis=1).reshape(-1) for field in headers))
-    cache = _copy_prefixes(state.cache, sources, sources.copied)
+    # The chunks that copy come first.
+    copying = jnp.argsort(headers.copied == 0, axis=1)[:, : settings.max_copies]
+    copies = PrefillChunk(*(jnp.take_along_axis(field, copying, axis=1).reshape(-1) for field in headers))
+    cache = _copy_prefixes(state.cache, copies, copies.copied)
     cache, drafts = _prefill_chunks(model, cache, state.drafts, chunks, settings)
-    cache = _copy_prefixes(cache, sources, -sources.copied)  # a negative number: copy after prefilling
+    cache = _copy_prefixes(cache, copies, -copies.copied)  # a negative number: copy after prefilling
     slots = _begin_turns(state.slots, PrefillChunk(*(field.reshape(-1) for field in headers)), statuses)
     return RolloutState(slots, cache, drafts)
 

@@ -91,9 +91,9 @@ class PrefixIndex:
           held: number of leading tokens that `slot` already holds for this text.
 
         Returns:
-          (source slot, number of shared tokens, whether they are already in the source's cache).
-          (slot, held, True): `slot` copies nothing. There are two reasons. No copy saves a chunk; or a copy saves a single
-          chunk, and `slot` would have to wait until another slot has prefilled the prefix.
+          (source slot, number of shared tokens, whether they are already in the source's cache). If `slot` should copy nothing:
+          (slot, held, True). That is so in two cases: no copy saves a chunk; or `held` > 0, a copy saves only one chunk, and
+          `slot` would have to wait until another slot has prefilled the prefix.
         """
         chunks = self._chunks(len(tokens) - held)
         min_shared = len(tokens) - self._chunk_tokens * (chunks - 1)  # sharing fewer tokens saves no chunk

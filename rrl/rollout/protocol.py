@@ -1,6 +1,6 @@
-"""Environments: where the policy pauses, what the environment does then, and when an episode ends.
+"""Environments: where a turn of the policy ends, what the environment returns then, and when an episode ends.
 
-Read `Environment` first, then `Stream`, the protocol of most recipes.
+Read `Environment` first, then `Stream`, the environment of most recipes.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from rrl.text.chat import Prompt
 from rrl.text.spans import MARKER, Tag, markers, tag_contents
 
 EOS, TURN_TOKENS, CONTEXT = "<eos>", "<turn tokens>", "<context>"
-"""The `stop` of a turn that paused for another reason than a stop string: the end-of-sequence token, the turn's token limit,
+"""The `stop` of a turn that did not end at a stop string: the end-of-sequence token, the turn's token limit,
 or the end of the context."""
 
 
@@ -42,7 +42,7 @@ def check_stops(stops: object, whose: str) -> None:
 
 @dataclasses.dataclass(slots=True)
 class Episode:
-    """The part of an episode that an environment sees when a turn has paused."""
+    """The part of an episode that an environment sees when a turn has ended."""
 
     question: Question
     turn: int = 0
@@ -54,7 +54,7 @@ class Episode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFor:
-    """Result of a step: retrieve passages. `Environment.observe` then returns the result."""
+    """Result of a step: retrieve passages. `Environment.observe` then receives them and returns the observation."""
 
     query: str
     parallel_queries: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Environment(Protocol):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings at which the policy pauses. The end-of-sequence token always pauses it."""
+        """Strings at which a turn of the policy ends. It also ends at the end-of-sequence token."""
 
     @property
     def turn_tokens(self) -> int:
@@ -159,7 +159,7 @@ def message_ids(
 class Stream:
     """Reasoning and search as one stream of text in one context, without restarts (R-Search, TIRESRAG-R1, Search-R1, ReSearch).
 
-    The policy pauses at `</search>`, and the environment appends an observation. After `max_searches` turns there is one last
+    A turn ends at `</search>`, and the environment appends an observation. After `max_searches` turns there is one last
     turn without search. After a turn that neither searches nor answers, the environment appends `correction`, which costs a
     turn; if `correction` is empty, the episode ends. A tag is a name (`<name>`, `</name>`) or a pair of other markers.
     """
@@ -170,6 +170,7 @@ class Stream:
     stop_at_answer: bool = False
     """Whether a turn also ends at the answer's closing tag, so that nothing follows an answer (Search-R1)."""
     max_searches: int = 4
+    """Number of turns in which the policy may search. A turn that ends with a correction counts too."""
     turn_tokens: int = 500
     observation_tokens: int = 1800
     correction: str = (

@@ -1,4 +1,4 @@
-"""The host's part of the rollout: assign requests to slots, record what the policy wrote, and execute the environment's actions.
+"""The host's part of the rollout: assign requests to slots, record what the policy wrote, carry out the environment's results.
 
 One `Scheduler` serves the slots of one data shard, or of one worker on a CPU. The jitted loop calls `exchange`, which uses NumPy
 only: it never calls JAX and never raises. After an exception it stores `error` and tells the device to leave the loop, in all
@@ -56,7 +56,7 @@ DEVICE_STAGES = NOT_CALLED_YET, WAITING_FOR_DEVICE = "not called yet", "waiting 
 _LIMITS = {STOP_TURN: "turn_tokens", STOP_CONTEXT: "context"}
 """Name of the limit that a STOP_* code reports, for `Trajectory.cuts`."""
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
-"""The `stop` that `Environment.react` receives for a STOP_* code."""
+"""The `stop` that `Environment.step` receives for a STOP_* code."""
 
 
 class Scheduler:
@@ -77,9 +77,9 @@ class Scheduler:
         """Set up a scheduler whose slots are free.
 
         Args:
-          groups: groups of (number, request) pairs. The requests of a group share a prompt. Several schedulers may take from
-            one queue.
-          environment: reacts to paused turns.
+          groups: groups of (number, request) pairs. `on_finish` receives the number. The requests of a group share a prompt.
+            Several schedulers may take from one queue.
+          environment: returns the next observation when a turn has ended, or ends the episode.
           stops: the compiled stop strings.
           sizes: sizes of the messages.
           text: encodes and decodes text.
@@ -139,14 +139,15 @@ class Scheduler:
             self.aborted.set()
 
     def exchange(
-        self, report: DeviceReport, embeddings: Float[np.ndarray, "Q E"], others: int = 0
+        self, report: DeviceReport, embeddings: Float[np.ndarray, "Q E"], active_elsewhere: int = 0
     ) -> Int[np.ndarray, "message"]:
         """Process the device's report and return the reply.
 
         Args:
           report: state of the slots.
           embeddings: embeddings of the queries of the last reply.
-          others: number of slots of other data shards that decode or are paused. They make no progress during this call.
+          active_elsewhere: number of slots of other data shards that decode or are paused. They make no progress during this
+            call.
 
         Returns:
           the reply (see `rrl.rollout.exchange`).
@@ -156,7 +157,7 @@ class Scheduler:
             if not self.aborted.is_set():
                 self.stage = "reading what the policy wrote"
                 self._end_turns(report)
-                self._search(report, embeddings, others)
+                self._search(report, embeddings, active_elsewhere)
                 self.stage = "packing prefill chunks"
                 self.fill()
                 message = self._reply()
@@ -174,7 +175,7 @@ class Scheduler:
     # -- what the policy wrote ---------------------------------------------------------------------------------------
 
     def _end_turns(self, report: DeviceReport) -> None:
-        """Record the turns that have ended, and execute the actions that the environment returns."""
+        """Record the turns that have ended, and carry out what the environment returns."""
         for index in np.flatnonzero(report.status == PAUSED):
             slot = int(index)
             state = self.slots[slot]
@@ -327,7 +328,9 @@ class Scheduler:
 
     # -- searches ----------------------------------------------------------------------------------------------------
 
-    def _search(self, report: DeviceReport, embeddings: Float[np.ndarray, "Q E"], others: int) -> None:
+    def _search(
+        self, report: DeviceReport, embeddings: Float[np.ndarray, "Q E"], active_elsewhere: int
+    ) -> None:
         """Start the searches of embedded queries, and deliver the outcomes of ended searches."""
         runner = self.search_requests.runner
         ready, vectors = self.search_requests.take_ready(embeddings)
@@ -335,7 +338,7 @@ class Scheduler:
             self.stage = f"searching for {len(ready)} queries"
             runner.submit(ready, vectors)
         decodes = (report.status == DECODING).any()
-        idle = not (len(self.prefills) or self.search_requests.waiting or decodes or others)
+        idle = not (len(self.prefills) or self.search_requests.waiting or decodes or active_elsewhere)
         if idle and len(runner):
             self.stage = "waiting for searches"
         for query, outcome in runner.poll(wait=self.idle_wait if idle else 0.0):
@@ -380,7 +383,7 @@ class Scheduler:
         While queries are being embedded, decoding is interrupted after fewer steps, so that the next report, which holds the
         embeddings, comes sooner.
         """
-        embedding = self.search_requests.embedding
-        wait_steps = self.sizes.max_wait_steps // (EMBEDDING_WAIT_DIVISOR if embedding else 1)
-        numbers = np.array([len(embedding), wait_steps], np.int32)
+        embedding_queries = self.search_requests.being_embedded
+        wait_steps = self.sizes.max_wait_steps // (EMBEDDING_WAIT_DIVISOR if embedding_queries else 1)
+        numbers = np.array([len(embedding_queries), wait_steps], np.int32)
         return np.concatenate([chunks.ravel(), queries.ravel(), statuses, numbers])

@@ -26,7 +26,7 @@ class SearchRequests:
         """All requesters of each query that waits, is embedded or is searched."""
         self.waiting = collections.deque[str]()
         """Queries that wait for an embedding. If the retriever needs none, they wait for the start of their search."""
-        self.embedding: list[str] = []
+        self.being_embedded: list[str] = []
         """Queries that the device embeds now."""
         self.failed = 0
         """Failed searches, counted once per requester."""
@@ -59,13 +59,13 @@ class SearchRequests:
         """Return the queries whose search can start, and their embeddings; None if the retriever needs none.
 
         Args:
-          embeddings: those of the queries in `embedding`, then padding.
+          embeddings: those of the queries in `being_embedded`, then padding.
         """
         if not self._needs_embeddings:
             ready = list(self.waiting)
             self.waiting.clear()
             return ready, None
-        ready, self.embedding = self.embedding, []
+        ready, self.being_embedded = self.being_embedded, []
         not_cached = (query for query in self.waiting if not self.runner.take_cached(query))
         self.waiting = collections.deque(not_cached)
         return ready, embeddings[: len(ready)]
@@ -76,8 +76,8 @@ class SearchRequests:
         if self.waiting and self._needs_embeddings:
             assert self.runner.retriever is not None
             count = min(self._sizes.wake_threshold, len(self.waiting))
-            self.embedding = [self.waiting.popleft() for _ in range(count)]
-            ids = self.runner.retriever.tokenize(self.embedding)
+            self.being_embedded = [self.waiting.popleft() for _ in range(count)]
+            ids = self.runner.retriever.tokenize(self.being_embedded)
             token_ids[:count] = ids[:, : self._sizes.query_tokens]
         return token_ids
 

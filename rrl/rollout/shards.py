@@ -21,9 +21,10 @@ def assign_to_shards(
 ) -> list[list[list[int]]]:
     """Assign requests to data shards, in groups. One worker takes a whole group.
 
-    Requests with the same prompt form a group. Each worker of each shard gets the same number of groups; the requests of the
-    remaining prompts, the shortest ones, form groups of one. Long prompts come first, since long questions tend to take more
-    turns: short episodes then fill the slots at the end (longest processing time first, Graham 1969).
+    Requests with the same prompt form a group. The number of these groups is a multiple of the number of all workers; the
+    other requests, those of the shortest prompts, form groups of one. So the workers can share the groups evenly. Long
+    prompts come first, since long questions tend to take more turns: short episodes then fill the slots at the end (longest
+    processing time first, Graham 1969).
 
     Args:
       prompts: prompt of each request.

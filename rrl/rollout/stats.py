@@ -28,9 +28,9 @@ class RolloutStats:
     policy_tokens: int = 0
     """Tokens that the policy wrote."""
     row_steps: int = 0
-    """Decode steps times rows of a step, idle rows included."""
-    written_steps: int = 0
-    """The part of `row_steps` in which the row decoded: the sum, over all steps, of the rows that wrote."""
+    """Decode steps times rows of a step: one row-step is one row in one step, idle or not."""
+    written_row_steps: int = 0
+    """Row-steps in which the row wrote: the sum, over all steps, of the number of rows that wrote."""
     prefilled_tokens: int = 0
     """Prefilled tokens of prompts and observations, without those copied from another slot."""
     searches_failed: int = 0
@@ -40,7 +40,7 @@ class RolloutStats:
 
     @classmethod
     def of_run(
-        cls, counts: Sequence[SchedulerCounts], *, seconds: float, row_steps: int, written_steps: int
+        cls, counts: Sequence[SchedulerCounts], *, seconds: float, row_steps: int, written_row_steps: int
     ) -> "RolloutStats":
         """Return the statistics of a run from the counts of its schedulers and its decode steps."""
         return cls(
@@ -48,7 +48,7 @@ class RolloutStats:
             retrieval_seconds=max(count.search_seconds for count in counts),
             policy_tokens=sum(count.policy_tokens for count in counts),
             row_steps=row_steps,
-            written_steps=written_steps,
+            written_row_steps=written_row_steps,
             prefilled_tokens=sum(count.prefilled_tokens for count in counts),
             searches_failed=sum(count.searches_failed for count in counts),
             not_finite=sum(len(count.not_finite) for count in counts),
@@ -57,12 +57,12 @@ class RolloutStats:
     @property
     def busy(self) -> float:
         """Mean share of the rows that wrote, over all decode steps."""
-        return self.written_steps / max(self.row_steps, 1)
+        return self.written_row_steps / max(self.row_steps, 1)
 
     @property
     def tokens_per_step(self) -> float:
         """Mean tokens per decode step of a row that writes: 1 without draft tokens."""
-        return self.policy_tokens / max(self.written_steps, 1)
+        return self.policy_tokens / max(self.written_row_steps, 1)
 
     @property
     def tokens_per_second(self) -> float:

@@ -13,8 +13,8 @@ MIN_COMPUTING_CORES = 0.05
 """A device that computes in this process uses at least this share of a core, even beside many other processes."""
 
 MAX_COMPUTING_REPORTS = 10
-"""After this multiple of the time until the first report, a device that seems to compute counts as stalled: other threads of
-the process may use the CPU."""
+"""After this many report intervals without progress, the watchdog reports an error even if the process uses the CPU: the CPU
+time may be that of other threads."""
 
 log = logging.getLogger(__name__)
 

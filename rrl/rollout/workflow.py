@@ -95,7 +95,7 @@ RESERVED_STOPS = ("eos", "length", "context_limit", NOT_FINITE)
 def numbered_workflows(
     workflows: Iterable[Workflow], numbers: Sequence[int] | None = None
 ) -> list[tuple[int, Workflow]]:
-    """Return (number, workflow) pairs. The number is the workflow's seed: its index unless `numbers` are given.
+    """Return (number, workflow) pairs. The number is the workflow's seed and name: its index unless `numbers` are given.
 
     Raises:
       UserError: a workflow is no generator, has started, or is given twice; or `numbers` are not distinct, too large, or not

@@ -1,4 +1,4 @@
-"""The stream protocol: the action after each kind of pause."""
+"""The stream protocol: the result of a step after each kind of stop."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ SEARCH = STREAM.stops[0]
 
 
 @pytest.mark.parametrize(
-    ("turn", "text", "stop", "action"),
+    ("turn", "text", "stop", "result"),
     [
         (0, "I look. <search> Silver Harbour </search>", SEARCH, SearchFor("Silver Harbour")),
         (0, "<search>a</search><search>b</search>", SEARCH, SearchFor("b")),
@@ -39,8 +39,8 @@ SEARCH = STREAM.stops[0]
         (1, "<answer>a</answer>", CONTEXT, Finish("answer")),
     ],
 )
-def test_react_returns_the_action_for_text_and_stop(turn, text, stop, action):
-    assert STREAM.step(Episode(Question("q", "q", ("a",)), turn), text, stop) == action
+def test_step_returns_the_result_for_text_and_stop(turn, text, stop, result):
+    assert STREAM.step(Episode(Question("q", "q", ("a",)), turn), text, stop) == result
 
 
 @pytest.mark.parametrize(

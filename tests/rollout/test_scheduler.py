@@ -1,4 +1,4 @@
-"""The scheduler: what it sends in one exchange, and how it applies the environment's actions."""
+"""The scheduler: what it sends in one exchange, and how it carries out what the environment returns."""
 
 import collections
 import dataclasses

@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.models.config import DecoderConfig
-from rrl.parallel.private import check_private, private_folder
+from rrl.parallel.permissions import check_private, private_folder
 from rrl.parallel.runtime import cache_folder
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 PROBE_TOKENS = 32
 """Tokens that each row writes in a probe. If a softmax is summed in another order, the last bit of 4 % to 10 % of the
-log-probabilities differs. Eight rows give 8 x 32 tokens x 2 log-probabilities = 512, of which about 20 or more differ."""
+log-probabilities differs. Eight rows give 8 x 32 tokens x 2 log-probabilities = 512, of which about 20 or more differ: enough to
+detect the other order."""
 
 PROBE_LAYERS = 4
 """The probe uses this many of the first layers. All layers have the same shapes, so XLA splits their products in the same way."""

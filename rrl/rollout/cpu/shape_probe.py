@@ -43,7 +43,7 @@ class ProbeResult(NamedTuple):
     widths: tuple[int, ...]
     """Batch sizes of a decode step: how many rows it may compute."""
     readers: tuple[int, ...]
-    """Batch sizes of attention (`DecodeSettings.readers`): how many rows may read a block of the KV cache together."""
+    """Batch sizes of attention (`DecodeSettings.readers`): how many rows may read a cache block in one matrix product."""
     chunk_counts: tuple[int, ...]
     """Numbers of chunks that are prefilled together."""
     step_tokens: int
@@ -156,11 +156,11 @@ def _probe(
         prefills = [pool.submit(prefilled, count) for count in chunks if len(chunks) > 1]
         step_tokens = programs.step_tokens
         decode_result = _probe_decode(programs, params, rows, step_tokens, pool, deadline)
-        if decode_result is None:  # without drafts
+        if decode_result is None:  # drafts change bits: probe again without them
             step_tokens = 0
             decode_result = _probe_decode(programs, params, rows, step_tokens, pool, deadline)
         same = _same_as_first([prefill.result() for prefill in prefills])
-    assert decode_result is not None, "decode steps without drafts are not deterministic"
+    assert decode_result is not None, "only drafts can make the result None"
     fewer = (count for count, is_same in zip(chunks[1:], same[1:], strict=True) if is_same)
     return ProbeResult(*decode_result, (chunks[0], *fewer), step_tokens)
 

@@ -42,7 +42,7 @@ def worker_count(config: EngineConfig, decoder: DecoderConfig) -> int:
     each.
 
     Raises:
-      UserError: `config.workers` does not divide the rows, or exceeds the cores.
+      UserError: `config.workers` does not divide the rows, or exceeds both 2 and the number of cores.
     """
     cores = available_cores()
     if config.workers:

@@ -1,4 +1,4 @@
-"""Checks that no other user could have written a file or folder, before compiled code is loaded from it."""
+"""Checks of file permissions: no other user may write a file or folder from which compiled code is loaded."""
 
 import grp
 import os

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rrl.parallel.private import check_private, private_folder
+from rrl.parallel.permissions import check_private, private_folder
 
 OTHER = 54321
 """A user and a group that do not exist here."""
