@@ -19,7 +19,7 @@ from rrl.errors import UserError
 from rrl.models.tokenizer import load_tokenizer
 from rrl.text.encoding import text_ids
 from rrl.text.metrics import score_answers
-from rrl.text.normalize import RRL, Rule, rule_named
+from rrl.text.normalize import RRL_RULE, AnswerRule, rule_named
 from rrl.text.short_answers import choice_correct
 
 try:
@@ -321,7 +321,7 @@ def question_of(example: Mapping[str, Any]) -> Question:
 
 
 def mean_scores(
-    targets: Sequence[Mapping[str, Any]], predictions: Sequence[str], rule: Rule = RRL
+    targets: Sequence[Mapping[str, Any]], predictions: Sequence[str], rule: AnswerRule = RRL_RULE
 ) -> dict[str, float]:
     """Return the means of exact match, token F1 and cover exact match, in [0, 1], each for the best gold answer.
 

@@ -17,7 +17,7 @@ from rrl.rewards.judge import Judge
 from rrl.rewards.judge_prompts import Correctness, JudgePrompt, ShortAnswer, Validation
 from rrl.runs.progress import Progress
 from rrl.text.metrics import AnswerScores, score_answer
-from rrl.text.normalize import Rule
+from rrl.text.normalize import AnswerRule
 
 PROMPTS: Mapping[str, Callable[[Question, str], JudgePrompt]] = {"tiresrag": Correctness, "r2ag": Validation}
 """Judge prompts by name: tiresrag (TIRESRAG-R1, Figure 13) and r2ag (R2AG, Figure A.4)."""
@@ -81,7 +81,7 @@ def judge_correctness(
 
 
 def score_short_answers(
-    file: Path, judge: Judge, rule: Rule, questions: Sequence[Question], answers: Mapping[str, str]
+    file: Path, judge: Judge, rule: AnswerRule, questions: Sequence[Question], answers: Mapping[str, str]
 ) -> dict[str, AnswerScores | None]:
     """Return EM, F1 and cover-EM of the short form that the judge extracts from each long answer (R3-RAG, 4.1), by id.
 

@@ -13,7 +13,7 @@ from rrl.data.records import read_records
 from rrl.errors import UserError
 from rrl.eval.predictions import Prediction
 from rrl.text.characters import canonical_unicode
-from rrl.text.normalize import Rule
+from rrl.text.normalize import AnswerRule
 
 
 def questions_in_file(predictions: Sequence[Prediction], name: str) -> list[Question]:
@@ -35,7 +35,7 @@ def questions_in_file(predictions: Sequence[Prediction], name: str) -> list[Ques
     return questions
 
 
-def scorable(questions: Sequence[Question], rule: Rule) -> list[bool]:
+def scorable(questions: Sequence[Question], rule: AnswerRule) -> list[bool]:
     """Return for each question whether it is scored.
 
     Unanswerable questions are scored only if `rule` rewards an empty answer, as SQuAD 2.0 does.

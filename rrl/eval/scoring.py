@@ -15,7 +15,7 @@ from rrl.errors import UserError
 from rrl.eval.predictions import Prediction
 from rrl.retrieval.gold import TITLES, GoldHits, gold_key, hits_by_key
 from rrl.text.metrics import score_answers
-from rrl.text.normalize import RRL, Rule
+from rrl.text.normalize import RRL_RULE, AnswerRule
 from rrl.text.short_answers import choice_correct
 
 OTHER_TOKENS = ("prompt_tokens", "environment_tokens", "reader_prompt_tokens", "reader_tokens")
@@ -88,7 +88,7 @@ class Scores:
 def score(
     predictions: Sequence[Prediction | None],
     questions: Sequence[Question],
-    rule: Rule = RRL,
+    rule: AnswerRule = RRL_RULE,
     judged: bool = False,
 ) -> Scores:
     """Score each prediction against its question; None counts as wrong.
@@ -125,7 +125,7 @@ def score(
 
 
 def _answer_metrics(
-    predictions: Sequence[Prediction | None], questions: Sequence[Question], rule: Rule
+    predictions: Sequence[Prediction | None], questions: Sequence[Question], rule: AnswerRule
 ) -> dict[str, np.ndarray]:
     """Return acc of multiple-choice questions, or em, f1 and cem of others."""
     # If an empty answer can be right, a missing answer counts as an empty one.

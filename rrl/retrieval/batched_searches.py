@@ -18,13 +18,13 @@ class SearchRequest(NamedTuple):
 
 
 class BatchedSearches:
-    """`Retriever.search` for many threads. A single request runs at once; concurrent requests share one search.
+    """`Retriever.search` for many threads. A request starts immediately if no search is running; waiting requests share one.
 
-    An index answers a hundred queries in little more time than one, and encodes them in one batch.
+    A search of a hundred queries takes little more time than one of a single query. Their embeddings are computed in one batch.
     """
 
     def __init__(self, retriever: Retriever, max_queries: int = 1024) -> None:
-        """Put at most `max_queries` queries into one search, unless a single request has more."""
+        """Add requests to a batch until it has `max_queries` queries or more; the last request is not split."""
         self.retriever, self.max_queries = retriever, max_queries
         self._requests: queue.SimpleQueue[SearchRequest] = queue.SimpleQueue()
         threading.Thread(target=self._answer_requests, name="rrl-batched-searches", daemon=True).start()
@@ -36,7 +36,7 @@ class BatchedSearches:
         return request.result.result()
 
     def _answer_requests(self) -> None:
-        """Answer requests without end: all that wait, up to `max_queries` queries, in one search for each k."""
+        """Loop forever: take a batch of waiting requests and answer it, with one search for each k."""
         while True:
             batch = [self._requests.get()]
             size = len(batch[0].queries)

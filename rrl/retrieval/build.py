@@ -29,7 +29,7 @@ from rrl.retrieval.disk_space import explain_disk_full
 from rrl.retrieval.folder import KINDS, PassageFile, write_manifest
 from rrl.retrieval.postings import PostingsFolder
 
-if TYPE_CHECKING:  # BM25 needs no JAX, so building it does not import any.
+if TYPE_CHECKING:  # Importing it imports JAX, which BM25 does not need.
     from rrl.retrieval.encode import TextEncoder
 
 

@@ -35,11 +35,11 @@ def write_corpus(
         if unchanged and (options.on_error == "skip" or not previous["skipped"]):
             return previous
         corpus = iter_passages(path, options.on_error, skipped, empty, options.columns)
-    part, parts = options.shard
-    of_shard = itertools.islice(corpus, part, None, parts)
+    shard_index, shard_count = options.shard
+    of_shard = itertools.islice(corpus, shard_index, None, shard_count)
     count, fingerprint = write_passages(unfinished, _report_reading(of_shard, progress))
     if not count:
-        shard = f" for shard {part}/{parts}" if parts > 1 else ""
+        shard = f" for shard {shard_index}/{shard_count}" if shard_count > 1 else ""
         raise UserError(
             f"corpus: it has no passages{shard}; an index needs at least one. Check the corpus file."
         )

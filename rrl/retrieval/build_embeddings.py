@@ -67,7 +67,9 @@ def write_embeddings(
 
 
 def _drop_counts_of_later_blocks(file: Path, rows: int, block: int) -> None:
-    """Remove the lines of `TRUNCATED_COUNTS` for blocks beyond the first `rows` embeddings: a kill between two writes leaves one.
+    """Remove the lines of `TRUNCATED_COUNTS` for blocks beyond the first `rows` embeddings.
+
+    There is such a line if a build was killed after it wrote a block's count and before it wrote the block's embeddings.
 
     Raises UserError if the line of an embedded block is missing or not a number.
     """

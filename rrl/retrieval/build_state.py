@@ -43,9 +43,9 @@ class BuildOptions:
     """(i, n) indexes every n-th passage from the i-th (counted from 0), for a corpus spread over n hosts."""
 
     def __post_init__(self) -> None:
-        part, count = self.shard
-        if not 0 <= part < count:
-            raise UserError(f"shard={part}/{count} must be one of 0/n to (n-1)/n, such as 0/4")
+        index, count = self.shard
+        if not 0 <= index < count:
+            raise UserError(f"shard={index}/{count} must be one of 0/n to (n-1)/n, such as 0/4")
 
 
 def make_unfinished_folder(unfinished: Path, out: Path) -> None:

@@ -148,7 +148,7 @@ class TextEncoder:
     def _embed_batch(self, tokens: Int[np.ndarray, "B T"], min_rows: int) -> jax.Array:
         """Embed a batch, padded to `min_rows` rows so that each width compiles once. Does not wait for the device.
 
-        With several devices, the number of rows is rounded up to a multiple of theirs.
+        With several devices, the number of rows is rounded up to a multiple of the number of devices.
         """
         devices = max(1, len(self.devices))
         padding = math.ceil(min_rows / devices) * devices - len(tokens)
@@ -232,6 +232,9 @@ def length_batches(
 
 
 def _width(length: int) -> int:
-    """Round up to a multiple of an eighth of the next power of two, and of 8: at most four widths per doubling."""
+    """Round a length up to a multiple of max(8, p / 8), with p the next power of two, so there are few different widths.
+
+    From one power of two to the next there are at most four widths.
+    """
     step = max(8, (1 << max(0, length - 1).bit_length()) // 8)
     return max(SMALLEST_BUCKET, -(-length // step) * step)

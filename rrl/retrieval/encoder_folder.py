@@ -16,7 +16,7 @@ from rrl.models.hf import folder_hash, load_encoder, save_encoder
 from rrl.models.tokenizer import check_tokenizer, load_tokenizer
 from rrl.models.weights import require_folder
 from rrl.retrieval.encode import TextEncoder
-from rrl.retrieval.settings import SETTINGS_FILE, FolderSettings, read_settings
+from rrl.retrieval.settings import SETTINGS_FILE, EncoderSettings, read_settings
 
 FINGERPRINTED_FILES = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_FILE)
 """The files on which an embedding depends."""
@@ -63,10 +63,10 @@ def save_text_encoder(folder: str | Path, text_encoder: TextEncoder) -> TextEnco
     return dataclasses.replace(text_encoder, name=folder.name, fingerprint=folder_fingerprint(folder))
 
 
-def folder_fingerprint(folder: Path, settings: FolderSettings | None = None) -> str:
+def folder_fingerprint(folder: Path, settings: EncoderSettings | None = None) -> str:
     """Return a SHA-256 over the files on which an embedding depends.
 
-    It also covers `settings` if any of them comes from elsewhere than text_encoder.json (`FolderSettings.derived`).
+    It also covers `settings` if any of them comes from elsewhere than text_encoder.json (`EncoderSettings.derived`).
     """
     digest = hashlib.sha256()
     for name in FINGERPRINTED_FILES:

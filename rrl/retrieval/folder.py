@@ -66,11 +66,11 @@ def write_passages(folder: Path, passages: Iterable[Passage]) -> tuple[int, str]
     """Stream passages into the files that `PassageFile` reads; return their number and their fingerprint."""
     offsets = array.array("q", [0])
     with atomic_stream(folder / "passages.jsonl") as stream:
-        corpus = fingerprint(_write_each(stream, offsets, passages))
+        corpus_fingerprint = fingerprint(_write_each(stream, offsets, passages))
     offset_array = np.asarray(offsets, np.int64)
     with detect_disk_full(offset_array.nbytes, folder), atomic_stream(folder / "offsets.npy") as stream:
         np.save(stream, offset_array)
-    return len(offsets) - 1, corpus
+    return len(offsets) - 1, corpus_fingerprint
 
 
 def _write_each(stream: BinaryIO, offsets: array.array, passages: Iterable[Passage]) -> Iterator[Passage]:

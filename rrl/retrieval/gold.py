@@ -1,6 +1,7 @@
 """Measure how well retrieved passages cover the gold ones: recall, full recall, mAP, hits and MRR.
 
-As in R2AG (Table 1) it also gives @K, the mean number of retrieved passages, and η_re, the recall per passage.
+As in R2AG (Table 1) it also gives @K, the mean number of retrieved passages, and η_re, the recall per retrieved passage relative
+to an oracle (`gold_efficiency`). In this module a hit is a retrieved passage that is gold.
 Read `hits_by_key` first; `GoldHits` computes the metrics.
 """
 
@@ -13,11 +14,11 @@ from jaxtyping import Bool, Float, Int
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.text.metrics import score_answers
-from rrl.text.normalize import RRL, Rule, title_key
+from rrl.text.normalize import RRL_RULE, AnswerRule, title_key
 
 IDS, TITLES = "gold ids", "gold titles"
-"""The two ways to recognise a gold passage: its id, or its title, is one of the question's gold ids or titles. `gold_key` chooses
-between them."""
+"""The two keys by which a passage is recognised as gold: its id is one of the question's gold ids, or its title is one of the
+gold titles. `gold_key` chooses between them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ class GoldHits:
 
 
 def gold_key(questions: Sequence[Question], passages: Iterable[tuple[str, str]]) -> tuple[str, str]:
-    """Choose how to recognise gold passages: by `IDS` or by `TITLES`.
+    """Choose the key by which passages are recognised as gold: `IDS` or `TITLES`.
 
     Ids are better, because passages may share a title. They are chosen if at least as many questions have gold ids as have gold
     titles, and some passage of the corpus has a gold id. If the question with that gold id also has gold titles, the passage must
@@ -149,7 +150,7 @@ def hits_by_key(
     questions: Sequence[Question],
     repeats_take_ranks: bool = False,
 ) -> GoldHits:
-    """Return the hits of retrieved passages, best first, by their ids or titles (see `gold_key`, `gold_hits`)."""
+    """Return the hits among retrieved passages, best first, by the key `IDS` or `TITLES` (see `gold_key`, `gold_hits`)."""
     gold = [gold_of(question, key) for question in questions]
     return (
         gold_hits(ids, gold, str, repeats_take_ranks)
@@ -172,7 +173,7 @@ def gold_hits(
       normalize: two names are equal if this maps them to the same text. By default, titles match
         regardless of case and white space.
       repeats_take_ranks: whether a name that occurs again takes a rank. Set it for a single search, where a repeated title
-        belongs to another passage; leave it for several searches, which may return the same passage.
+        belongs to another passage. Do not set it for several searches, which may return the same passage.
 
     Raises ValueError if `retrieved` and `gold` differ in length.
     """
@@ -192,7 +193,7 @@ def gold_hits(
 
 
 def hits_by_answer(
-    retrieved: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], rule: Rule = RRL
+    retrieved: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], rule: AnswerRule = RRL_RULE
 ) -> GoldHits:
     """Return hits for questions without known gold passages.
 

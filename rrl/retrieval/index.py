@@ -20,7 +20,7 @@ from rrl.retrieval.folder import PassageFile, damaged_error, read_manifest
 from rrl.retrieval.retriever import Index, Retriever, RetryPolicy
 from rrl.retrieval.sizing import BRUTE_FORCE_BELOW, ScannConfig
 
-if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
+if TYPE_CHECKING:  # Importing it imports JAX, which BM25 does not need.
     from rrl.retrieval.encode import TextEncoder
 
 

@@ -80,7 +80,8 @@ def score_matrix(
 ) -> tuple[Float[np.ndarray, "P"], Int[np.ndarray, "P"], Int[np.ndarray, "W1"]]:
     """Compute the BM25 score of each word in each passage, as a sparse matrix with a column per word (CSC).
 
-    The formula is Lucene's (Kamphuis et al. 2020, row 2) with the given `idf`. W1 is the number of words plus 1.
+    The formula is Lucene's with exact lengths ("Lucene (accurate)" in Kamphuis et al. 2020) and the given `idf`. W1 is the number
+    of words plus 1.
 
     Args:
       blocks: returns an iterator over all blocks; called twice.

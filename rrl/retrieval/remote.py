@@ -38,7 +38,7 @@ class RemoteIndex:
 
         Args:
           urls: addresses of the services, with or without the path of `form`.
-          form: the format of requests and answers, one of `FORMS`.
+          form: name of the format of requests and answers, one of `FORMS`.
           time_out: time limit of one request, in seconds.
 
         Raises UserError for an unknown form, or a url that is not http or https.
@@ -60,7 +60,7 @@ class RemoteIndex:
         self._lock = threading.Lock()
 
     def search(self, queries: Sequence[str], k: int, embeddings: None = None) -> Ranking:
-        """Rank as the services do; equal scores keep the order of the services.
+        """Merge the rankings of the services by score; equal scores keep the order of `urls`.
 
         Raises OSError if a service does not answer, and ValueError if its answer has another format.
         """

@@ -17,7 +17,7 @@ from rrl.errors import UserError, at_least
 from rrl.retrieval.ranking import NO_PASSAGE, Ranking
 from rrl.retrieval.stats import RetrieverStats, StatsRecorder
 
-if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
+if TYPE_CHECKING:  # Importing it imports JAX, which BM25 does not need.
     from rrl.retrieval.encode import TextEncoder
 
 MAX_QUERY_CHARACTERS = 4_096
@@ -53,7 +53,7 @@ class SearchFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RetryPolicy:
-    """How a retriever splits its queries into searches, and handles slow and failing ones."""
+    """Retries and time limit of a search, and how many queries one search has."""
 
     time_out: float | None = None
     """Time limit of one attempt, in seconds. None: no limit."""

@@ -13,7 +13,7 @@ MODULES_FILE = "modules.json"
 PREFIXES = {"query_prefix": ("query",), "passage_prefix": ("document", "passage", "corpus")}
 """Our name of a prefix, and the prompts of sentence-transformers that may hold it; the first prompt that is not empty is used."""
 
-QUERY_TOKENS = 128
+MAX_QUERY_TOKENS = 128
 """Upper limit of `query_tokens`. All queries are padded to that width, so a model's full length would be wasteful."""
 
 _POOLING_FLAG = "pooling_mode_"
@@ -41,7 +41,7 @@ def read_sentence_transformers(folder: Path) -> dict[str, Any]:
 
 
 def text_lengths(folder: Path) -> dict[str, int]:
-    """Return the `query_tokens` and `passage_tokens` that the model and its files allow, queries at most QUERY_TOKENS."""
+    """Return the `query_tokens` and `passage_tokens` that the model and its files allow, queries at most MAX_QUERY_TOKENS."""
     max_tokens = read_encoder_config(folder).max_tokens
     config = _read_if_present(folder / "sentence_bert_config.json")
     length = config.get("max_seq_length") or _read_if_present(folder / "tokenizer_config.json").get(
@@ -49,7 +49,7 @@ def text_lengths(folder: Path) -> dict[str, int]:
     )
     length = min(max_tokens, int(length or max_tokens))
     query, passage = (min(length, config.get(f"{kind}_length") or length) for kind in ("query", "document"))
-    return {"query_tokens": min(query, QUERY_TOKENS), "passage_tokens": passage}
+    return {"query_tokens": min(query, MAX_QUERY_TOKENS), "passage_tokens": passage}
 
 
 def _pooling(folder: Path) -> dict[str, Any]:

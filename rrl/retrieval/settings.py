@@ -27,7 +27,7 @@ SEARCH_TASK = "Given a web search query, retrieve relevant passages that answer 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TextFamily:
+class EncoderFamily:
     """The prefixes and pooling of one family of encoders."""
 
     query_prefix: str
@@ -39,19 +39,19 @@ class TextFamily:
     """Regular expression over the published names of its models, in lower case."""
 
 
-TEXT_FAMILIES = {
+ENCODER_FAMILIES = {
     # E5 (Wang et al. 2022), the retriever of R-Search and R3-RAG.
-    "e5": TextFamily("query: ", "passage: ", "mean", r"(multilingual-)?e5-(small|base|large)(-v2)?"),
+    "e5": EncoderFamily("query: ", "passage: ", "mean", r"(multilingual-)?e5-(small|base|large)(-v2)?"),
     # multilingual-e5-large-instruct (Wang et al. 2024), the retriever of R2AG.
-    "e5-instruct": TextFamily("Instruct: {task}\nQuery: ", "", "mean", r"multilingual-e5-large-instruct"),
+    "e5-instruct": EncoderFamily("Instruct: {task}\nQuery: ", "", "mean", r"multilingual-e5-large-instruct"),
     # BGE (Xiao et al. 2023), the second retriever of R3-RAG.
-    "bge-en-v1.5": TextFamily(
+    "bge-en-v1.5": EncoderFamily(
         "Represent this sentence for searching relevant passages: ",
         "",
         "cls",
         r"bge-(small|base|large)-en-v1\.5",
     ),
-    "minilm": TextFamily("", "", "mean", r"(all|paraphrase|multi-qa)-minilm-l\d+(-cos)?-v\d"),
+    "minilm": EncoderFamily("", "", "mean", r"(all|paraphrase|multi-qa)-minilm-l\d+(-cos)?-v\d"),
 }
 """Families by the value of `family` in text_encoder.json."""
 
@@ -83,23 +83,23 @@ _KEYS = (*(field.name for field in dataclasses.fields(TextSettings)), "pooling",
 
 
 @dataclasses.dataclass(frozen=True)
-class FolderSettings:
-    """Settings of an encoder's texts, resolved from all files of its folder."""
+class EncoderSettings:
+    """Text settings and pooling of an encoder, resolved from all files of its folder."""
 
     text: TextSettings
     pooling: Pooling
     lower_case: bool = False
     """Whether texts are lower-cased before the tokenizer."""
     derived: bool = False
-    """Whether a setting comes from another source: the files of sentence-transformers, a model family, or the caller."""
+    """Whether some settings come from sentence-transformers' files, a family or the caller, and not from text_encoder.json."""
 
 
-def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> FolderSettings:
+def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> EncoderSettings:
     """Resolve the settings of a folder's encoder, and log them.
 
     text_encoder.json holds the fields of TextSettings, `pooling` (mean or cls), `normalize`, and `family` (a key of
-    TEXT_FAMILIES, with its `task`) in place of prefixes. `given` has the same keys and overrides the file. A key that is
-    missing there is looked up in this order: the files of sentence-transformers; the family (the given one, or the one whose
+    ENCODER_FAMILIES, with its `task`) in place of prefixes. `given` has the same keys and overrides the file. A key that is
+    missing from both is looked up in this order: the files of sentence-transformers; the family (the given one, or the one whose
     models have the folder's name); the defaults of TextSettings and Pooling.
 
     Raises:
@@ -110,8 +110,8 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
     values = (read_json(file, "") if file.is_file() else {}) | dict(given or {})
     where = f"settings given for {folder}" if given else str(file)
     family, task = values.pop("family", None), values.pop("task", None)
-    if family is not None and family not in TEXT_FAMILIES:
-        raise UserError(f"{where}: family={family!r} is unknown; choose one of {', '.join(TEXT_FAMILIES)}")
+    if family is not None and family not in ENCODER_FAMILIES:
+        raise UserError(f"{where}: family={family!r} is unknown; choose one of {', '.join(ENCODER_FAMILIES)}")
     if unknown := values.keys() - _KEYS:
         raise UserError(
             f"{where}: {', '.join(sorted(unknown))} unknown. Allowed: {', '.join(_KEYS)}, family, task"
@@ -145,7 +145,7 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Folde
         text.query_tokens,
         text.passage_tokens,
     )
-    return FolderSettings(text, pooling, lower_case, derived=bool(given) or not complete)
+    return EncoderSettings(text, pooling, lower_case, derived=bool(given) or not complete)
 
 
 def _derive(folder: Path, values: Mapping[str, Any], family: str | None) -> tuple[dict[str, Any], str, bool]:
@@ -156,8 +156,8 @@ def _derive(folder: Path, values: Mapping[str, Any], family: str | None) -> tupl
     """
     modules = (folder / MODULES_FILE).is_file()
     from_files = read_sentence_transformers(folder) if modules else {}
-    guess = next((name for name in TEXT_FAMILIES if _is_named_after(folder, name)), None)
-    chosen = TEXT_FAMILIES.get(family or guess or "")
+    guess = next((name for name in ENCODER_FAMILIES if _is_named_after(folder, name)), None)
+    chosen = ENCODER_FAMILIES.get(family or guess or "")
     prefixes: dict[str, Any] = {}
     if PREFIXES.keys() <= values.keys():
         source, is_certain = "as given", True
@@ -181,11 +181,11 @@ def _derive(folder: Path, values: Mapping[str, Any], family: str | None) -> tupl
     return base | text_lengths(folder) | from_files | prefixes, source, is_certain
 
 
-_EXAMPLE = f'a {SETTINGS_FILE} such as {{"family": "e5"}} (families: {", ".join(TEXT_FAMILIES)})'
+_EXAMPLE = f'a {SETTINGS_FILE} such as {{"family": "e5"}} (families: {", ".join(ENCODER_FAMILIES)})'
 
 
 def _is_named_after(folder: Path, family: str) -> bool:
     """Return whether the folder, or its model's folder in a Hugging Face cache, is named after a model of the family."""
     parts = folder.absolute().parts
     names = [parts[-1], *(part.rpartition("--")[2] for part in parts if part.startswith("models--"))]
-    return any(re.fullmatch(TEXT_FAMILIES[family].model_names, name.lower()) for name in names)
+    return any(re.fullmatch(ENCODER_FAMILIES[family].model_names, name.lower()) for name in names)

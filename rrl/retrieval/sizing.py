@@ -37,7 +37,7 @@ class ScannConfig:
     spilled: bool = False
     """Whether each passage is also stored in a second leaf (SOAR, Sun et al. 2023): the same recall from half the leaves."""
     part: int = 0
-    """Number of passages in each part of the index; 0: the index is one part. Parts bound the memory of a build, because ScaNN
+    """Size of each part of the index, in passages; 0: the index is one part. Parts bound the memory of a build, because ScaNN
     holds the vectors of one part at a time."""
 
     def parts(self, passages: int) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ class RetrieverStats:
     calls: int = 0
     queries: int = 0
     searched: int = 0
-    """Queries that reached the index. The others were repeated in the call, cached or empty."""
+    """Queries that reached the index. The others were repeated in the call, cached, or without text."""
     cache_hits: int = 0
     empty: int = 0
     """Queries without text or without hits."""

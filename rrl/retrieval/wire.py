@@ -91,7 +91,7 @@ def _rows(form: str, answer: Any) -> list[list[tuple[Any, Any]]]:
         return [[_document_and_score(hit) for hit in hits] for hits in answer["result"]]
     if form == "r1-searcher":
         return [[(_read_r1_searcher(doc), None) for doc in docs] for docs in answer["answers"]]
-    # A row without scores holds documents, which are objects or strings.
+    # With scores, answer[0] is a list of lists of documents. Without, it is a list of documents, which are objects or strings.
     has_scores = len(answer) == 2 and answer[0] and all(isinstance(row, list) for row in answer[0])
     if has_scores:
         return [list(zip(*pair, strict=True)) for pair in zip(*answer, strict=True)]

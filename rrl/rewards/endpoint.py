@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 TRANSIENT_STATUSES = (408, 409, 425, 429)
 """HTTP statuses below 500 that are retried. All statuses from 500 on are retried too."""
 MIN_REFUSED_PROMPTS = 8
-"""If at least this many prompts are refused and none is answered, the settings are wrong, not the prompts."""
+"""If at least this many prompts are sent, all are refused and the cache has none, UserError is raised: the settings must be
+wrong."""
 
 
 class Endpoint:
@@ -67,7 +68,7 @@ class Endpoint:
         Equal prompts are sent once. With several processes each one sends a part of the prompts, and all get every reply.
 
         Raises:
-          UserError: the service refuses the request (key, model, address, or a setting that it does not support).
+          UserError: the service refuses every prompt, or the request (key, model, address, unsupported setting).
           ServiceUnavailable: the service does not answer after all retries, or the run must stop (`rrl.stopping`).
         """
         distinct = list(dict.fromkeys(prompts))

@@ -75,7 +75,7 @@ class EndpointConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields on which a reply depends, besides its prompt. The address is not one: another service may have the model."""
+        """The fields on which a reply depends, besides its prompt. They exclude the address: two services may serve one model."""
         fields = {name: getattr(self, name) for name in ("model", "answer_tokens", "temperature")}
         return fields | {
             name: value for name in ("seed", "thinking") if (value := getattr(self, name)) is not None

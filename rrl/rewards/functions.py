@@ -1,4 +1,4 @@
-"""Rewards of users: plain functions `(trajectory, question) -> float`, named in a config as MODULE:FUNCTION."""
+"""Rewards that users write: plain functions `(trajectory, question) -> float`, named in a config as MODULE:FUNCTION."""
 
 import dataclasses
 import importlib
@@ -12,7 +12,8 @@ from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError, at_least, describe_error
 
 RewardFunction = Callable[[Trajectory, Question], float]
-"""Maps a scored trajectory and its question to a reward. It sees the recipe's `answer`, `metrics` and `rewards`."""
+"""Maps a trajectory and its question to a reward. The recipe has already set the trajectory's `answer`, `metrics` and
+`rewards`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class RewardConfig:
     weights: tuple[float, ...] = ()
     """One weight per function, which may be negative; (): all 1."""
     recipe_weight: float = 1.0
-    """Weight of the recipe's own total. 0: the functions alone are learned from."""
+    """Weight of the recipe's own total. 0: only the functions count."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "recipe_weight")
@@ -88,8 +89,9 @@ class RewardFunctions:
     def add_to(self, trajectories: Sequence[Trajectory]) -> None:
         """Add the weighted rewards to scored trajectories, in place.
 
-        "total" becomes recipe_weight · total + the sum of weight · function. If turns have rewards, these are weighted by
-        `recipe_weight` too, and the last turn's reward gets what the functions give. The components are unweighted.
+        With bonus = the sum of weight · value over the functions, "total" becomes recipe_weight · total + bonus. If turns have
+        rewards, each is multiplied by `recipe_weight`, and the last of them gets the bonus. The unweighted value of each function
+        is stored in `rewards` under its name.
 
         Raises UserError if a function fails, or returns anything but a finite number.
         """

@@ -27,7 +27,7 @@ class JudgeCard:
     answer_tokens: int = 1024
     """Maximum number of tokens of a reply. TIRESRAG-R1's sufficiency prompt asks for reasoning before the score."""
     cases: tuple[str, ...] = ()
-    """Kinds of judge prompts that the judge was trained on: names of classes in `rrl.rewards.judge_prompts`, such as
+    """The kinds of judge prompts that the judge was trained on, as names of classes in `rrl.rewards.judge_prompts`, such as
     "Sufficiency". Other kinds raise an error. Empty: all."""
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from rrl.rewards.reply_parsing import parse_tenths, parse_verdict
 from rrl.rewards.transcript import Transcript
 from rrl.text.chat import Prompt, after_thought
 from rrl.text.metrics import AnswerScores, score_answer
-from rrl.text.normalize import RRL, Rule
+from rrl.text.normalize import RRL_RULE, AnswerRule
 from rrl.text.short_answers import EXTRACT_TEMPLATE, listed_answers
 
 
@@ -144,13 +144,16 @@ class Relevance:
 
 @dataclasses.dataclass(frozen=True)
 class ShortAnswer:
-    """A metric of the short answers that the model extracts from a long answer (R3-RAG, 4.1); the best one counts."""
+    """How good is a long answer? A metric of its short answers, which the judge extracts (R3-RAG, 4.1).
+
+    The score is the maximum over the short answers.
+    """
 
     question: Question
     predicted: str
     metric: str
     """A field of `AnswerScores`: "em", "f1" or "cem". The prompt does not depend on it."""
-    rule: Rule = RRL
+    rule: AnswerRule = RRL_RULE
     """How answers are compared."""
 
     @property

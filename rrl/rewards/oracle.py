@@ -95,16 +95,16 @@ def chain_coverage(question: Question, transcript: Transcript) -> float:
 
 
 def groundedness(question: Question, transcript: Transcript) -> float:
-    """Return the fraction of `claims` that are grounded; 1 if there are no claims."""
-    grounded = [grounded for _, grounded in claims(question, transcript)]
+    """Return the fraction of the names and numbers in the reasoning that are grounded; 1 if it has none."""
+    grounded = [grounded for _, grounded in word_grounding(question, transcript)]
     return sum(grounded) / len(grounded) if grounded else 1.0
 
 
-def claims(question: Question, transcript: Transcript) -> list[tuple[str, bool]]:
-    """Return each claim in the reasoning, and whether it is grounded.
+def word_grounding(question: Question, transcript: Transcript) -> list[tuple[str, bool]]:
+    """Return each name and number in the reasoning, and whether it is grounded.
 
-    A claim is a word that contains a digit, or that begins with a capital letter and does not start a sentence. It is
-    grounded if it appeared in the question or in an earlier document.
+    A number is a word that contains a digit. A name is a word that begins with a capital letter and does not start a sentence.
+    Either is grounded if it appeared in the question or in an earlier document.
     """
     seen = _words(question.text)
     result = []

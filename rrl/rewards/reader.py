@@ -92,8 +92,8 @@ class Reader:
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """Return the model's answer to each prompt; a string is the user message of the chat template.
 
-        A prompt that does not fit the context loses its first part: a `Prompt` the first part of its body, a string its first
-        tokens. `truncated` counts such prompts, and the first occurrence logs a warning.
+        A prompt that does not fit the context is truncated: a `Prompt` at the front of its body, a string at its own front.
+        `truncated` counts such prompts, and the first occurrence logs a warning.
         """
         return [reply.text for reply in self.replies(prompts)]
 

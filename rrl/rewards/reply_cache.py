@@ -20,7 +20,7 @@ class ReplyCache:
         self.folder = folder
 
     def file(self, body: Mapping[str, Any]) -> pathlib.Path:
-        """Return the file of a request. It does not depend on the address: another service may have the same model."""
+        """Return the file of a request. It does not depend on the address: two services may serve one model."""
         text = json.dumps(body, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()
         return self.folder / name[:2] / f"{name[2:]}.json"

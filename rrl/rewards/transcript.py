@@ -34,14 +34,14 @@ def transcript_of(
 ) -> Transcript:
     """Return the reasoning and the documents of a trajectory without its answers, as in TIRESRAG-R1's released code.
 
-    If the protocol starts a new context after each search (R3-RAG), the new prompt repeats the previous one and adds the
-    documents. They are then the part of it that follows its longest common prefix with the previous prompt.
+    Some protocols start a new context after each search (R3-RAG). Each new prompt then repeats the previous prompt and adds the
+    documents, so the documents are the text after the longest common prefix of the two prompts.
 
     Args:
       trajectory: the episode. Its first prompt is not part of the transcript.
       answer: the tag of answers; its contents are removed.
-      prefill: text at the end of the first prompt that counts as the start of the policy's text, such as "<think>". If empty, a
-        `<think>` that the chat template adds at the end of a prompt counts.
+      prefill: text at the end of the first prompt, such as "<think>", that is put before the policy's first text. If it is empty
+        and the chat template ends a prompt with `<think>`, that tag is used.
       max_searches: the transcript ends before the documents of the search that would exceed it. None: no limit.
     """
     segments: list[tuple[int, str]] = []

@@ -13,7 +13,7 @@ from rrl.rewards.judge_prompts import (
     Transcript,
     gold_text,
 )
-from rrl.rewards.oracle import chain_coverage, claims, groundedness
+from rrl.rewards.oracle import chain_coverage, groundedness, word_grounding
 
 MAX_LISTED_WORDS = 6
 """A judge's reasons list at most this many ungrounded words."""
@@ -64,9 +64,9 @@ def _thinking_reasons(question: Question, transcript: Transcript) -> str:
         title if chain_coverage(dataclasses.replace(question, gold=(title,)), transcript) else "unknown"
         for title in question.gold
     ]
-    ungrounded = list(dict.fromkeys(word for word, grounded in claims(question, transcript) if not grounded))[
-        :MAX_LISTED_WORDS
-    ]
+    ungrounded = list(
+        dict.fromkeys(word for word, grounded in word_grounding(question, transcript) if not grounded)
+    )[:MAX_LISTED_WORDS]
     shares = f"{chain_coverage(question, transcript):.1f}", f"{groundedness(question, transcript):.1f}"
     return (
         f"{' ; '.join(named)} : {shares[0]}. Not found : {', '.join(ungrounded) or 'nothing'} : {shares[1]}."

@@ -18,17 +18,17 @@ _TRAILING_THINK_TAG = re.compile(r"<think>\s*\Z")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a generation. The user message is `user` + `body` + `after`.
+    """The prompt of a generation. The user message is `before` + `body` + `after`.
 
     Functions that take a prompt also take a string: the user message of a prompt without the other fields.
     """
 
-    user: str = ""
-    """Beginning of the user message, before `body`; the whole message if there is no `body`."""
+    before: str = ""
+    """Beginning of the user message; usually the whole message if there is no `body`."""
     body: str = ""
     """Middle of the user message. `fitting_ids` truncates it at its front if the prompt is too long."""
     after: str = ""
-    """End of the user message, after `body`."""
+    """End of the user message."""
     system: str = ""
     """System message; "" for none."""
     prefill: str = ""
@@ -39,7 +39,7 @@ class Prompt:
     @property
     def user_message(self) -> str:
         """The whole user message."""
-        return f"{self.user}{self.body}{self.after}"
+        return f"{self.before}{self.body}{self.after}"
 
 
 def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking: bool | None = None) -> str:
@@ -112,7 +112,7 @@ def chat_ids(
     separator = next(character for character in NONCHARACTERS if character not in messages)
     system, user = (prompt.system, prompt.user_message) if prompt.chat else ("", messages)
     system, user = (break_special_tokens(tokenizer, text, separator) for text in (system, user))
-    split_prompt = dataclasses.replace(prompt, system=system, user=user, body="", after="")
+    split_prompt = dataclasses.replace(prompt, system=system, before=user, body="", after="")
     return template_ids(tokenizer, chat_text(tokenizer, split_prompt, thinking), separator)
 
 

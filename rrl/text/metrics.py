@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rrl.errors import UserError
-from rrl.text.normalize import RRL, YES_NO, Rule
+from rrl.text.normalize import RRL_RULE, YES_NO, AnswerRule
 
 CHUNK = 4096
 """Number of predictions that are normalised as one text, for speed."""
@@ -25,7 +25,9 @@ class AnswerScores(NamedTuple):
     """Cover exact match."""
 
 
-def score_answer(predictions: str | Sequence[str], answers: Sequence[str], rule: Rule = RRL) -> AnswerScores:
+def score_answer(
+    predictions: str | Sequence[str], answers: Sequence[str], rule: AnswerRule = RRL_RULE
+) -> AnswerScores:
     """Compute the three metrics of a prediction; of several predictions, the best value of each metric.
 
     Args:
@@ -41,7 +43,7 @@ def score_answer(predictions: str | Sequence[str], answers: Sequence[str], rule:
 
 
 def score_answers(
-    predictions: Sequence[str | Sequence[str]], answers: Sequence[Sequence[str]], rule: Rule = RRL
+    predictions: Sequence[str | Sequence[str]], answers: Sequence[Sequence[str]], rule: AnswerRule = RRL_RULE
 ) -> list[AnswerScores]:
     """Compute `score_answer` for each prediction and its gold answers, several times faster than separate calls."""
     scores: list[AnswerScores] = []
@@ -73,7 +75,7 @@ def _best_scores(
     texts: Sequence[str],
     answers: Sequence[str],
     gold_texts: Sequence[str],
-    rule: Rule,
+    rule: AnswerRule,
 ) -> AnswerScores:
     """Return the best scores of the predictions for the gold `answers`.
 
@@ -94,7 +96,7 @@ def _best_scores(
     return AnswerScores(em, f1, cem)
 
 
-def exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float:
+def exact_match(prediction: str, answers: Sequence[str], rule: AnswerRule = RRL_RULE) -> float:
     """Return 1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
 
     Raises UserError if there is no gold answer.
@@ -102,7 +104,7 @@ def exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> fl
     return _best(_exact, prediction, answers, rule)
 
 
-def token_f1(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float:
+def token_f1(prediction: str, answers: Sequence[str], rule: AnswerRule = RRL_RULE) -> float:
     """Return the F1 of the bags of normalised words, in [0, 1] (R-Search, Eq. 3; SQuAD's definition).
 
     Raises UserError if there is no gold answer.
@@ -110,20 +112,20 @@ def token_f1(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float
     return _best(_f1, prediction, answers, rule)
 
 
-def cover_exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float:
+def cover_exact_match(prediction: str, answers: Sequence[str], rule: AnswerRule = RRL_RULE) -> float:
     """Return 1.0 if the normalised prediction contains a normalised gold answer as consecutive whole words (CEM), else 0.0.
 
-    A rule may require less (`Rule.cover`). Raises UserError if there is no gold answer.
+    A rule may require less (`AnswerRule.cover`). Raises UserError if there is no gold answer.
     """
     return _best(_cover, prediction, answers, rule)
 
 
-_Metric = Callable[[str, str, str, str, Rule], float]
+_Metric = Callable[[str, str, str, str, AnswerRule], float]
 """`_exact`, `_f1` or `_cover`: (raw, text, gold, gold_text, rule) -> score. `raw` and `gold` are the prediction and a gold answer
 as they are; `text` and `gold_text` are their normalised forms."""
 
 
-def _best(metric: _Metric, prediction: str, answers: Sequence[str], rule: Rule) -> float:
+def _best(metric: _Metric, prediction: str, answers: Sequence[str], rule: AnswerRule) -> float:
     """Return the metric of the prediction, the maximum over the gold answers."""
     _check_gold(answers)
     text = rule.normalize(prediction)
@@ -138,7 +140,7 @@ def _check_gold(answers: Sequence[str]) -> None:
         )
 
 
-def _unnormalized_match(raw: str, gold: str, rule: Rule) -> float:
+def _unnormalized_match(raw: str, gold: str, rule: AnswerRule) -> float:
     """Return the exact match of the texts before normalisation, up to case and white space.
 
     It is used for a gold answer of only articles or punctuation ("The The", "!!!"), which normalises to nothing: its normalised
@@ -148,14 +150,14 @@ def _unnormalized_match(raw: str, gold: str, rule: Rule) -> float:
     return float(raw == gold)
 
 
-def _exact(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
+def _exact(raw: str, text: str, gold: str, gold_text: str, rule: AnswerRule) -> float:
     if not gold_text and rule.empty_gold == "unnormalized":
         return _unnormalized_match(raw, gold, rule)
     return float(text == gold_text)
 
 
-def _f1(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
-    if not gold_text or not text:  # see `Rule.empty_gold`
+def _f1(raw: str, text: str, gold: str, gold_text: str, rule: AnswerRule) -> float:
+    if not gold_text or not text:  # see `AnswerRule.empty_gold`
         if gold_text or rule.empty_gold == "zero":
             return 0.0
         return (
@@ -182,7 +184,7 @@ def _overlap(predicted: list[str], gold_words: list[str]) -> int:
     return (Counter(predicted) & Counter(gold_words)).total()
 
 
-def _cover(raw: str, text: str, gold: str, gold_text: str, rule: Rule) -> float:
+def _cover(raw: str, text: str, gold: str, gold_text: str, rule: AnswerRule) -> float:
     if not gold_text and rule.empty_gold == "unnormalized":
         return _unnormalized_match(raw, gold, rule)
     if rule.cover == "substring":

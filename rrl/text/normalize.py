@@ -1,6 +1,6 @@
 """Answer normalisation: when two strings count as the same answer, by SQuAD's rule and the variants of the papers.
 
-Read `Rule` and `RULES` first.
+Read `AnswerRule` and `RULES` first.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ YES_NO = ("yes", "no", "noanswer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
+class AnswerRule:
     """How answers are compared. The default is SQuAD's, except for gold answers that normalise to nothing (`empty_gold`)."""
 
     punctuation: Literal["drop", "space", "quotes"] = "drop"
@@ -88,41 +88,41 @@ _PUNCTUATION_TABLES: dict[str, dict[int, Any]] = {
     "quotes": _SPACE_QUOTES,
 }
 
-RRL = Rule(canonical_unicode=True)
+RRL_RULE = AnswerRule(canonical_unicode=True)
 """The rule that rrl uses for rewards and training metrics: SQuAD's, with canonical Unicode and `empty_gold` as "unnormalized"."""
 
-RULES: Mapping[str, Rule] = {
-    "rrl": RRL,
+RULES: Mapping[str, AnswerRule] = {
+    "rrl": RRL_RULE,
     # The scripts of the data sets.
-    "squad": Rule(empty_gold="zero"),  # SQuAD 1.1
-    "squad2": Rule(empty_gold="equal"),  # SQuAD 2.0, also MuSiQue
-    "hotpotqa": Rule(yes_no_exact=True, empty_gold="zero"),  # also 2WikiMultiHopQA
-    "triviaqa": Rule(punctuation="quotes", empty_gold="zero"),
+    "squad": AnswerRule(empty_gold="zero"),  # SQuAD 1.1
+    "squad2": AnswerRule(empty_gold="equal"),  # SQuAD 2.0, also MuSiQue
+    "hotpotqa": AnswerRule(yes_no_exact=True, empty_gold="zero"),  # also 2WikiMultiHopQA
+    "triviaqa": AnswerRule(punctuation="quotes", empty_gold="zero"),
     # Other projects.
-    "flashrag": Rule(yes_no_exact=True, cover="substring", empty_gold="zero"),
-    "search-r1": Rule(cover="substring", empty_gold="zero"),
+    "flashrag": AnswerRule(yes_no_exact=True, cover="substring", empty_gold="zero"),
+    "search-r1": AnswerRule(cover="substring", empty_gold="zero"),
     # The four papers, and their released code where it differs. R2AG and R-Search's paper state SQuAD's rule. R3-RAG takes the
     # best of all extracted short answers: give `score_answer` a list of predictions.
-    "r-search": Rule(empty_gold="zero"),
-    "r-search-released": Rule(empty_gold="zero", f1_decimals=2),
-    "r3-rag": Rule(empty_gold="zero"),
-    "r3-rag-released": Rule(articles_first=True, empty_gold="zero"),
-    "tiresrag-r1": Rule(
+    "r-search": AnswerRule(empty_gold="zero"),
+    "r-search-released": AnswerRule(empty_gold="zero", f1_decimals=2),
+    "r3-rag": AnswerRule(empty_gold="zero"),
+    "r3-rag-released": AnswerRule(articles_first=True, empty_gold="zero"),
+    "tiresrag-r1": AnswerRule(
         punctuation="quotes", booleans=True, yes_no_exact=True, cover="words", empty_gold="zero"
     ),
-    "r2ag": Rule(empty_gold="zero"),
+    "r2ag": AnswerRule(empty_gold="zero"),
 }
 """Rules by the name that a config gives."""
 
 
-def rule_named(name: str) -> Rule:
+def rule_named(name: str) -> AnswerRule:
     """Return a rule of `RULES`. Raises UserError for an unknown name."""
     if name not in RULES:
         raise UserError(f"normalization={name!r} is unknown; choose one of {', '.join(RULES)}")
     return RULES[name]
 
 
-def normalize_answer(text: str, rule: Rule = RRL) -> str:
+def normalize_answer(text: str, rule: AnswerRule = RRL_RULE) -> str:
     """Return the answer normalised by `rule`.
 
     The default gives canonical Unicode, lower case, no ASCII punctuation, no articles and single spaces. Like SQuAD's script
@@ -131,11 +131,11 @@ def normalize_answer(text: str, rule: Rule = RRL) -> str:
     return rule.normalize(text)
 
 
-def answer_tokens(text: str, rule: Rule = RRL) -> list[str]:
+def answer_words(text: str, rule: AnswerRule = RRL_RULE) -> list[str]:
     """Return the words of the normalised answer in order; they are the tokens of token F1."""
     return rule.normalize(text).split()
 
 
 def title_key(title: str) -> str:
-    """Return a title without differences of case, white space, Unicode form and HTML references, for comparison."""
+    """Return a key by which titles are compared; it ignores case, white space, Unicode form and HTML references."""
     return " ".join(canonical_unicode(title).casefold().split())

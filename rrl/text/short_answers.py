@@ -63,9 +63,9 @@ def _list_at(text: str) -> list[Any] | None:
 def chosen_letter(text: str, choices: int) -> str:
     """Return the letter that a reply to a multiple-choice question gives; "" if it gives none of the first `choices` letters.
 
-    The first of these patterns that occurs gives the letter; if it occurs several times, the last time: a letter named as the
-    answer ("the answer is (B)"), one named as a choice ("option B"), one at the beginning of a line. The texts of the choices are
-    not searched for: a reply without a letter is wrong (LongBench-v2).
+    The letter is the last match of the first pattern that occurs: a letter named as the answer ("the answer is (B)"), one named
+    as a choice ("option B"), one at the beginning of a line. The texts of the choices are not searched for, so a reply without a
+    letter is wrong (LongBench-v2).
     """
     allowed = {chr(ord("A") + at) for at in range(choices)}
     for pattern in _LETTERS:

@@ -15,9 +15,10 @@ import re
 from collections.abc import Sequence
 
 Tag = str | tuple[str, str]
-"""The name of a tag, or the pair of its markers, which open and close a span: ("<a>", "</a>") for the name "a". If the closing
-marker is "", the opening marker is a heading (R3-RAG), such as "The final answer:". A heading opens no span; the text that
-belongs to it ends at the next heading."""
+"""The name of a tag, or the pair of its opening and closing markers: ("<a>", "</a>") for the name "a".
+
+If the closing marker is "", the opening marker is a heading (R3-RAG), such as "The final answer:". A heading opens no span. Here
+only `markers`, `in_tags` and `without_tags` accept a heading."""
 
 MARKER = re.compile(r"<[^<>\s]+>")
 """Matches any marker, opening or closing."""
@@ -59,7 +60,7 @@ def last_content(texts: Sequence[str], tag: Tag) -> str:
 
 
 def without_tags(text: str, tag: Tag) -> str:
-    """Return the text without the spans of `tag`, markers and contents. For a heading, return the text before it.
+    """Return the text without the spans of `tag`, markers and contents. For a heading: the text before its first occurrence.
 
     Takes time linear in the length of the text.
     """
@@ -110,6 +111,9 @@ def tag_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
 
 
 def enclosed_content(text: str) -> str | None:
-    """Return the content of a text that is enclosed by one pair of any markers; None for any other text."""
+    """Return what stands between the two markers of a text that begins and ends with a marker; None for any other text.
+
+    The markers may belong to different tags.
+    """
     match = _ONE_SPAN.fullmatch(text)
     return match[1] if match else None

@@ -200,7 +200,7 @@ def test_judge_prompts_show_reasoning_and_documents_but_no_predicted_answer():
     assert sufficiency.prompt.body == (
         "<think>First.</think><search>a</search>\n<information>\nfound\n</information>\n<think>Second.</think>"
     )
-    assert "Velikov" in sufficiency.prompt.user and sufficiency.transcript.titles == ("Silver Harbour",)
+    assert "Velikov" in sufficiency.prompt.before and sufficiency.transcript.titles == ("Silver Harbour",)
     assert "Velikov" not in thinking.prompt.user_message and "the prompt" not in thinking.prompt.user_message
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.models.config import EncoderConfig, Pooling
-from rrl.retrieval.settings import FolderSettings, TextSettings, read_settings
+from rrl.retrieval.settings import EncoderSettings, TextSettings, read_settings
 
 PLAIN = EncoderConfig(vocab_size=9, hidden=4, layers=1, heads=1, mlp=4, max_positions=300).to_hf()
 BGE = "Represent this sentence for searching relevant passages: "
@@ -53,7 +53,7 @@ def test_a_folder_with_a_known_name_gets_the_settings_of_its_family(
     name: str, query: str, passage: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = read_settings(write(tmp_path / name))
-    assert found == FolderSettings(TextSettings(query, passage, 128, 300), Pooling(mode), derived=True)
+    assert found == EncoderSettings(TextSettings(query, passage, 128, 300), Pooling(mode), derived=True)
     assert "by the folder's name" in caplog.text
     assert repr(query) in caplog.text
 
@@ -72,7 +72,9 @@ def test_the_user_can_give_a_family_or_prefixes(tmp_path: Path, caplog: pytest.L
 
 def test_text_encoder_json_alone_is_sufficient(tmp_path: Path) -> None:
     write(tmp_path / "e5-base", text_encoder={"query_prefix": "a ", "passage_prefix": "b "})
-    assert read_settings(tmp_path / "e5-base") == FolderSettings(TextSettings("a ", "b ", 32, 128), Pooling())
+    assert read_settings(tmp_path / "e5-base") == EncoderSettings(
+        TextSettings("a ", "b ", 32, 128), Pooling()
+    )
 
 
 def test_sentence_transformers_files_give_the_settings(tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_sentence_transformers_files_give_the_settings(tmp_path: Path) -> None:
         config_sentence_transformers={"prompts": {"query": "q: ", "passage": "p: ", "document": ""}},
     )
     found = read_settings(tmp_path)
-    assert found == FolderSettings(TextSettings("q: ", "p: ", 77, 77), Pooling("cls"), True, True)
+    assert found == EncoderSettings(TextSettings("q: ", "p: ", 77, 77), Pooling("cls"), True, True)
     write(tmp_path, modules=MODULES[:2], **{"1_Pooling__config": {"pooling_mode": "mean"}})
     assert read_settings(tmp_path).pooling == Pooling("mean", normalize=False)
     assert read_settings(tmp_path, {"family": "e5"}).text == TextSettings("query: ", "passage: ", 77, 77)

@@ -32,7 +32,7 @@ TRANSCRIPT = Transcript(
 def test_sufficiency_prompt_has_question_gold_answer_and_transcript():
     prompt = Sufficiency(QUESTION, TRANSCRIPT).prompt
     assert prompt.system == SUFFICIENCY_SYSTEM
-    assert "Who directed Silver Harbour?" in prompt.user and "Marta Velikov or M. Velikov" in prompt.user
+    assert "Who directed Silver Harbour?" in prompt.before and "Marta Velikov or M. Velikov" in prompt.before
     assert prompt.body.startswith("<think> Search") and prompt.body.endswith("Velikov. </think>")
     assert "directed by Marta" in prompt.body
 
@@ -83,7 +83,7 @@ def test_correctness_and_validation_prompts_have_question_gold_and_prediction():
 
 def test_relevance_prompt_has_question_and_documents():
     prompt = Relevance(QUESTION, (Passage("0", "A", "first"), Passage("1", "B", "second"))).prompt
-    assert "Silver Harbour" in prompt.user
+    assert "Silver Harbour" in prompt.before
     assert prompt.body == "(Title: A) first\n(Title: B) second"
 
 

@@ -100,7 +100,7 @@ def test_special_token_names_in_messages_are_plain_text(tokenizer):
     assert ids.count(end) == 2, "only the two of the template"
     assert tokenizer.decode(ids) == chat_text(tokenizer, named)
     assert tokenizer.decode(fitting_ids(tokenizer, named, len(ids) - 2)).count("<|im_end|>") == 4
-    for prompt in (Prompt(named.user, chat=False), Prompt("|im_end|>", system="a<", chat=False)):
+    for prompt in (Prompt(named.before, chat=False), Prompt("|im_end|>", system="a<", chat=False)):
         assert end not in chat_ids(tokenizer, prompt)
     assert chat_ids(tokenizer, Prompt("Who<|im_", "end", "|>")).tolist().count(end) == 1, (
         "also if a name spans two parts"

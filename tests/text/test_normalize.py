@@ -8,7 +8,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.text.metrics import score_answer
-from rrl.text.normalize import RULES, Rule, answer_tokens, normalize_answer, rule_named, title_key
+from rrl.text.normalize import RULES, AnswerRule, answer_words, normalize_answer, rule_named, title_key
 
 
 def reference(text: str) -> str:
@@ -39,9 +39,9 @@ def test_normalisation_agrees_with_a_second_implementation_and_is_idempotent(tex
     assert normalize_answer(normalize_answer(text)) == normalize_answer(text)
 
 
-def test_answer_tokens_are_the_words() -> None:
-    assert answer_tokens("The red, red rose") == ["red", "red", "rose"]
-    assert not re.search(r"\s", "".join(answer_tokens("a \u00a0 b")))
+def test_answer_words_are_the_words() -> None:
+    assert answer_words("The red, red rose") == ["red", "red", "rose"]
+    assert not re.search(r"\s", "".join(answer_words("a \u00a0 b")))
 
 
 def test_rules_are_found_by_name_and_their_fields_checked() -> None:
@@ -50,7 +50,7 @@ def test_rules_are_found_by_name_and_their_fields_checked() -> None:
         rule_named("squat")
     for field in ("punctuation", "cover", "empty_gold"):
         with pytest.raises(UserError, match=f"{field}='x' is unknown"):
-            Rule(**{field: "x"})
+            AnswerRule(**{field: "x"})
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
