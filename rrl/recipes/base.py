@@ -67,7 +67,7 @@ class Recipe(abc.ABC):
     """
 
     environment: Environment = dataclasses.field(default_factory=Stream)
-    """The protocol between policy and tools. In `Stream` reasoning, searches, observations and the answer share one context."""
+    """The protocol between policy and tools. By default (`Stream`) all turns of an episode share one context."""
     advantage: str = "grpo"
     """How rewards become advantages if there is no critic: a name in `rrl.rl.advantages.ESTIMATORS`."""
 
