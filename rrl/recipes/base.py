@@ -28,7 +28,8 @@ class ScoringContext:
     """What scoring may use besides the trajectories: frozen models, functions of the user, and the position in the run."""
 
     reader: AnswerFn | None = None
-    """A frozen model that answers from evidence (R-Search: of another family than the policy) or from documents (R2AG)."""
+    """A frozen model that answers the question: in R-Search from the policy's evidence, in R2AG from the documents found. In
+    R-Search it belongs to another model family than the policy."""
     judge: Judge | None = None
     """Scores reasoning, documents and answers (TIRESRAG-R1, R3-RAG)."""
     functions: RewardFunctions = NO_FUNCTIONS
@@ -66,7 +67,7 @@ class Recipe(abc.ABC):
     """
 
     environment: Environment = dataclasses.field(default_factory=Stream)
-    """The protocol between policy and tools."""
+    """The protocol between policy and tools. By default (`Stream`) all turns of an episode share one context."""
     advantage: str = "grpo"
     """How rewards become advantages if there is no critic: a name in `rrl.rl.advantages.ESTIMATORS`."""
 
@@ -97,7 +98,7 @@ class Recipe(abc.ABC):
 
     @property
     def answers_with_reader(self) -> bool:
-        """Whether another model answers, which reads the documents found (R2AG). `rrl.eval` then accepts a reader."""
+        """Whether another model, the reader, answers from the documents found (R2AG). `rrl.eval` then accepts a reader."""
         return False
 
     @property
@@ -112,9 +113,9 @@ class Recipe(abc.ABC):
 
     @property
     def uninformative_spread(self) -> float:
-        """Largest difference between the totals of a group from which nothing about its answers can be learned.
+        """A group whose totals differ by at most this is uninformative: its answers may all be equally good.
 
-        `objective.drop_spread="auto"` leaves such groups out. 0: only groups with equal totals.
+        `objective.drop_spread="auto"` leaves such groups out of the update. 0: only groups with equal totals.
         """
         return 0.0
 

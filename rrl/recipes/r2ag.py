@@ -106,8 +106,8 @@ class R2AGEnvironment:
     expansions: int = 5
     """Maximum number of expansions of a tree, in training and inference (L_MAX-I, B.2)."""
     base_queries: int = 4
-    """In inference only the first base queries of an output are searched, at most this many: t of C.2, which is M or M/2, where M
-    is the largest number of hops in the dataset."""
+    """In inference, the number of base queries of an output that are searched: the first t (C.2). The paper sets t to M or M/2,
+    where M is the largest number of hops in the dataset."""
     predicted_queries: int = 2
     """The same for predicted queries; 0 searches base queries only (R2AG_base)."""
     turn_tokens: int = 4096
@@ -200,8 +200,8 @@ class R2AG(Recipe):
     """Number of trees (questions) that the forest grows at the same time; 0: all, as in Algorithm 1. When all of them are
     finished or have reached the maximum number of expansions, the next questions start."""
     shown_misses: float = 0.3
-    """Fraction of the scripted expert's demonstrations that show a retrieval miss: one of several documents is not found at
-    the first search, or an irrelevant document is found too."""
+    """Only for cold starts on the built-in data (`rrl.miniwiki`): fraction of the scripted demonstrations that show a retrieval
+    miss: one of several documents is not found at the first search, or an irrelevant document is found too."""
     environment: R2AGEnvironment = dataclasses.field(default_factory=R2AGEnvironment)
 
     def __post_init__(self) -> None:
@@ -259,7 +259,7 @@ class R2AG(Recipe):
 
     # -- rewards -----------------------------------------------------------------------------------------------------
 
-    def expansions(self, trajectory: Trajectory) -> list[Expansion]:
+    def parse_expansions(self, trajectory: Trajectory) -> list[Expansion]:
         """Return the expansions of an episode, in order. The trajectory may come from a file."""
         outputs = [text for role, text in trajectory.segments if role == POLICY]
         expansions = []
@@ -267,8 +267,8 @@ class R2AG(Recipe):
             output = parse_output(text)
             searches = tuple(search for search in trajectory.searches if search.turn == turn)
             base = len(self.environment.searched_queries(trajectory.question, output)[0])
-            # Logits that are not finite end the episode within an output. The output is then truncated and has no searches. If
-            # they occur before its first token, it is not in `outputs`; the last of them is complete and has searches.
+            # Logits that are not finite end the episode within an output. That output is then truncated and has no searches.
+            # An output without any token is not in `outputs`; the last output there is then complete and has searches.
             broken = trajectory.ended == NOT_FINITE and not searches
             truncated = turn == len(outputs) - 1 and (trajectory.ended == TRUNCATED or broken)
             expansions.append(Expansion(output, searches[:base], searches[base:], truncated))
@@ -292,7 +292,7 @@ class R2AG(Recipe):
         names = ("multi_hit", "joint_hit", "precision", "written", "total")
         trajectory.rewards = dict.fromkeys(names, 0.0)
         trajectory.turn_rewards = {}
-        expansions = self.expansions(trajectory)
+        expansions = self.parse_expansions(trajectory)
         for turn, expansion in enumerate(expansions if gold else ()):
             top = [_top_titles(expansion.base), _top_titles(expansion.predicted)]
             rewards = expansion_rewards(

@@ -25,7 +25,7 @@ class RetrievalTree(Question):
     """
 
     tree: int = 0
-    """Index of the question in the run."""
+    """Number of the tree: the index of its question in the run."""
     documents: tuple[Passage, ...] = ()
     """The gold documents found so far."""
 
@@ -88,7 +88,7 @@ class Forest:
                 )
         self.questions, self.trees, self.expansions, self.seed = questions, trees, expansions, seed
         self.rounds = 0
-        """Number of times that `select` has started to grow new questions."""
+        """Number of times that `select` has started the trees of the next questions."""
         self.level = 0
         """Number of expansions that led to the trees of the current level."""
         self.current: list[RetrievalTree] = []

@@ -62,7 +62,8 @@ class RSearch(Recipe):
     """How rewards become advantages if there is no critic: a name in `rrl.rl.advantages.ESTIMATORS`. "grpo" is as in the
     released code: unbiased standard deviation of the group, epsilon 1e-6."""
     environment: Stream = dataclasses.field(default_factory=Stream)
-    """By default the tags are <search>, <observation> and <answer>, at most four turns search, and one last turn follows them."""
+    """By default the tags are <search>, <observation> and <answer>. There are at most four turns with a search, and then one last
+    turn without."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "answer_weight", "evidence_weight", "reader_weight")
@@ -87,7 +88,7 @@ class RSearch(Recipe):
 
     @property
     def uninformative_spread(self) -> float:
-        """What a group's totals differ by at most if its answers have equal F1: format and evidence are then all that differs."""
+        """If the answers of a group have equal F1, only the rewards for format and evidence differ: together by at most this."""
         evidence = self.evidence_weight + self.reader_weight if self.use_evidence else 0.0
         return self.answer_weight + evidence
 

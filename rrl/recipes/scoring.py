@@ -1,4 +1,4 @@
-"""What the scores of several recipes share: metrics of answers, and a format check of one stream."""
+"""Scoring functions that several recipes share: metrics of answers, and a format check for episodes in one context (`Stream`)."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,7 @@
-"""Search-R1 (Jin et al., 2025, arXiv 2503.09516): think, search, read, answer; exact match, and the format reward of v0.3.
+"""Search-R1 (Jin et al., 2025, arXiv 2503.09516): think, search, read, answer; exact match, and a format reward.
 
-A baseline of R-Search, TIRESRAG-R1, R3-RAG and R2AG. "Released" means the authors' code.
+A baseline of R-Search, TIRESRAG-R1, R3-RAG and R2AG. "Released" means the authors' code, and v0.3 its version that adds
+the format reward to the paper's exact match.
 """
 
 import dataclasses
@@ -89,7 +90,7 @@ class SearchR1(Recipe):
 
     @property
     def uninformative_spread(self) -> float:
-        """What a group's totals differ by at most if its answers are all right or all wrong."""
+        """If the answers of a group are all right or all wrong, only the format differs: it changes a total by at most this."""
         return max(self.structure_reward, self.answered_reward) if self.use_format else 0.0
 
     def prompt(self, question: Question) -> str:

@@ -136,7 +136,8 @@ class TiresRag(Recipe):
     """The advantage estimator before shaping: a name in `rrl.rl.advantages.ESTIMATORS`. "grpo_population" divides by the
     population standard deviation of the group (Algorithm 1, line 15). "reinforce_plus_plus" is for Table 4 and appendix D."""
     shown_reflections: float = 0.3
-    """Fraction of the scripted expert's demonstrations that show a reflection, among questions with more than one step."""
+    """Only for cold starts on the built-in data (`rrl.miniwiki`): fraction of the scripted demonstrations that show a
+    reflection, among questions with more than one step."""
     environment: TiresRagEnvironment = dataclasses.field(default_factory=TiresRagEnvironment)
 
     def __post_init__(self) -> None:

@@ -146,7 +146,7 @@ def write_trees(
 
 def _tree(trajectory: Trajectory, recipe: R2AG) -> str:
     question, metrics = trajectory.question, trajectory.metrics
-    expansions = recipe.expansions(trajectory)
+    expansions = recipe.parse_expansions(trajectory)
     found = {title_key(title) for search in trajectory.searches for title in search.titles}
     missed = [title for title in question.gold if title_key(title) not in found]
     names = {"recall": "recall", "map": "AP", "passages": "documents", "iterations": "expansions"}

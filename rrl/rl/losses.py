@@ -145,7 +145,7 @@ def sequence_weights(
     Args:
       policy_tokens: number of policy tokens of each sequence.
       aggregation: how the loss is averaged:
-        "token_mean": over all policy tokens of the batch (DAPO, Eq. 8, over the batch).
+        "token_mean": over all policy tokens (DAPO's Eq. 8, which averages over the tokens of one group).
         "sequence_mean": token mean per sequence, then mean over sequences (GRPO as published).
         "group_token_mean": token mean per group, then mean over groups (R2AG, Eq. 6).
         "constant": token sum per sequence divided by `constant_tokens`, then mean over sequences (Dr. GRPO: Liu et al.

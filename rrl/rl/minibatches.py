@@ -34,12 +34,13 @@ def balanced_minibatches(
 def packed_token_counts(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> Int[np.ndarray, "N"]:
     """Number of tokens that each trajectory adds to the packed rows if all trajectories are packed together.
 
-    A prefix that several contexts share counts once, for the trajectory that contains the trunk.
+    A prefix that several contexts share counts once, for the trajectory with the longest of these contexts (the trunk of their
+    prefix tree).
     """
     owner = np.repeat(np.arange(len(trajectories)), [len(t.tokens) for t in trajectories])
     counts = np.zeros(len(trajectories), np.int64)
     for tree in packed_sequences(trajectories, config):
-        counts += np.bincount(owner[tree.column_tokens], minlength=len(counts))
+        counts += np.bincount(owner[tree.column_token_indices], minlength=len(counts))
     return counts
 
 

@@ -40,8 +40,8 @@ class ObjectiveConfig:
     """Divisor of each sequence's loss sum with aggregation "constant". Dr. GRPO uses the longest output allowed."""
     drop_spread: float | None = None
     """Groups whose total rewards differ by at most this are left out of the update, including their KL; 0: groups with equal
-    rewards; None: no group is left out. A config may say "auto": `Recipe.uninformative_spread`, which follows the weights of the
-    recipe's rewards."""
+    rewards; None: no group is left out. In a config file the value may also be "auto", which is replaced by
+    `Recipe.uninformative_spread`, a value computed from the weights of the recipe's rewards."""
     minibatches: int = 1
     """Optimiser steps per epoch, each on its share of the groups."""
     epochs: int = 1
@@ -104,7 +104,8 @@ class ObjectiveConfig:
     def extra_names(self) -> tuple[str, ...]:
         """Names of the per-token float32 arrays in an update's microbatches (`Batch.extras`).
 
-        They include the reference's log-probabilities if the KL is in the reward, since those were computed before.
+        They include the reference's log-probabilities if the KL is in the reward. They are then computed before the update,
+        because the advantages depend on them.
         """
         sampled = ("sampled_logp",) if self.importance_cap is not None else ()
         reference = ("reference_logp",) if self.kl_in_reward else ()

@@ -55,13 +55,13 @@ class OptimConfig:
     warmup_steps: int = 0
     """Warm-up as a number of steps; set either this or warmup_ratio."""
     weight_decay: float = 0.0
-    """Decoupled weight decay, applied to matrices only."""
+    """Decoupled weight decay of adamw and muon, applied to matrices only; sgd has none."""
     b1: float = 0.9
     """Adam's decay of the first moment; for sgd the momentum."""
     b2: float = 0.95
     """Adam's decay of the second moment."""
     eps: float = 1e-8
-    """Added to the denominator of AdamW's update."""
+    """Added to the denominator of AdamW's update with name=adamw; muon uses Optax's default, 1e-8."""
     muon_beta: float = 0.95
     """Muon's momentum."""
     adam_lr: float | None = None

@@ -1,8 +1,8 @@
 """Packing: places short sequences into few long rows on the host. Read `pack_trajectories` first.
 
 `pack` places sequences into rows of one length (first-fit decreasing), `pack_buckets` into batches of a few row lengths, and
-`pack_trajectories` does so with the contexts of trajectories. Each result has a method `unpack`, which returns per-token outputs
-to the sequences.
+`pack_trajectories` does so with the contexts of trajectories. Each result has a method `unpack`, which turns per-token outputs
+of shape [B, T] into one array per sequence or trajectory.
 """
 
 import dataclasses
@@ -80,9 +80,9 @@ class PackedTrajectories:
         """
         sizes = [len(t.tokens) for t in trajectories]
         flat = np.zeros(sum(sizes), np.float32)
-        parts = self.buckets.unpack(values, [len(tree.column_tokens) for tree in self.sequences])
+        parts = self.buckets.unpack(values, [len(tree.column_token_indices) for tree in self.sequences])
         for tree, part in zip(self.sequences, parts, strict=True):
-            flat[tree.context_tokens] = part[tree.context_columns]
+            flat[tree.context_token_indices] = part[tree.context_columns]
         return np.split(flat, np.cumsum(sizes, dtype=int))[:-1]
 
 
@@ -112,7 +112,7 @@ def pack_trajectories(
 
     def per_sequence(values: Sequence[np.ndarray]) -> list[np.ndarray]:
         flat = np.concatenate([*values]) if trajectories else np.empty(0)
-        return [flat[tree.column_tokens] for tree in sequences]
+        return [flat[tree.column_token_indices] for tree in sequences]
 
     buckets = pack_buckets(
         per_sequence([t.tokens for t in trajectories]),

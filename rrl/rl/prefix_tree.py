@@ -21,26 +21,26 @@ from rrl.data.trajectory import POLICY, Trajectory
 class PrefixTree:
     """One sequence of a packed row: its columns, and the tokens of the trajectories that they stand for.
 
-    Tokens are given by their index in the concatenated tokens of all trajectories.
+    Token indices refer to the concatenated tokens of all trajectories.
     """
 
-    column_tokens: Int[np.ndarray, "L"]
-    """The token in each column."""
+    column_token_indices: Int[np.ndarray, "L"]
+    """Index of the token in each column."""
     positions: Int[np.ndarray, "L"]
     """Position of each column's token in its context."""
     branches: Int[np.ndarray, "L"]
     """Branch of each column's token; 0 is the trunk."""
-    context_tokens: Int[np.ndarray, "M"]
-    """All tokens of the tree's contexts, one context after another. M exceeds L if contexts share a prefix, which each of them
-    contains."""
+    context_token_indices: Int[np.ndarray, "M"]
+    """Indices of all tokens of the tree's contexts, one context after another. A shared prefix occurs once for each context
+    that contains it; M then exceeds L."""
     context_columns: Int[np.ndarray, "M"]
-    """Column of each of `context_tokens`. The copies of a shared token have the same column."""
+    """Column of each of `context_token_indices`. The copies of a shared token have the same column."""
 
     @classmethod
     def of_context(cls, start: int, stop: int) -> "PrefixTree":
-        """The tree of a single context with the tokens start..stop-1: a trunk without branches."""
-        tokens, columns = np.arange(start, stop), np.arange(stop - start)
-        return cls(tokens, columns, np.zeros_like(columns), tokens, columns)
+        """The tree of a single context with the token indices start..stop-1: a trunk without branches."""
+        indices, columns = np.arange(start, stop), np.arange(stop - start)
+        return cls(indices, columns, np.zeros_like(columns), indices, columns)
 
 
 class _Context(NamedTuple):
@@ -118,17 +118,17 @@ def _common_length(trunk: _Context, other: _Context) -> int:
 
 def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> PrefixTree:
     """Lays out a tree; `branches` are pairs (length of the shared prefix, context), sorted by length."""
-    tokens, positions, branch_numbers = [], [], []
+    column_token_indices, positions, branch_numbers = [], [], []
     trunk_columns = np.empty(trunk.stop - trunk.start, np.int64)
-    context_tokens, context_columns = [np.arange(trunk.start, trunk.stop)], [trunk_columns]
+    context_token_indices, context_columns = [np.arange(trunk.start, trunk.stop)], [trunk_columns]
     placed = 0  # trunk tokens that have a column
     width = 0  # columns so far
 
     def append(start: int, stop: int, position: int, branch: int) -> np.ndarray:
-        """Puts tokens start..stop-1 in the next columns and returns these columns."""
+        """Puts the tokens with the indices start..stop-1 in the next columns and returns these columns."""
         nonlocal width
         size = stop - start
-        tokens.append(np.arange(start, stop))
+        column_token_indices.append(np.arange(start, stop))
         positions.append(np.arange(position, position + size))
         branch_numbers.append(np.full(size, branch))
         width += size
@@ -138,8 +138,8 @@ def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> PrefixTr
         trunk_columns[placed:common] = append(trunk.start + placed, trunk.start + common, placed, 0)
         placed = common
         own_columns = append(context.start + common, context.stop, common, branch)
-        context_tokens.append(np.arange(context.start, context.stop))
+        context_token_indices.append(np.arange(context.start, context.stop))
         context_columns.append(np.concatenate([trunk_columns[:common], own_columns]))
     trunk_columns[placed:] = append(trunk.start + placed, trunk.stop, placed, 0)
-    parts = (tokens, positions, branch_numbers, context_tokens, context_columns)
+    parts = (column_token_indices, positions, branch_numbers, context_token_indices, context_columns)
     return PrefixTree(*(np.concatenate(part) for part in parts))

@@ -102,8 +102,8 @@ class Updater:
         if not self.config.kl_in_reward:
             return None
         old_logps = [t.logps for t in trajectories]
-        found = self.reference_logp_and_kl(reference, frozen, trajectories, {"old_logp": old_logps})
-        return ReferenceLogprobs(found["logp"], found["kl"])
+        outputs = self.reference_logp_and_kl(reference, frozen, trajectories, {"old_logp": old_logps})
+        return ReferenceLogprobs(outputs["logp"], outputs["kl"])
 
     def token_advantages(
         self,
@@ -124,8 +124,10 @@ class Updater:
             if reference_logprobs is None
             else reference_logprobs.kl_penalties
         )
-        tokens = subtract_penalty_to_go(advantages, penalties)
-        return whiten(tokens, [t.roles == POLICY for t in trajectories]) if self.config.whiten else tokens
+        per_token = subtract_penalty_to_go(advantages, penalties)
+        if not self.config.whiten:
+            return per_token
+        return whiten(per_token, [t.roles == POLICY for t in trajectories])
 
     def __call__(
         self,
@@ -153,14 +155,15 @@ class Updater:
         """
         config = self.config
         old_logps = [t.logps for t in trajectories]
-        gap: dict[str, float] = {}
+        sampling_diff: dict[str, float] = {}
         if config.importance_cap is not None:
+            # The loss then compares the trainer with itself, so the sampler's difference is measured here.
             old_logps = self.logps(params, frozen, trajectories)["logp"]
-            gaps = [
+            differences = [
                 np.abs(old - t.logps)[t.roles == POLICY]
                 for old, t in zip(old_logps, trajectories, strict=True)
             ]
-            gap = {"sampling_logp_diff": float(np.concatenate(gaps).mean())}
+            sampling_diff = {"sampling_logp_diff": float(np.concatenate(differences).mean())}
         if reference_logprobs is None:
             reference_logprobs = self.reference_logprobs(reference, frozen, trajectories)
         minibatches = self._pack_minibatches(trajectories, advantages, old_logps, reference_logprobs)
@@ -171,7 +174,7 @@ class Updater:
                     params, opt_state, (reference, frozen), batches, divisor
                 )
                 steps.append(sums)
-        return params, opt_state, _update_metrics(steps) | gap
+        return params, opt_state, _update_metrics(steps) | sampling_diff
 
     def _pack_minibatches(
         self,

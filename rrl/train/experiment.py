@@ -128,7 +128,7 @@ def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, log: 
 
 
 def describe_programs(settings: TrainSettings) -> str:
-    """Describe the programs that a run compiles, each with the shape of its batch. Nothing else is compiled."""
+    """Describe the largest programs that a run compiles, each with the shape of its batch."""
     objective, shards = settings.train.objective, data_shards(settings.mesh.make())
     update = ", ".join(
         f"{objective.rows_per_microbatch(length, shards)} rows x {length} tokens"

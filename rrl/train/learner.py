@@ -35,7 +35,7 @@ from rrl.train.rl_config import RLConfig
 def learned_params_path(settings: Mapping[str, Any]) -> str:
     """Return the path of the final policy's parameters in a checkpoint, for `rrl.runs.checkpoint_reader.read_part`.
 
-    A checkpoint has `Learner.state`: "[2]" is the average of the parameters, if the run has one, and "[0]" the parameters.
+    A checkpoint stores the tuple `Learner.state`. Its entry "[0]" has the parameters, and "[2]" their average if the run has one.
 
     Args:
         settings: the run's config.json.
@@ -48,9 +48,9 @@ class LearningBatch:
     """The trajectories that a step learns from, and their advantages."""
 
     left_out: Bool[np.ndarray, "N"]
-    """One entry per sampled trajectory: True if its group was not selected. Sampled are N trajectories."""
+    """One entry for each of the N sampled trajectories: True if its group was not selected."""
     trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
-    """The M trajectories to learn from; empty if there are none."""
+    """The trajectories to learn from; empty if there are none."""
     advantages: Advantages = ()
     """Advantages that the loss uses (after KL penalty and whitening): one per trajectory or one per token."""
     advantage_std: float = 0.0
@@ -155,9 +155,10 @@ class Learner:
     ) -> LearningBatch:
         """Compute the advantages that the loss uses.
 
-        Without a critic they are the recipe's. It computes them over all trajectories of the groups. If the objective has the KL
-        penalty in the reward, the penalties are then subtracted; if it asks for it, advantages are whitened. With a critic they
-        are estimated by GAE from the rewards per token, less the KL penalties, and whitened likewise.
+        Without a critic the recipe computes the advantages, over all trajectories of the selected groups. If the KL is in the
+        reward, the KL penalties are subtracted from the advantages (`Updater.token_advantages`). With a critic GAE estimates the
+        advantages from the rewards per token; if the KL is in the reward, the KL penalties are subtracted from these rewards.
+        In both cases the advantages are whitened if `ObjectiveConfig.whiten` is set.
 
         Trajectories without a policy token are not learned from. (An episode whose first logits were not finite has none.)
 

@@ -23,7 +23,7 @@ from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
 class RunRecorder:
     """The outputs of a run in its workdir. Opening it restores the learner and the curriculum from the latest checkpoint.
 
-    A run may take several processes one after another, each of which continues after the last.
+    A run may take several processes, one after another. Each continues from the latest checkpoint.
 
     Attributes:
       learner, curriculum: as given to the constructor.
@@ -69,7 +69,7 @@ class RunRecorder:
             if self._checkpoints.latest is None and config.guard.action == "stop":
                 self.save(0)  # for a run that collapses before its first regular checkpoint
             self._evaluations = _evaluations(self.writer.past)
-            # In lines that `MetricsWriter` removed, since they are newer than the checkpoint.
+            # The evaluations in the lines that `MetricsWriter` removed because they are newer than the checkpoint.
             self._removed_evaluations = _evaluations(self.writer.removed)
             # With "stop" the latest checkpoint is from before any sign of collapse, so the guard starts empty.
             for line in self.writer.past if config.guard.action == "warn" else ():

@@ -41,9 +41,9 @@ def sample_and_score(
 ) -> SampledStep:
     """Sample and score the episodes of a training step.
 
-    Rounds of episodes are sampled until `config.questions` groups are usable (DAPO's dynamic sampling; see `usable_groups`), or
-    `config.rounds` rounds are done. The result depends only on the arguments and on the curriculum's state. This function
-    updates that state.
+    Rounds of episodes are sampled until `config.questions` groups are informative (DAPO's dynamic sampling; see
+    `informative_group_ids`), or `config.rounds` rounds are done. The result depends only on the arguments and on the
+    curriculum's state. This function updates that state.
 
     Args:
         config: settings of the run.
@@ -60,8 +60,8 @@ def sample_and_score(
     stats = RolloutStats()
     group_count = 0
     for round_index in range(config.rounds):
-        usable = len(usable_groups(config, trajectories, recipe))
-        count = groups_to_sample(config.questions, group_count, usable)
+        informative = len(informative_group_ids(config, trajectories, recipe))
+        count = groups_to_sample(config.questions, group_count, informative)
         if not count:
             break
         sampled = run_questions(
@@ -96,20 +96,21 @@ def sample_and_score(
 def select_trajectories(
     config: RLConfig, sampled: SampledStep, recipe: Recipe
 ) -> tuple[list[Trajectory], Bool[np.ndarray, "N"]]:
-    """Select the trajectories of the first `config.questions` usable groups (`usable_groups`), in sampling order.
+    """Select the trajectories of the first `config.questions` informative groups (`informative_group_ids`), in sampling order.
 
     Returns:
         The selected trajectories, and `left_out`: [N] True for the sampled trajectories that are not selected.
     """
-    selected = set(usable_groups(config, sampled.trajectories, recipe)[: config.questions])
+    selected = set(informative_group_ids(config, sampled.trajectories, recipe)[: config.questions])
     left_out = np.array([t.group not in selected for t in sampled.trajectories], bool)
     return [t for t in sampled.trajectories if t.group in selected], left_out
 
 
-def usable_groups(config: RLConfig, trajectories: Sequence[Trajectory], recipe: Recipe) -> list[int]:
+def informative_group_ids(config: RLConfig, trajectories: Sequence[Trajectory], recipe: Recipe) -> list[int]:
     """Return the ids of the groups that an update can learn from, in sampling order.
 
-    The rewards within such a group differ by more than `config.drop_spread`, and the recipe does not exclude it.
+    The rewards within such a group differ by more than `config.drop_spread`, and the recipe does not exclude all of its
+    trajectories.
     """
     if not trajectories:
         return []

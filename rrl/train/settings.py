@@ -138,11 +138,11 @@ class TrainSettings:
         _check_advantage(recipe, make_recipe(name).advantage, train)
         if train.steps:
             recipe.check_samples(train.samples)
-        others = ("train", "optim", "objective", "guard")
+        parts_of_train = ("train", "optim", "objective", "guard")  # `_train_config` builds these
         built: dict[str, Any] = {
             section: build(kind, values.get(section, {}), section)
             for section, kind in SECTIONS.items()
-            if section not in others
+            if section not in parts_of_train
         }
         lengths = train.objective.row_lengths
         if lengths[-1] < built["rollout"].context:

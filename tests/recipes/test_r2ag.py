@@ -163,7 +163,7 @@ def test_an_expansion_is_rewarded_for_documents_that_its_tree_lacks():
 def test_predicted_queries_have_their_own_weight():
     found = scored(EMPTY, (asking("a", predicted=("b",)), [A], [B]))
     assert found.rewards["multi_hit"] == 1 + 1.25
-    (expansion,) = R2AG().expansions(found)
+    (expansion,) = R2AG().parse_expansions(found)
     assert [s.titles for s in expansion.base] == [("A",)] and [s.titles for s in expansion.predicted] == [
         ("B",)
     ]

@@ -41,7 +41,7 @@ FULL = tree(
 
 
 def marks(trajectory):
-    levels = vertices(RECIPE.expansions(trajectory), trajectory.question.gold)
+    levels = vertices(RECIPE.parse_expansions(trajectory), trajectory.question.gold)
     return [[(v.predicted, v.mark, [mark for _, mark in v.documents]) for v in level] for level in levels]
 
 
@@ -54,7 +54,7 @@ def test_a_gold_document_is_marked_as_hit_only_at_its_first_occurrence():
 
 
 def svg(trajectory):
-    text = draw_tree(trajectory.question.text, RECIPE.expansions(trajectory), trajectory.question.gold)
+    text = draw_tree(trajectory.question.text, RECIPE.parse_expansions(trajectory), trajectory.question.gold)
     return text, ElementTree.fromstring(text)
 
 

@@ -75,7 +75,7 @@ def seen(tokens, tree, column):
     """The tokens that a column attends to, by the mask, and their positions."""
     branch = tree.branches[column]
     left = [c for c in range(column + 1) if tree.branches[c] in (0, branch)]
-    return tokens[tree.column_tokens[left]].tolist(), tree.positions[left].tolist()
+    return tokens[tree.column_token_indices[left]].tolist(), tree.positions[left].tolist()
 
 
 def group(seed, samples, outputs, prompt=12):
@@ -107,8 +107,8 @@ def test_each_token_sees_exactly_its_context_up_to_itself(trajectories, longest)
     all_tokens = np.concatenate([t.tokens for t in trajectories])
     where = {}
     for tree in found:
-        assert len(tree.column_tokens) <= max(longest, 54)  # the longest context has 54 tokens
-        for token, column in zip(tree.context_tokens, tree.context_columns, strict=True):
+        assert len(tree.column_token_indices) <= max(longest, 54)  # the longest context has 54 tokens
+        for token, column in zip(tree.context_token_indices, tree.context_columns, strict=True):
             assert int(token) not in where
             where[int(token)] = (tree, int(column))
     assert sorted(where) == list(range(len(all_tokens)))
@@ -123,8 +123,8 @@ def test_each_token_sees_exactly_its_context_up_to_itself(trajectories, longest)
                 if (
                     trajectory.roles[token] == POLICY
                 ):  # has its own column and is predicted from the column to its left
-                    assert tree.column_tokens[column] == first + token
-                    assert all_tokens[tree.column_tokens[column - 1]] == trajectory.tokens[token - 1]
+                    assert tree.column_token_indices[column] == first + token
+                    assert all_tokens[tree.column_token_indices[column - 1]] == trajectory.tokens[token - 1]
                     assert seen(all_tokens, tree, column - 1)[0] == tokens[:-1]
         first += len(trajectory.tokens)
 
@@ -132,21 +132,24 @@ def test_each_token_sees_exactly_its_context_up_to_itself(trajectories, longest)
 def test_a_common_prefix_is_packed_once():
     three = EPISODES[3]  # 12, 26 and 40 tokens
     (tree,) = prefix_trees([three], 1000)
-    assert len(tree.column_tokens) == 40 + 6 + 6  # the first two contexts add the tail and the output
-    assert [len(tree.column_tokens) for tree in prefix_trees([three], 46)] == [46, 26]  # room for one branch
-    assert [len(tree.column_tokens) for tree in packed_sequences([three], APART)] == [12, 26, 40]
+    assert len(tree.column_token_indices) == 40 + 6 + 6  # the first two contexts add the tail and the output
+    assert [len(tree.column_token_indices) for tree in prefix_trees([three], 46)] == [
+        46,
+        26,
+    ]  # room for one branch
+    assert [len(tree.column_token_indices) for tree in packed_sequences([three], APART)] == [12, 26, 40]
 
 
 def test_the_samples_of_a_group_share_their_prompt():
     four = group(5, 4, 6)  # 12 + 6, 7, 8 and 9 tokens
     (tree,) = prefix_trees(four, 1000)
     assert (
-        len(tree.column_tokens) == 11 + 4 + 6 + 7 + 8 + 9
+        len(tree.column_token_indices) == 11 + 4 + 6 + 7 + 8 + 9
     )  # each sample keeps its own copy of the prompt's last token
-    assert [len(tree.column_tokens) for tree in prefix_trees(four, 29)] == [21 + 7, 20 + 8]
-    assert [len(tree.column_tokens) for tree in packed_sequences(four, APART)] == [18, 19, 20, 21]
+    assert [len(tree.column_token_indices) for tree in prefix_trees(four, 29)] == [21 + 7, 20 + 8]
+    assert [len(tree.column_token_indices) for tree in packed_sequences(four, APART)] == [18, 19, 20, 21]
     other = [*four[:2], *group(6, 2, 6)]
-    assert [len(tree.column_tokens) for tree in prefix_trees(other, 1000)] == [19 + 7, 19 + 7]
+    assert [len(tree.column_token_indices) for tree in prefix_trees(other, 1000)] == [19 + 7, 19 + 7]
     assert packed_token_counts(four, SHARED).tolist() == [7, 8, 9, 21]
 
 
@@ -154,7 +157,9 @@ def test_contexts_without_a_common_prefix_are_packed_separately():
     draws = np.random.default_rng(0)
     tokens = np.concatenate([[1], draws.integers(0, TAIL, 9), [2], draws.integers(0, TAIL, 5)])
     roles = np.array([PROMPT] * 4 + [POLICY] * 6 + [PROMPT] * 2 + [POLICY] * 4)
-    assert [len(tree.column_tokens) for tree in prefix_trees([made(0, tokens, roles, (0, 10))], 99)] == [
+    assert [
+        len(tree.column_token_indices) for tree in prefix_trees([made(0, tokens, roles, (0, 10))], 99)
+    ] == [
         10,
         6,
     ]

@@ -28,7 +28,7 @@ from rrl.rollout.episodes import EpisodeState, Request
 from rrl.train import sample as rollouts
 from rrl.train.evaluation import evaluate
 from rrl.train.rl_config import RLConfig
-from rrl.train.sample import sample_and_score, usable_groups
+from rrl.train.sample import informative_group_ids, sample_and_score
 from tests.tiny import tiny_shape
 
 OBJECTIVE = ObjectiveConfig(drop_spread=0.0)
@@ -80,7 +80,7 @@ def sample(monkeypatch):
         found = sample_and_score(
             config, step, SimpleNamespace(), None, recipe, NumberedQuestions(), ScoringContext()
         )
-        groups = usable_groups(config, found.trajectories, recipe)[:questions]
+        groups = informative_group_ids(config, found.trajectories, recipe)[:questions]
         used = [next(t.question for t in found.trajectories if t.group == group) for group in groups]
         return found, used, list(calls)
 
