@@ -59,11 +59,11 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--{flag.name} does not apply to --index={index}; leave it out")
     retriever = open_remote(index, _FORM.value) if remote else open_with_encoder(index, _ENCODER.value)
     if _QUESTIONS.value:
-        from rrl.data.questions import has_answers, load_questions
+        from rrl.data.questions import lacks_answers, load_questions
         from rrl.eval.retrieval_report import retrieval_report
 
         # Files of retrieval benchmarks have gold ids and no answers.
-        questions = load_questions(_QUESTIONS.value, answers_optional=not has_answers(_QUESTIONS.value))
+        questions = load_questions(_QUESTIONS.value, answers_optional=lacks_answers(_QUESTIONS.value))
         print(retrieval_report(retriever, questions, ks, _BY.value or "").as_text())
         return
     if len(ks) > 1:

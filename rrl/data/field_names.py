@@ -1,8 +1,8 @@
 """Names of the fields, or columns, of questions, passages and predictions in the files of many publishers."""
 
 PASSAGE_ID_FIELDS = ("id", "_id", "pid", "docid", "doc_id", "passage_id", "psg_id", "docno")
-"""Field names of the id of a passage. Several names of a tuple may be present; the first one is then used, here and below, except
-in `ANSWER_FIELDS`."""
+"""Field names of the id of a passage. If a record has several of these fields, the first name in the tuple is used. The same
+holds for the tuples below, except for `ANSWER_FIELDS`."""
 QUESTION_ID_FIELDS = ("id", "_id", "question_id", "QuestionId", "query_id", "qid")
 """Field names of the id of a question."""
 TEXT_FIELDS = ("text", "body", "passage", "content", "document", "paragraph_text")

@@ -58,6 +58,7 @@ def list_field(record: dict[str, Any], name: str) -> list[Any]:
             value = list_in_text(value) if value.strip() else None
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        # A text that is neither blank nor a list stays a string, for the error below.
         value = record[name] if value is None and record[name].strip() else value
     if value is not None and not isinstance(value, list):
         raise ValueError(f"{name}: got {_short(value)}, not a list")

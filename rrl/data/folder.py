@@ -7,13 +7,12 @@ from pathlib import Path
 
 from rrl.data.decoding import COMPRESSED_ENDINGS, decompressed_name
 from rrl.data.passages import Passage, load_passages
-from rrl.data.questions import Question, has_answers, load_questions
+from rrl.data.questions import Question, lacks_answers, load_questions
 from rrl.data.records import OnError
 from rrl.errors import UserError
 
 SPLITS = ("train", "dev", "test", "questions")
-"""A file whose name begins with one of these holds the questions of that split. Files named
-`questions*` are the split "questions"."""
+"""A file whose name begins with one of these holds the questions of that split."""
 CORPUS_NAMES = ("corpus", "passages")
 """Names of a corpus file: `corpus*`, `passages*`, or `*_corpus` and `*_passages` before the ending."""
 DATA_ENDINGS = (".json", ".jsonl", ".tsv", ".csv")
@@ -63,7 +62,7 @@ class DataFolder:
                 return split, self.questions(split)
             except UserError:
                 # Only a lack of gold answers is excused. Several files or broken records are errors of the user.
-                if len(self.files[split]) > 1 or has_answers(self.file(split)):
+                if len(self.files[split]) > 1 or not lacks_answers(self.file(split)):
                     raise
                 logging.getLogger(__name__).warning(
                     "%s has no gold answers and is not used", self.file(split)

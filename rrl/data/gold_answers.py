@@ -92,9 +92,14 @@ def _letter(name: str, answer: str, choices: tuple[str, ...]) -> str:
     return matches[0]
 
 
-_ANSWER_KEYS = (("Value", "Aliases"), ("value", "aliases"), ("", "text"), ("text", ""), ("answer", ""))
-"""(key of one answer, key of a list of answers) in an answer object; "" if the format has no such key. In order: TriviaQA's file,
-TriviaQA and SQuAD in the datasets library, SQuAD's file, KILT's file."""
+_ANSWER_KEYS = (
+    ("Value", "Aliases"),  # TriviaQA's file
+    ("value", "aliases"),  # TriviaQA in the datasets library
+    ("", "text"),  # SQuAD in the datasets library
+    ("text", ""),  # SQuAD's file
+    ("answer", ""),  # KILT's file
+)
+"""(key of one answer, key of a list of answers) in an answer object; "" if the format has no such key."""
 
 
 def _answer_values(fields: dict[str, Any], name: str) -> list[Any]:

@@ -95,7 +95,7 @@ def _parse(text: str) -> Any:
         line = f"line {error.lineno}, " if error.lineno > 1 or "\n" in text.strip() else ""
         return BrokenRecord(f"not JSON ({error.msg}: {line}column {error.colno})")
     except _DuplicateName as error:
-        return BrokenRecord(f"{error.name!r} occurs twice in one object{_second_place(text, error.name)}")
+        return BrokenRecord(f"{error.name!r} occurs twice in one object{_line_of_second(text, error.name)}")
     except (ValueError, RecursionError) as error:
         return BrokenRecord(str(error))
 
@@ -121,7 +121,7 @@ class _DuplicateName(ValueError):
         self.name = name
 
 
-def _second_place(text: str, name: str) -> str:
+def _line_of_second(text: str, name: str) -> str:
     """Return " (line N)" for the second occurrence of a name in a JSON document, or "" if that is ambiguous or line 1."""
     places = [match.start() for match in re.finditer(re.escape(json.dumps(name)) + r"\s*:", text)]
     line = text.count("\n", 0, places[-1]) + 1 if len(places) == 2 else 1

@@ -110,11 +110,10 @@ def _booleans_as_words(path: str | Path, questions: list[Question]) -> list[Ques
     ]
 
 
-def has_answers(path: str | Path) -> bool:
-    """Return whether a question file has any gold answer.
+def lacks_answers(path: str | Path) -> bool:
+    """Return whether a file has questions, but no gold answer.
 
-    Also True for an empty file and for one with a broken record before the first answer: `load_questions` then raises an error
-    that says what is wrong.
+    False for an empty file, and if a broken record comes before the first answer: `load_questions` reports both.
     """
     empty = True
     for position, (_, record) in enumerate(read_records(path)):
@@ -124,10 +123,10 @@ def has_answers(path: str | Path) -> bool:
                 isinstance(record, BrokenRecord)
                 or question_of(position, record, answers_optional=True).answers
             ):
-                return True
+                return False
         except ValueError:
-            return True
-    return empty
+            return False
+    return not empty
 
 
 def _truth(path: str | Path) -> dict[str, dict[str, Any]]:

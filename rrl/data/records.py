@@ -18,9 +18,9 @@ from rrl.data.tables import read_table
 from rrl.errors import UserError
 
 OnError = Literal["refuse", "skip"]
-"""How to treat a broken record: "refuse" raises UserError for its file, "skip" skips the record."""
-OnFault = Literal["refuse", "skip", "stop"]
-"""How a run treats broken records and questions whose prompt is too long for the context.
+"""How a file is read if a record is broken: "refuse" raises UserError for the file, "skip" skips the record."""
+RunOnError = Literal["refuse", "skip", "stop"]
+"""The field `on_error` of a run: how it treats broken records, and questions whose prompt is too long for the context.
 
 - Broken record: "refuse" and "stop" raise UserError for the file, "skip" skips the record.
 - Prompt too long: "stop" raises UserError before the run starts. With "refuse" and "skip" the episode ends as "context_limit"."""
@@ -33,9 +33,9 @@ MAX_NAMED_LINES = 5
 """Number of broken records that a log line names; the others are only counted."""
 
 
-def on_error_for(on_fault: OnFault) -> OnError:
-    """Return the `OnError` of a run with this `on_fault`."""
-    return "skip" if on_fault == "skip" else "refuse"
+def on_error_for(run_on_error: RunOnError) -> OnError:
+    """Return how a run with this `on_error` reads its files."""
+    return "skip" if run_on_error == "skip" else "refuse"
 
 
 class ExcludedRecord(ValueError):

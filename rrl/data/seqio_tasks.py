@@ -174,7 +174,7 @@ def add_task(
 
     An example has "inputs", the token ids (int32) of the question with its choices; "targets", the token ids of its main answer
     and the eos token; their texts ("inputs_pretokenized", ...); and the fields of the question (`FIELDS`), from which
-    `question_of` rebuilds it. Predictions are scored against all gold answers: em, f1 and cem, or acc for multiple-choice
+    `question_of_example` rebuilds it. Predictions are scored against all gold answers: em, f1 and cem, or acc for multiple-choice
     questions, each in [0, 1].
 
     Args:
@@ -198,10 +198,10 @@ def add_task(
             raise UserError(
                 f"task {name}: the split {split!r} has no questions; give some, or omit the split"
             )
-    question_types = {  # True: multiple choice
+    multiple_choice = {
         bool(question.choices) for split_questions in questions.values() for question in split_questions
     }
-    if len(question_types) > 1:
+    if len(multiple_choice) > 1:
         raise UserError(
             f"task {name}: some questions are multiple-choice and others are not; register two tasks"
         )
@@ -217,7 +217,9 @@ def add_task(
             "targets": seqio.Feature(tokenizer, add_eos=True),
         },
         postprocess_fn=_postprocess,
-        metric_fns=[choice_accuracy if True in question_types else functools.partial(mean_scores, rule=rule)],
+        metric_fns=[
+            choice_accuracy if True in multiple_choice else functools.partial(mean_scores, rule=rule)
+        ],
     )
 
 
@@ -296,10 +298,10 @@ def questions_of(name: str, split: str = "train", count: int = 0, seed: int = 0)
         return [question for task in tasks for question in task.source.questions[split]]
     options = {"passthrough_features": FIELDS} if mixture else {}
     data = provider.get_dataset(None, split, shuffle=True, seed=seed, num_epochs=None, **options)
-    return [question_of(example) for example in data.take(count).as_numpy_iterator()]
+    return [question_of_example(example) for example in data.take(count).as_numpy_iterator()]
 
 
-def question_of(example: Mapping[str, Any]) -> Question:
+def question_of_example(example: Mapping[str, Any]) -> Question:
     """Return the question of an example whose tensors are NumPy arrays.
 
     Examples of a mixture have the fields only if its dataset was made with `passthrough_features=FIELDS`.
@@ -345,7 +347,7 @@ def _postprocess(text: str, example: Mapping[str, Any] | None = None, is_target:
     """seqio's postprocessing: gold answers and choices for a target, the text for a prediction."""
     if not is_target or example is None:
         return text
-    question = question_of(example)
+    question = question_of_example(example)
     return {"answers": list(question.answers), "choices": list(question.choices)}
 
 

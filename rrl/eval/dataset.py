@@ -13,7 +13,7 @@ import numpy as np
 from rrl.data.folder import load_folder
 from rrl.data.passages import Passage, fingerprint, load_passages
 from rrl.data.questions import Question, load_questions
-from rrl.data.records import OnFault, on_error_for, record_places
+from rrl.data.records import RunOnError, on_error_for, record_places
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.retrieval.retriever import Retriever
@@ -52,13 +52,13 @@ class DatasetConfig:
     """Passages in one built-in world."""
     per_kind: int = 144
     """Questions of each kind in the built-in world if `questions` is 0."""
-    on_error: OnFault = "refuse"
+    on_error: RunOnError = "refuse"
     """How to handle broken records, as in training (`rrl.runs.datasets.DataConfig`)."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "questions", "seed")
         at_least(1, self, "worlds", "world_size", "per_kind")
-        one_of(typing.get_args(OnFault), self, "on_error")
+        one_of(typing.get_args(RunOnError), self, "on_error")
         if self.path == MINIWIKI and self.split not in ("", *HELD_OUT_SPLITS):
             raise UserError(
                 f"split={self.split!r} is not a split of the built-in world; choose one of {', '.join(HELD_OUT_SPLITS)}"

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from rrl.config.sections import build
 from rrl.data.questions import Question, with_choices
-from rrl.data.records import OnFault
+from rrl.data.records import RunOnError
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.eval.answer_records import record_of_result, record_of_trajectory
@@ -80,11 +80,11 @@ class AnsweringMethod(Protocol):
         """Everything that determines its answers, as JSON values. A run is resumed only if this is unchanged."""
 
     def check(
-        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, log: Callable[[str], None]
+        self, engine: Engine, questions: Sequence[Question], on_error: RunOnError, log: Callable[[str], None]
     ) -> None:
         """Log how many questions are too long for the context.
 
-        Raises UserError for a question that is too long if `on_error` is "stop" (see `rrl.data.records.OnFault`).
+        Raises UserError for a question that is too long if `on_error` is "stop" (see `rrl.data.records.RunOnError`).
         """
 
     def answer(
@@ -220,7 +220,7 @@ class TrainedAgent:
         return {"recipe": self.recipe_name, "reader": reader} | dataclasses.asdict(recipe)
 
     def check(
-        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, log: Callable[[str], None]
+        self, engine: Engine, questions: Sequence[Question], on_error: RunOnError, log: Callable[[str], None]
     ) -> None:
         check_tags(self.recipe, engine.tokenizer)
         find_long_prompts(engine, self.recipe, questions, on_error, log)
@@ -304,7 +304,7 @@ class PromptedAgent:
         return {"method": self.method_name} | self.method.option_values | settings
 
     def check(
-        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, log: Callable[[str], None]
+        self, engine: Engine, questions: Sequence[Question], on_error: RunOnError, log: Callable[[str], None]
     ) -> None:
         """If `on_error` is "stop", raise UserError for a question that is too long.
 

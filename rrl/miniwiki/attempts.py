@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rrl.miniwiki.lookup import Entity, WikiLookup, facts_of
+from rrl.miniwiki.lookup import Entity, WikiLookup, fact_keys
 from rrl.miniwiki.plans import Hop, Plan, make_hop
 from rrl.miniwiki.questions import MiniQuestion
 from rrl.miniwiki.relations import RELATION_BY_KEY
@@ -22,15 +22,15 @@ class Attempt(Plan):
     """A plan, and the answer from it, of an agent that may make a fault. The hops hold the facts as the agent read them."""
 
     stated_facts: str
-    """The facts that the agent says it will look up, in the format of `Plan.facts`; they may differ from `hops`."""
+    """The facts that the agent says it will look up, in the format of `Plan.facts_text`; they may differ from `hops`."""
     answer: str
     """The agent's answer."""
     failed_hops: frozenset[int] = frozenset()
     """Indices of hops whose search does not return the required passage."""
 
     @property
-    def facts(self) -> str:
-        """`stated_facts`, in place of the text that `Plan.facts` derives from `hops`."""
+    def facts_text(self) -> str:
+        """`stated_facts`, in place of the text that `Plan.facts_text` derives from `hops`."""
         return self.stated_facts
 
 
@@ -43,7 +43,7 @@ def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float
       rng: source of all random choices.
       faulty: probability of a fault, in [0, 1].
     """
-    correct = Attempt(item.plan.hops, item.plan.conclusion, item.plan.facts, item.question.answers[0])
+    correct = Attempt(item.plan.hops, item.plan.conclusion, item.plan.facts_text, item.question.answers[0])
     if rng.random() >= faulty:
         return correct
     # Miscopied names are the most frequent fault of weak agents.
@@ -52,10 +52,11 @@ def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float
     conclusion = item.plan.conclusion
     if hops == item.plan.hops and not failed:
         return correct
+    # Half of the faulty comparisons answer without comparing the facts in a conclusion.
     if conclusion and rng.random() < 0.5:
         conclusion = ""
     # Most faulty attempts announce the required facts and then look up others; some announce what they look up.
-    stated = item.plan.facts if rng.random() < 0.7 else Plan(hops, "").facts
+    stated = item.plan.facts_text if rng.random() < 0.7 else Plan(hops, "").facts_text
     return Attempt(hops, conclusion, stated, _answer(item, hops, rng), failed)
 
 
@@ -101,7 +102,7 @@ def _look_up_other_relation(item: MiniQuestion, lookup: WikiLookup, rng: Rng) ->
     """Look up another fact of the same entity, and continue from its value."""
     before, chosen, relations, after = _split_at_hop(item, rng)
     subject = lookup.entity_named(chosen.subject)
-    keys = [key for key in facts_of(lookup.world, subject) if key[1] != chosen.relation]
+    keys = [key for key in fact_keys(lookup.world, subject) if key[1] != chosen.relation]
     if not keys:
         return item.plan.hops, NO_FAILED_SEARCH
     other = make_hop(lookup.world, keys[int(rng.integers(len(keys)))], subject.index)
@@ -209,7 +210,7 @@ def _chain(lookup: WikiLookup, entity: Entity, relations: Sequence[str]) -> list
     hops: list[Hop] = []
     current: Entity | None = entity
     for relation in relations:
-        if current is None or (current.type, relation) not in facts_of(lookup.world, current):
+        if current is None or (current.type, relation) not in fact_keys(lookup.world, current):
             break
         key = (current.type, relation)
         hops.append(make_hop(lookup.world, key, current.index))

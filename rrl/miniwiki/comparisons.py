@@ -15,7 +15,7 @@ class YearComparison:
     questions: tuple[tuple[str, str], ...]
     """(question, "earlier" or "later"): the wording, and which of the two years it asks for."""
     verb: str
-    """Verb of the conclusion: "{0} was born in {1}"."""
+    """Participle in the conclusion, such as "born" in "A was born in 1900 and B in 1910"."""
 
 
 def _year_questions(noun: str, verb: str, ask_older: bool = True) -> tuple[tuple[str, str], ...]:

@@ -43,7 +43,7 @@ class SeenEntities:
         return [entity for entity in self.entities if entity.type == entity_type]
 
 
-def facts_of(world: World, entity: Entity) -> list[RelationKey]:
+def fact_keys(world: World, entity: Entity) -> list[RelationKey]:
     """Return the keys of the facts that an entity has."""
     return [key for key in _RELATION_KEYS[entity.type] if world.facts[key][entity.index] >= 0]
 
@@ -104,7 +104,7 @@ class WikiLookup:
         """Sample a fact of an entity in `seen`."""
         candidates = seen.recent if rng.random() < 0.5 else seen.entities
         entity = candidates[int(rng.integers(len(candidates)))]
-        keys = facts_of(self.world, entity)
+        keys = fact_keys(self.world, entity)
         return make_hop(self.world, keys[int(rng.integers(len(keys)))], entity.index)
 
     def sample_names(self, rng: np.random.Generator, subworld: int, value_type: str, n: int) -> list[str]:
@@ -130,7 +130,7 @@ class WikiLookup:
             draw = rng.random()
             other: Entity | None = None
             if draw < 0.4:
-                keys = facts_of(self.world, earlier)
+                keys = fact_keys(self.world, earlier)
                 other = self.follow(earlier, keys[int(rng.integers(len(keys)))])
             elif draw < 0.6:
                 words = [word for word in self.title(earlier).split() if (subworld, word) in self._by_word]

@@ -110,7 +110,8 @@ class Pattern:
     parts: tuple[tuple[str, ...], ...]
     """One table of words for each part."""
     share: float = 1.0
-    """Share of the names that earlier patterns leave over. If the pattern has fewer names, it provides all of them."""
+    """The pattern provides this share of the groups of names that the earlier patterns do not provide, or all that it has if
+    these are fewer."""
 
     @property
     def pairs(self) -> int:

@@ -37,7 +37,7 @@ class Plan:
     """The sentence that compares the facts; "" if the question is not a comparison."""
 
     @property
-    def facts(self) -> str:
+    def facts_text(self) -> str:
         """The required facts as text: "author of X, spouse", or "founding year of A; founding year of B; earlier".
 
         A comparison has two branches of equal length, one for each compared entity; other plans have one branch.

@@ -1,11 +1,11 @@
-"""Generate pretraining text: reading, copying and comparing, without any protocol. Read `reading_examples` first.
+"""Generate pretraining text: reading, copying and comparing, without searches and tags. Read `reading_examples` first.
 
 There are three kinds of examples:
 - passages in the format of observations, `(Title: T) text` one per line, followed by short tasks such as
   " director of Silver Harbour :" with their answers (`rrl.miniwiki.reading_tasks`);
 - drills: tasks without passages (`rrl.miniwiki.drills`);
-- questions, each followed by the facts that it requires, so that the model understands questions. Answers to them, searches
-  and tags do not occur.
+- questions, each followed by the facts that it requires, so that the model understands questions. Their
+  answers do not occur.
 """
 
 import itertools
@@ -131,7 +131,7 @@ def _questions_with_facts(wiki: MiniWiki, seed: int) -> list[list[Segment]]:
     """Return questions of every kind, each with the facts that it requires."""
     per_kind = max(1, len(wiki.passages) // 20)
     return [
-        [(f" {item.question.text} :", False), (f" {item.plan.facts}\n", True)]
+        [(f" {item.question.text} :", False), (f" {item.plan.facts_text}\n", True)]
         for kind in KINDS
         for item in wiki.questions(kind, per_kind, seed)
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from rrl.miniwiki.comparisons import EQUALITY_COMPARISONS, YEAR_COMPARISONS, conclude_equality, conclude_years
-from rrl.miniwiki.lookup import SeenEntities, WikiLookup, facts_of
+from rrl.miniwiki.lookup import SeenEntities, WikiLookup, fact_keys
 from rrl.miniwiki.plans import Hop, Plan, make_hop
 
 Segment = tuple[str, bool]
@@ -54,14 +54,14 @@ def _chain(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     links = [
         (entity, key, lookup.follow(entity, key))
         for entity in seen.entities
-        for key in facts_of(lookup.world, entity)
+        for key in fact_keys(lookup.world, entity)
         if lookup.follow(entity, key) in seen.entities
     ]
     if not links:
         return []
     entity, key, value = links[int(rng.integers(len(links)))]
     assert value is not None
-    keys = [key for key in facts_of(lookup.world, value) if lookup.follow(value, key) != entity]
+    keys = [key for key in fact_keys(lookup.world, value) if lookup.follow(value, key) != entity]
     second = keys[int(rng.integers(len(keys)))]
     hops = (make_hop(lookup.world, key, entity.index), make_hop(lookup.world, second, value.index))
     return _carry_out(rng, Plan(hops, ""), hops[-1].value)
@@ -112,7 +112,7 @@ def _carry_out(rng: Rng, plan: Plan, outcome: str) -> list[Segment]:
     Often the model must then copy the sentences of these facts, or give the outcome alone.
     """
     segments: list[Segment] = [
-        (f" {plan.facts} :", False),
+        (f" {plan.facts_text} :", False),
         (f"{state_facts(plan.hops)}{plan.conclusion and f' {plan.conclusion}'}\n", True),
     ]
     if rng.random() < 0.7:

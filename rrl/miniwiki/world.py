@@ -40,7 +40,7 @@ class EntityLayout:
     subworld: dict[str, Int[np.ndarray, "n"]]
     """Index of the sub-world of each entity."""
 
-    def random_other(
+    def random_values(
         self, rng: np.random.Generator, subject_type: str, value_type: str
     ) -> Int[np.ndarray, "n"]:
         """Return, for each entity of `subject_type`, a random entity of `value_type` in the same sub-world."""
@@ -184,7 +184,7 @@ def _draw_facts(
         elif relation.value_type == "country":
             drawn = rng.integers(0, len(COUNTRY), n)
         else:
-            drawn = layout.random_other(rng, relation.subject_type, relation.value_type)
+            drawn = layout.random_values(rng, relation.subject_type, relation.value_type)
         facts[relation.subject_type, relation.name] = drawn
     spouse = _marry(rng, layout)
     jobless = (spouse >= 0) & (rng.random(len(spouse)) >= EMPLOYED_SHARE_OF_MARRIED)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int, PyTree
 
 from rrl.data.questions import Question, with_choices
-from rrl.data.records import OnFault
+from rrl.data.records import RunOnError
 from rrl.data.trajectory import Trajectory
 from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext
 from rrl.retrieval.retriever import Retriever
@@ -166,7 +166,7 @@ def find_long_prompts(
     engine: Engine,
     recipe: Recipe,
     questions: Sequence[Question],
-    on_error: OnFault,
+    on_error: RunOnError,
     report: Callable[[str], None],
 ) -> set[int]:
     """Find the questions whose prompts do not fit the context; their episodes end as "context_limit".

@@ -12,7 +12,7 @@ from typing import Any
 from rrl.data.folder import DataFolder, load_folder
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.data.records import OnFault, on_error_for
+from rrl.data.records import RunOnError, on_error_for
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.miniwiki.names import SPLITS
@@ -50,7 +50,7 @@ class DataConfig:
     """Kinds of questions in the built-in worlds."""
     held_out: int = 500
     """Largest number of held-out questions of a folder."""
-    on_error: OnFault = "refuse"
+    on_error: RunOnError = "refuse"
     """How to treat a broken record, and a question whose prompt is too long for the context.
 
     - refuse: a broken record is an error. The episode of a question that is too long ends as context_limit.
@@ -63,7 +63,7 @@ class DataConfig:
             1, self, "train_worlds", "held_out_worlds", "world_size", "train_per_kind", "held_out_per_kind"
         )
         one_of(HELD_OUT_SPLITS, self, "held_out_split")
-        one_of(typing.get_args(OnFault), self, "on_error")
+        one_of(typing.get_args(RunOnError), self, "on_error")
         if not self.kinds or not set(self.kinds) <= set(KINDS):
             raise UserError(f"kinds={self.kinds} must be some of {', '.join(KINDS)}")
 

@@ -74,7 +74,7 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> ColdStart
             if not _is_complete(file, len(questions) * len(sampling.temperatures), log)
         }
         models = load_models(settings, data, log) if missing else None
-        # After a failed load the user may correct the config, which a config.json in the workdir would refuse.
+        # Written only now: if the models cannot be loaded, the user can change the config and use the same workdir.
         _write(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
         if models is not None:
             with saving(folder / "blocks"):
@@ -182,7 +182,7 @@ def sample_block(
         recipe: scores them and turns them into pairs.
         questions: questions of the block.
         first: number of the first question in the run.
-        temperatures: the teacher's temperatures, which the records name.
+        temperatures: the teacher's temperatures. Each record states the one of its trajectory.
         judge: judge of answers that do not match the gold answers; None: no judge.
 
     Returns:

@@ -30,7 +30,7 @@ class RecipeDataConfig:
     """Passages per search in the demonstrations."""
     card_top_k: int = 0
     """Passages per search for the trained policy, as its recipe card states; 0: `top_k`. R2AG needs both: its expert
-    retrieves two passages and shows one of them (mostly the first), but its policy retrieves one."""
+    retrieves two passages and shows the first, or sometimes both, but its policy retrieves one."""
     context: int = 1024
     """Largest number of tokens of a trajectory, for the recipe card."""
     recipe: str = "rsearch"

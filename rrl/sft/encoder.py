@@ -55,7 +55,7 @@ class EncoderTrainingConfig:
     steps: int = 200
     """Updates."""
     groups: int = 4
-    """Worlds per batch. The many queries of one world give each other negatives from the same world."""
+    """Worlds per batch. A batch has many queries of each world: the passages of one query are negatives of the others."""
     queries_per_group: int = 48
     """Queries of each world in a batch."""
     learning_rate: float = 2e-3
@@ -201,7 +201,7 @@ def train_encoder(
       log: called with (step, metrics) every 20 steps and at the end.
     """
     settings = TextSettings(query_tokens=config.query_tokens, passage_tokens=config.passage_tokens)
-    shape = EncoderConfig(
+    model_config = EncoderConfig(
         vocab_size=len(tokenizer),
         hidden=config.hidden,
         layers=config.layers,
@@ -211,7 +211,7 @@ def train_encoder(
         type_vocab_size=1,
         pad_token_id=tokenizer.pad_token_id,
     )
-    graph, state = nnx.split(Encoder(shape, rngs=nnx.Rngs(config.seed)))
+    graph, state = nnx.split(Encoder(model_config, rngs=nnx.Rngs(config.seed)))
     opt_state = optimizer(config).init(state)
     stream = batches(
         config, make_pairs(config.seed, config.worlds, config.passages_per_world), tokenizer, settings
@@ -258,9 +258,9 @@ def train_and_save(
     for worlds in (8, 64):
         log(f"recall@3 on {worlds} unseen worlds of 200 passages in one index ({', '.join(QUERY_KINDS)}):")
         wiki = generate("test", 0, 200 * worlds, worlds)
-        weighted = make_retriever(wiki.passages, "bm25", bm25=Bm25Config(title_weight=3))
+        bm25 = make_retriever(wiki.passages, "bm25", bm25=Bm25Config(title_weight=3))
         for name, retriever in (
-            ("BM25, title x3", weighted),
+            ("BM25, title x3", bm25),
             ("encoder", make_retriever(wiki.passages, "exact", trained)),
         ):
             recall = miniwiki_recall(retriever, wiki)

@@ -30,7 +30,9 @@ def answer_with_reasons(prompt: JudgePrompt, item: MiniQuestion, score: float) -
         case Relevance(question, passages):
             titles = {passage.title for passage in passages}
             retrieved = [title for title in question.gold if title in titles]
-            return _with_reasons(f"{item.plan.facts} : {' ; '.join(retrieved) or 'nothing'}", f"{score:.1f}")
+            return _with_reasons(
+                f"{item.plan.facts_text} : {' ; '.join(retrieved) or 'nothing'}", f"{score:.1f}"
+            )
         case Correctness(question, predicted):
             # The reasons put both answers next to each other, where they are easier to compare.
             return _with_reasons(f"{gold_text(question)} : {predicted}", str(score > 0))

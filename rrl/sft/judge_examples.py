@@ -56,7 +56,8 @@ class JudgeExamplesConfig:
     faulty: float = 0.6
     """Share of attempts with a fault."""
     partial: float = 0.2
-    """Share of attempts that end after some of their searches."""
+    """Share of attempts whose transcript ends before the passages of one of the searches. Only the prompts about sufficiency and
+    thinking contain the transcript."""
     top_k: int = 2
     """Passages per search, as in the runs of the built-in world."""
     context: int = 1280

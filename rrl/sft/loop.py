@@ -107,7 +107,7 @@ def _train_steps(
     while step < config.steps and not history.stopped:
         metrics = trainer.update(source.batch(step))
         step += 1
-        checkpoints.check()
+        checkpoints.check()  # raises if the workdir was deleted or a save in the background failed
         last = step == config.steps
         history.seconds = clock.seconds()
         if config.minutes and history.seconds > 60 * config.minutes:
@@ -144,6 +144,7 @@ def _finish(trainer: Trainer, decoder: Decoder, checkpoints: Checkpoints, log: "
     config, history = trainer.config, trainer.history
     stops_early = config.patience and trainer.has_held_out
     if stops_early and history.loss is not None and history.stopped in ("done", "minutes"):
+        # The last parameters may be better than those of all evaluations; `history.loss` is the lowest loss of these.
         last_loss = trainer.evaluate()["loss"]
         if last_loss < history.loss:
             history.loss, trainer.best_params = last_loss, trainer.state.params

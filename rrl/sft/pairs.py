@@ -84,9 +84,8 @@ def _pair(position: int, record: Any) -> tuple[str, str, str]:
     """Return (question id, input, output) of a record. Without an id, its position stands for the question."""
     fields = fields_of(record)
     for name in ("input", "output"):
-        text_field(
-            fields, name
-        )  # refuses a missing or empty text, but strips white space, which the pair retains
+        # Only to raise an error for a missing or empty text: its result lacks the white space at the ends of the text.
+        text_field(fields, name)
     return str(fields.get("id", position)), fields["input"], fields["output"]
 
 

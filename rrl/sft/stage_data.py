@@ -1,6 +1,6 @@
 """The training and held-out examples of each stage of supervised training (see `rrl.sft.stages`). Read `STAGES` first.
 
-A world is a generated encyclopedia of passages (`rrl.miniwiki`).
+A world is a set of generated passages, a sub-world of `rrl.miniwiki`. No fact connects two worlds.
 """
 
 import itertools
@@ -36,9 +36,9 @@ FIRST_WORLD_SEED = 1000
 """Streams draw their worlds with seeds from this number on, so that they differ from the worlds of reinforcement learning, whose
 seeds are usually smaller."""
 
-JUDGE_TOKENS_PER_QUESTION = 3000
-"""Tokens of a block for which `_judge_examples` draws one question of each of the five kinds. They give 20 examples, which have
-more tokens than that."""
+MIN_TOKENS_PER_FIVE_QUESTIONS = 3000
+"""Lower bound of the number of tokens in the judge examples of five questions, one of each kind. Each question gives four
+examples. `_judge_examples` computes from it how many questions fill a block."""
 
 StageData = tuple[BatchSource, dict[str, Sequence[Example]]]
 """(training batches, named sets of held-out examples)."""
@@ -167,7 +167,7 @@ def _judge_examples(
         return (example for example in examples if len(example) <= settings.row_length)
 
     def make(block: int) -> list[Example]:
-        questions_per_kind = tokens // JUDGE_TOKENS_PER_QUESTION + 1
+        questions_per_kind = tokens // MIN_TOKENS_PER_FIVE_QUESTIONS + 1
         return _take_tokens(stream("train", _world_seed(settings.seed, block), questions_per_kind), tokens)
 
     # A fifth of the probes for each of the five kinds of questions; each question gives one prompt of each type.

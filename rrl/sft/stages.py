@@ -63,7 +63,7 @@ RECIPE_STAGES: dict[str, type[RecipeDataConfig]] = {
     "demonstrations": DemonstrationConfig,
     "pairs": PairsConfig,
 }
-"""Stages that train a recipe, and the dataclasses of their data."""
+"""Stages that train a policy for a recipe, and the dataclasses of their data."""
 OPTIONAL_SECTIONS = {"mesh": MeshConfig, "compute": ComputeConfig, "lora": LoraConfig}
 """Optional config sections and their dataclasses."""
 CONFIG_FIELDS = (
@@ -109,7 +109,7 @@ class StageSettings:
     compute: ComputeConfig
     lora: LoraConfig
     recipe_data: RecipeDataConfig | None
-    """The recipe that the stage trains, if any."""
+    """The recipe of the policy that the stage trains; None if the stage trains another model."""
     judge_data: JudgeExamplesConfig | None
     """The judge examples of the stage "verdicts"; None in other stages."""
 
@@ -191,7 +191,7 @@ class StageSettings:
         return decoder, tokenizer
 
     def recipe_card(self) -> RecipeCard | None:
-        """Return the card of the trained policy; None if the stage trains no recipe."""
+        """Return the card of the trained policy; None if the stage trains no policy."""
         data = self.recipe_data
         return None if data is None else make_card(data.make(), data.context, data.card_top_k or data.top_k)
 
@@ -249,7 +249,7 @@ def _print_agreement(
 
 
 def _recipe_data_config(stage: str, data: Mapping[str, Any]) -> RecipeDataConfig | None:
-    """Return the recipe data of a stage; None if the stage does not train a recipe."""
+    """Return the recipe data of a stage; None if the stage does not train a policy."""
     if stage == "demonstrations":
         return build(DemonstrationConfig, data["demonstrations"], "data.demonstrations")
     return build(PairsConfig, data, "data") if stage == "pairs" else None

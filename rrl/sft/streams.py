@@ -17,15 +17,15 @@ class StreamConfig:
     steps_per_block: int = 20
     """Steps per block."""
     probes: int = 64
-    """Held-out examples of each kind of exercise or judge prompt, from worlds of the dev split. Stage evidence: a quarter of the
-    held-out examples."""
+    """Held-out examples of each kind of exercise or judge prompt, from worlds of the dev split. Stage evidence has only one kind
+    and takes four times as many examples."""
     short_length: int = 0
-    """Row length of short blocks, in tokens; 0: no short blocks. Attention over short rows is cheaper. A step of a short block
-    has more rows, so that it has as many tokens as a step of a long block."""
+    """Stage reading: row length of short blocks, in tokens; 0: no short blocks. Attention over short rows is cheaper. A step of a
+    short block has more rows, so that it has as many tokens as a step of a long block."""
     short_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Arguments of the stream in short blocks; they override `options`."""
+    """Stage reading: arguments of the stream in short blocks; they override `options`."""
     long_every: int = 4
-    """With short blocks: one block in this many has rows of `train.row_length` tokens."""
+    """Stage reading, with short blocks: every `long_every`-th block is long, with rows of `train.row_length` tokens."""
     curriculum: str = ""
     """"1:200;2:300": reading examples have at most 1 passage for 200 steps, then at most 2 for 300, and then as many as
     `options` allow. "": no curriculum."""

@@ -93,7 +93,7 @@ def test_a_task_yields_the_tokens_of_its_questions(tasks: Any, tmp_path: Path) -
     task = tasks.add_task("rrl_task", {"dev": tmp_path / "q.jsonl"}, TOKENIZER)
     vocabulary = task.output_features["inputs"].vocabulary
     examples = list(task.get_dataset(None, "dev", shuffle=False).as_numpy_iterator())
-    assert [tasks.question_of(example) for example in examples] == QUESTIONS
+    assert [tasks.question_of_example(example) for example in examples] == QUESTIONS
     assert examples[0]["inputs"].tolist() == vocabulary.encode(QUESTIONS[0].text)
     assert examples[0]["targets"].tolist() == [*vocabulary.encode("Ada Berg"), vocabulary.eos_id]
     assert examples[0]["inputs"].dtype == np.int32
@@ -104,7 +104,7 @@ def test_a_task_yields_the_tokens_of_its_questions(tasks: Any, tmp_path: Path) -
     tasks.add_task("rrl_task", {"dev": CHOICES}, vocabulary)  # replaced
     (example,) = tasks.seqio.get_mixture_or_task("rrl_task").get_dataset(None, "dev").as_numpy_iterator()
     assert example["inputs_pretokenized"].decode().startswith("Which?\n(A) red\n(B) blue\n")
-    assert tasks.questions_of("rrl_task", "dev") == [tasks.question_of(example)] == CHOICES
+    assert tasks.questions_of("rrl_task", "dev") == [tasks.question_of_example(example)] == CHOICES
 
 
 def test_the_order_is_that_of_the_file_or_seed_and_shards_partition_it(tasks: Any, vocabulary: Any) -> None:
@@ -183,7 +183,9 @@ def test_every_real_question_file_makes_a_task(
     questions = load_questions(shared(name), truth=shared(truth) if truth else None)
     task = tasks.add_task("rrl_real", {"all": questions if truth else shared(name)}, vocabulary)
     examples = list(task.source.get_dataset("all", shuffle=False).as_numpy_iterator())
-    assert len(examples) == count and [tasks.question_of(example) for example in examples] == questions
+    assert (
+        len(examples) == count and [tasks.question_of_example(example) for example in examples] == questions
+    )
 
 
 @pytest.mark.slow

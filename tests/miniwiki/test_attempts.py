@@ -17,10 +17,10 @@ def test_an_attempt_without_faults_is_the_plan():
     rng = np.random.default_rng(0)
     for item in ITEMS:
         one = make_attempt(item, LOOKUP, rng, faulty=0.0)
-        assert (one.hops, one.conclusion, one.facts) == (
+        assert (one.hops, one.conclusion, one.facts_text) == (
             item.plan.hops,
             item.plan.conclusion,
-            item.plan.facts,
+            item.plan.facts_text,
         )
         assert one.answer == item.question.answers[0] and not one.failed_hops
 

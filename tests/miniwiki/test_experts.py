@@ -43,7 +43,7 @@ def test_demonstration_of_search_r1_thinks_searches_and_answers(wiki):
     first, second = item.plan.hops
     shown = as_segments(demonstrate(make_recipe("search_r1"), item, lambda query: []))
     assert [text for _, text in shown] == [
-        f"<think> To find : {item.plan.facts} </think>\n<search> {first.query} </search>",
+        f"<think> To find : {item.plan.facts_text} </think>\n<search> {first.query} </search>",
         "\n<information>\n\n</information>\n",
         f"<think> The {first.query} is {first.value}. </think>\n<search> {second.query} </search>",
         "\n<information>\n\n</information>\n",

@@ -80,7 +80,7 @@ def test_questions_are_followed_by_required_facts_and_never_by_answers(
         if "?" in line
     ]
     assert len(lines) > 200
-    facts = {item.plan.facts for kind in KINDS for item in wiki.questions(kind, 30, 3)}
+    facts = {item.plan.facts_text for kind in KINDS for item in wiki.questions(kind, 30, 3)}
     assert all(line.split("? : ")[1] in facts for line in lines)
 
 
@@ -95,7 +95,7 @@ def test_questions_are_followed_by_required_facts_and_never_by_answers(
     ],
 )
 def test_facts_of_a_plan_have_the_form_of_its_kind(wiki: MiniWiki, kind: str, pattern: str) -> None:
-    assert all(re.fullmatch(pattern, item.plan.facts) for item in wiki.questions(kind, 40, 0))
+    assert all(re.fullmatch(pattern, item.plan.facts_text) for item in wiki.questions(kind, 40, 0))
 
 
 def test_answers_to_tasks_occur_in_the_passages_before_them(wiki: MiniWiki) -> None:

@@ -46,7 +46,7 @@ def thoughts(plan: Plan) -> list[str]:
     read = [f"The {hop.query} is {hop.value}." for hop in plan.hops]
     if plan.conclusion:
         read[-1] = f"{read[-1]} {plan.conclusion}"
-    return [f"To find : {plan.facts}", *read]
+    return [f"To find : {plan.facts_text}", *read]
 
 
 class DemonstrationBuilder:

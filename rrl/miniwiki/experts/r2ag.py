@@ -25,7 +25,7 @@ def demonstrate_r2ag(recipe: R2AG, item: MiniQuestion, retrieve: RetrieveFn) -> 
     show_miss = draw % 1000 < 1000 * recipe.shown_misses
     while True:
         stated, wanted = _facts(item, {title_key(passage.title) for passage in documents})
-        thought = "\n".join(filter(None, [f"To find : {item.plan.facts}", " ".join(stated)]))
+        thought = "\n".join(filter(None, [f"To find : {item.plan.facts_text}", " ".join(stated)]))
         queries = [hop.query for hop in wanted] or [STOP_RETRIEVAL]
         tagged = [(THINK, thought), *((BASE, query) for query in queries), (PREDICTED, NONE)]
         segments.append("\n".join(in_tags(tag, text) for tag, text in tagged))
@@ -53,7 +53,7 @@ def _facts(item: MiniQuestion, titles: set[str]) -> tuple[list[str], list[Hop]]:
     A fact is known if `titles` contains the title of the passage that states it.
     """
     hops, plan = item.plan.hops, item.plan
-    # A plan with a conclusion compares two chains of facts of equal length.
+    # A comparison, which has a conclusion, has two branches of equal length; other plans have one branch.
     length = len(hops) // (2 if plan.conclusion else 1)
     stated, wanted = [], []
     for start in range(0, len(hops), length):

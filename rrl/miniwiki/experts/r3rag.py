@@ -16,7 +16,7 @@ def demonstrate_r3rag(recipe: R3Rag, item: MiniQuestion, retrieve: RetrieveFn) -
     """
     plan, episode = item.plan, Episode(item.question)
     segments: DemonstrationSegments = []
-    analysis = f"To find : {plan.facts}"
+    analysis = f"To find : {plan.facts_text}"
     for hop in plan.hops:
         episode.policy_texts.append(Step(analysis, query=hop.query).to_text(episode.turn + 1))
         passages = tuple(retrieve(hop.query))
