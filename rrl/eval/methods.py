@@ -272,7 +272,7 @@ class PromptedAgent:
 
     @property
     def _defaults(self) -> dict[str, int | float]:
-        return METHODS[self.method_name].defaults
+        return METHODS[self.method_name].option_values
 
     @property
     def searches(self) -> bool:
@@ -288,8 +288,7 @@ class PromptedAgent:
 
     @property
     def limits(self) -> dict[str, int]:
-        # `self.method` was made with the config's options, so that its `defaults` are the values in use.
-        options = {name: value for name, value in self.method.defaults.items() if type(value) is int}
+        options = {name: value for name, value in self.method.option_values.items() if type(value) is int}
         shown = {"tokens": self.settings.tokens}
         if self.searches:
             shown |= {"most_passages": self.settings.most_passages}
@@ -301,7 +300,7 @@ class PromptedAgent:
     def identity(self) -> dict[str, Any]:
         settings = dataclasses.asdict(self.settings)
         del settings["token_bytes"]
-        return {"method": self.method_name} | self.method.defaults | settings
+        return {"method": self.method_name} | self.method.option_values | settings
 
     def check(
         self, engine: Engine, questions: Sequence[Question], on_error: OnFault, log: Callable[[str], None]

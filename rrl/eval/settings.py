@@ -74,7 +74,7 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
             fill_defaults(config[name], kind)
     name = config.method.name
     if name in METHODS:
-        for option, value in make_prompted_method(name).defaults.items():
+        for option, value in make_prompted_method(name).option_values.items():
             if option not in config.method:
                 config.method[option] = value
         fill_defaults(config.prompted, PromptedSettings)

@@ -38,7 +38,7 @@ class PromptedMethod:
         return Completion(stop_sets=self.stops, turn_tokens=settings.tokens)
 
     @property
-    def defaults(self) -> dict[str, int | float]:
+    def option_values(self) -> dict[str, int | float]:
         """All options of `run` with their values: the defaults of `run`, replaced by `options`."""
         options = {
             name: parameter.default
@@ -76,7 +76,7 @@ def make_prompted_method(name: str, options: Mapping[str, int | float] | None = 
         raise UserError(f"method={name!r} is unknown; choose one of {', '.join(METHODS)}")
     method = METHODS[name]
     for option, value in (options or {}).items():
-        known = method.defaults
+        known = method.option_values
         if option not in known:
             raise UserError(
                 f"{name}.{option} is not an option of the method; its options are {', '.join(known) or 'none'}"

@@ -142,7 +142,7 @@ def _step_limit_of(method: str) -> str:
     Raises UserError for an unknown method, and for one without such a field.
     """
     if method in METHODS:
-        section, names = "method", list(make_prompted_method(method).defaults)
+        section, names = "method", list(make_prompted_method(method).option_values)
     elif method in RECIPES:
         environment: Any = make_recipe(method).environment
         section, names = "recipe.environment", [field.name for field in dataclasses.fields(environment)]

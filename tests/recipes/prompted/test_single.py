@@ -21,7 +21,7 @@ def test_options_are_those_of_the_docs_table() -> None:
         options = dict(part.split() for part in row[1].strip().split(", ") if part)
         documented |= dict.fromkeys(re.findall(r"`(\w+)`", row[0]), options)
     assert {name: documented.get(name) for name in METHODS} == {
-        name: {option: str(value) for option, value in method.defaults.items()}
+        name: {option: str(value) for option, value in method.option_values.items()}
         for name, method in METHODS.items()
     }
 
@@ -148,7 +148,7 @@ def test_parse_list_removes_only_bullets_and_numbers() -> None:
 
 def test_unknown_methods_and_options_are_refused() -> None:
     assert len(METHODS) == 13 and all(method.source for method in METHODS.values())
-    assert make_prompted_method("ircot", {"steps": 3}).defaults == {"steps": 3}
+    assert make_prompted_method("ircot", {"steps": 3}).option_values == {"steps": 3}
     for name, options, words in (
         ("rag", {}, r"method='rag' is unknown; choose one of direct, cot"),
         ("ircot", {"rounds": 3}, r"ircot.rounds is not an option of the method; its options are steps"),
