@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from benchmarks.fixed_lengths import KEY, FixedLengths
+from benchmarks.fixed_lengths import KEY, FixedLengthModel
 from benchmarks.measure import (
     NOT_MEASURED,
     BenchmarkRow,
@@ -93,7 +93,7 @@ class TimedRollouts:
           batch: number of sequences.
           longest: maximum tokens of a sequence, prompt included.
         """
-        self.model, self.batch = FixedLengths(decoder, load_tokenizer(TINY)), batch
+        self.model, self.batch = FixedLengthModel(decoder, load_tokenizer(TINY)), batch
         # The engine needs a context of at least the prompt and two tokens, even if it generates one token only.
         config = EngineConfig(rows=batch, context=longest + 1, wake_threshold=batch, prefill_tokens=8192)
         self._engine = self.model.engine(config)

@@ -27,7 +27,7 @@ SHIPPED = "assets/miniwiki-policy"
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedLengths:
+class FixedLengthModel:
     """A decoder, with its tokenizer, whose sequences end only at their length limits."""
 
     decoder: Decoder
@@ -78,9 +78,9 @@ class FixedLengths:
 
 
 @functools.cache
-def random_model() -> FixedLengths:
+def random_model() -> FixedLengthModel:
     """Return a random model of the shipped policy's shape, in float32 on a CPU, otherwise in bfloat16. Peers load its weights."""
     config = dataclasses.replace(DecoderConfig.from_hf(read_config(SHIPPED)), max_positions=8192)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
-    return FixedLengths(decoder, load_tokenizer(SHIPPED))
+    return FixedLengthModel(decoder, load_tokenizer(SHIPPED))

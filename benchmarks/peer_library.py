@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 
-from benchmarks.fixed_lengths import FixedLengths
+from benchmarks.fixed_lengths import FixedLengthModel
 from benchmarks.measure import NOT_MEASURED, PeerProcess, imports, start_peer
 from rrl.models.hf import save_decoder
 
@@ -74,7 +74,7 @@ class PeerLibrary:
 
 @contextlib.contextmanager
 def peers(
-    model: FixedLengths, pythons: Mapping[str, str], batch: int, prompt: int, new: int
+    model: FixedLengthModel, pythons: Mapping[str, str], batch: int, prompt: int, new: int
 ) -> Iterator[tuple[dict[str, PeerLibrary], dict[str, str]]]:
     """Start the peers in `pythons`, with the model's weights, each in a process of its Python.
 

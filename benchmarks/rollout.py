@@ -177,9 +177,9 @@ def latency(args: argparse.Namespace) -> SectionResult:
 
 
 def mixed(args: argparse.Namespace) -> SectionResult:
-    """Measure the share of slots that decode, on average, if the lengths of requests vary tenfold.
+    """Measure the share of rows that decode, on average, if the lengths of requests vary tenfold.
 
-    It is compared with a scheduler that refills each slot as soon as its request has ended.
+    It is compared with a scheduler that refills each row as soon as its request has ended.
     """
     config = EngineConfig(rows=args.batch, context=640, wake_threshold=16, prefill_tokens=256)
     draws = np.random.default_rng(0).geometric(1 / 100, 16 * args.batch).clip(20, 200)
@@ -195,7 +195,7 @@ def mixed(args: argparse.Namespace) -> SectionResult:
     run = random_model().timed(engine, requests, SingleTurn(turn_tokens=200), int(draws.sum()))
     times = interleave({"ours": run}, args.rounds)
     row = BenchmarkRow(
-        f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: share of slots that decode",
+        f"{len(draws)} requests of 20 to 200 tokens over {args.batch} rows: share of rows that decode",
         f"{100 * engine.stats.busy:.1f} % ({medians(times)['ours']:.2f} s)",
         f"if refilled at once, in the same order {100 * ideal:.1f} %",
         f"{engine.stats.busy / ideal:.3f}",

@@ -55,7 +55,7 @@ class FixedTurns:
         return Restart(draw.integers(0, 1000, length).astype(np.int32))
 
 
-KEPT_CACHE = f"{HF} with a kept cache, all episodes in lockstep"
+KEPT_CACHE = f"{HF} with the cache kept between turns, all episodes in lockstep"
 """Name of the loop that keeps generate's cache between turns, so all turns must have the same length."""
 FULL_TURNS = f"{HF}, each turn written to its limit"
 """Name of the loop whose turns do not end at the tag, but at RESPONSE_TOKENS."""
@@ -63,7 +63,7 @@ RESPONSE_TOKENS = 500
 """Limit per turn in Search-R1's scripts (max_response_length). Its loop samples without stop strings up to the end of sequence or
 this limit, and then removes the text after the closing tag."""
 REPREFILL = "this engine, whole history prefilled at every turn"
-"""Name of the loop over this engine."""
+"""Name of the loop that prefills the whole history again, over this engine; "ours" is this engine without that loop."""
 NOTES = [
     "This engine and Hugging Face's generate sample; Tunix's Sampler is greedy, which is faster, and its cache is only as "
     "long as each turn needs. A loop that prefills the history again, or that keeps generate's cache, waits for the longest "
@@ -127,7 +127,7 @@ def _compare(
     # The ratio of prefilled tokens would be the speedup if decoding took no time.
     max_ratio = sum(turns.histories) / (turns.prompt + searches * turns.observation_tokens)
     reprefill = seconds_of[REPREFILL]
-    bound = f" (at most {max_ratio:.1f}x: tokens read)"
+    bound = f" (at most {max_ratio:.1f}x, the ratio of prefilled tokens)"
     rows = [row(reprefill, f"{REPREFILL} {reprefill:.2f}", target, bound)]
     for name, peer in started.items():
         seconds, text = peer.best(seconds_of, "{:.2f}".format)

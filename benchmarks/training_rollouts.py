@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from benchmarks.fixed_lengths import KEY, SHIPPED, FixedLengths, random_model
+from benchmarks.fixed_lengths import KEY, SHIPPED, FixedLengthModel, random_model
 from benchmarks.measure import BenchmarkRow, SectionResult, interleave, medians, warm_up_note
 from rrl.data.questions import Question
 from rrl.miniwiki import KINDS, generate, mixed_questions
@@ -61,7 +61,7 @@ def training(args: argparse.Namespace) -> SectionResult:
             )
             for draft_tokens in (DRAFT_TOKENS, 0)
         ]
-        decode_only = FixedLengths(decoder, tokenizer).engine(config)
+        decode_only = FixedLengthModel(decoder, tokenizer).engine(config)
         rates, times = _training_rates(
             args.rounds, nnx.state(decoder), *engines, decode_only, recipe, questions
         )

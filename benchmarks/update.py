@@ -164,9 +164,9 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Compare the memory, as the compiler plans it, of log-probabilities and gradient with two computations of the logits.
+    """Compare the memory that the compiler plans for log-probabilities and their gradient. Nothing is run.
 
-    Ours computes the logits in parts. The other keeps the logits of all tokens at once. Nothing is run.
+    Ours computes the logits in parts; the other side keeps the logits of all tokens at once.
     """
     config, length = DecoderConfig.from_hf(QWEN_HALF_BILLION), 4096
     graph, params = nnx.split(
@@ -204,6 +204,17 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
     return table
 
 
+def padded_batches(
+    trajectories: Sequence[Trajectory], advantages: np.ndarray, config: ObjectiveConfig, rows: int
+) -> list[Batch]:
+    """Return batches of `rows` rows with one trajectory each. Trajectories that do not fill the last batch are left out."""
+    single_rows = [pack_minibatch([t], advantages[[i]], config)[0][0] for i, t in enumerate(trajectories)]
+    return [
+        jax.tree.map(lambda *x: np.concatenate(x), *single_rows[start : start + rows])
+        for start in range(0, len(trajectories) - rows + 1, rows)
+    ]
+
+
 def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     """Compare search trajectories in packed rows with one padded row each."""
     decoder, tokenizer = load_language_model(TINY, "policy")
@@ -224,16 +235,10 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
         row_lengths=(1024,), microbatch_tokens=2048, parallel_microbatches=2
     )  # as configs/rsearch_grpo.py
     padded = ObjectiveConfig(row_lengths=(longest,), microbatch_tokens=longest, parallel_microbatches=2)
-    # Batches of up to 4,096 tokens. Trajectories that do not fill the last batch are left out.
-    rows_per_batch = max(1, 4096 // longest)
-    selected = range(len(trajectories) // rows_per_batch * rows_per_batch)
-    single_rows = [pack_minibatch([trajectories[i]], advantages[[i]], padded)[0][0] for i in selected]
+    rows_per_batch = max(1, 4096 // longest)  # batches of up to 4,096 tokens
     batches = {
         "packed": pack_minibatch(trajectories, advantages, packed)[0],
-        "padded": [
-            jax.tree.map(lambda *x: np.concatenate(x), *single_rows[i : i + rows_per_batch])
-            for i in range(0, len(single_rows), rows_per_batch)
-        ],
+        "padded": padded_batches(trajectories, advantages, padded, rows_per_batch),
     }
     sides: dict[str, Callable[[], float]] = {}
     for name, objective in (("packed", packed), ("padded", padded)):
@@ -243,7 +248,7 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
         )
     seconds_of = interleaved_medians(sides, min(args.rounds, 3))
     # Scale the time to all trajectories.
-    seconds_of["padded"] *= len(trajectories) / len(selected)
+    seconds_of["padded"] *= len(trajectories) / (rows_per_batch * len(batches["padded"]))
     tokens = [len(t.tokens) for t in trajectories]
     return [
         BenchmarkRow(
@@ -293,8 +298,8 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
         table.append(
             BenchmarkRow(
                 f"{groups} groups of {samples} outputs of {output} tokens after a prompt of {prompt}: seconds per step",
-                f"{seconds_of['shared']:.2f} ({positions['shared']:,} slots)",
-                f"the prompt once a sample {seconds_of['separate']:.2f} ({positions['separate']:,} slots)",
+                f"{seconds_of['shared']:.2f} ({positions['shared']:,} positions)",
+                f"the prompt once a sample {seconds_of['separate']:.2f} ({positions['separate']:,} positions)",
                 f"{seconds_of['separate'] / seconds_of['shared']:.2f}x",
                 "",
             )

@@ -85,8 +85,9 @@ def get_config(arg: str = "") -> ConfigDict:
         }
         config.optim = {"name": "adamw", "lr": 2e-6, "clip_norm": 1.0, "b2": 0.999}
     if args.stage == 2:
-        # A mean reward at or below this is a sign of collapse (`rrl.train.guard`). It is the mean reward if all trajectories are
-        # malformed; a base model can start close to it.
+        # The guard takes a mean reward at or below this for a sign of collapse (`rrl.train.guard`). It is the lowest possible
+        # reward: all trajectories are malformed. A base model can start close to it. In stage 1 the lowest reward is the guard's
+        # default, 0.
         config.guard.reward = -(0.5 if tiny else 2.0)
     config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
     if is_smoke(args):

@@ -11,8 +11,9 @@
 size=tiny is the built-in world (`miniwiki`), whose questions need at most 4 documents. `reader` is the generator, which answers
 from the retrieved documents. The main metric is full recall. Expected result: 46 updates raise it from 57.5 % (cold start) to
 62.9 % (mean of three seeds, 720 questions). With 96 updates, fewer questions per update and more outputs per question, it rises
-from 59.6 % (a better cold start) to 67.0 % (docs/recipes.md). The number of updates, the learning rate together with questions
-and outputs, and the number of demonstrations were tuned. A start of 500 demonstrations has 80.7 % and gains 3.5 to 7.4 points.
+from 59.6 % (a better cold start) to 67.0 % (docs/recipes.md). Three things were tuned: the number of updates; the number of
+demonstrations; and the learning rate, jointly with the numbers of questions and outputs. A cold start on 500 demonstrations has
+80.7 % and gains 3.5 to 7.4 points.
 
 size=3b and size=7b hold the paper's settings (appendix B.2): trees of 128 prompts per step x 12 outputs of at most 4,096 tokens,
 at most 5 expansions, top-1 documents in training, clip 0.2/0.28, no KL, AdamW at 1e-6, 80 steps, evaluation at temperature 0.6.
@@ -21,9 +22,10 @@ The paper evaluates with top-p 0.9 (C.2), but a run has a single top-p for train
 of HotpotQA, 3,000 of 2Wiki and 1,174 of MuSiQue for 140 hours on 6 A100, and reaches a full recall of 87.1 on HotpotQA, 94.1 on
 2Wiki and 51.3 on MuSiQue (Table 1, top-1). rrl has not been run at this size.
 
-Three arguments set how a policy is evaluated. `predictions`: whether predicted queries are searched too. `top_k`: documents per
-query. `t`: how many base queries of an output are searched: `most` is the paper's M, the largest number of hops in the data
-(argument `hops`), and `half` is half of it. Half as many predicted queries are searched, as in training.
+An output of the policy proposes base queries, for the current hop, and predicted queries, for the next one. Three arguments set
+how a policy is evaluated. `predictions`: whether predicted queries are searched too. `top_k`: documents per query. `t`: how many
+base queries of an output are searched: `most` is the paper's M, the largest number of hops in the data (argument `hops`), and
+`half` is half of it. Half as many predicted queries are searched, as in training.
 """
 
 from typing import Any

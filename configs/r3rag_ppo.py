@@ -12,8 +12,8 @@ size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passag
 matches count. The KL weight and the number of questions are those tuned for R-Search's PPO (`configs/rsearch_ppo.py`, which has
 the KL in the reward). The learning rate is higher, for fewer updates. The critic is the first half of the policy's layers and
 takes six optimiser steps per batch at 1e-3. Its explained variance of the returns is 1/8 after 10 to 15 updates; that of a
-critic with all layers at 3e-4 is 0 for 27 updates and 1/8 after 54. Expected result: 20 updates add 6 points to a start of 100
-demonstrations (docs/recipes.md). Cost: about eight minutes on two slow cores, without evaluations.
+critic with all layers at 3e-4 is 0 for 27 updates and 1/8 after 54. Expected result: 20 updates add 6 points to a cold start on
+100 demonstrations (docs/recipes.md). Cost: about eight minutes on two slow cores, without evaluations.
 
 size=7b holds the paper's settings (section 4.3, appendix C): Qwen2.5-7B after its cold start (`configs/r3rag_cold_start.py`
 makes the data, `configs/r3rag_sft.py` trains on it), batch 64 (16 questions x 4 rollouts at temperatures 0.1, 0.4, 0.7 and
@@ -79,8 +79,8 @@ MINIWIKI: dict[str, dict[str, Any]] = {
         "clip_low": 0.2,
         "clip_high": 0.2,
         # With rows this short, each minibatch of the critic fills an even number of rows, so that its microbatches can be
-        # processed two at a time. A single length compiles one program; trajectories whose steps are longer in total are split
-        # (`rrl.rl.prefix_tree`).
+        # processed two at a time. A single row length compiles a single program. A trajectory whose steps do not fit into one row
+        # together is split (`rrl.rl.prefix_tree`).
         "row_lengths": (2048,),
         "microbatch_tokens": 2048,
         "share_prefixes": True,

@@ -5,10 +5,10 @@
 
 A pair is a line {"input": the user message, "output": the target}. The loss is on outputs only, and pairs are packed into rows.
 size=7b is the paper's Qwen2.5-7B (lr 7e-6, batch 16), size=8b its Llama-3.1-8B (lr 1e-5, batch 8), both with at most 4,096
-tokens; longer pairs are left out (appendix C). A row of 4,096 tokens holds several of the paper's samples. The paper states
-neither epochs nor schedule: `steps` sets the length, the log prints the number of steps per epoch, and the learning rate decays
-linearly after a warm-up over 3 % of the steps. The loss on the pairs of 100 held-out questions is measured ten times.
-size=tiny is for policies of the built-in world.
+tokens; longer pairs are left out (appendix C). A row of 4,096 tokens holds several pairs, so a batch of as many rows has more
+pairs than the paper's. The paper states neither epochs nor schedule: `steps` sets the length, the log prints the number of steps
+per epoch, and the learning rate decays linearly after a warm-up over 3 % of the steps. The loss on the pairs of 100 held-out
+questions is measured ten times. size=tiny is for policies of the built-in world.
 """
 
 from ml_collections import ConfigDict

@@ -6,8 +6,8 @@
     python launch/train.py --config=configs/research_grpo.py:size=7b,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
 size=tiny is the built-in world (`miniwiki`). It uses the settings that were tuned for R-Search, a third more updates, and a
-start of 100 demonstrations after the shipped policy. The lengths of a turn and of an observation and the number of searches are
-limited, since the policy's context has 1,024 tokens.
+policy that was cold-started: the shipped one after SFT on 100 demonstrations. The lengths of a turn and of an observation and
+the number of searches are limited, since the policy's context has 1,024 tokens.
 
 size=3b and size=7b hold the paper's settings (section 3.1, Table 4): a total length of 8,192 tokens, top-k 5, batch 256, 5
 rollouts at temperature 1, lr 1e-6, KL 0.001, clip 0.2, two epochs over MuSiQue's 19,938 questions. The paper ran 7B and 32B

@@ -58,7 +58,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "optim": {
         "name": "adamw",
         "lr": 1e-6,
-        "warmup_ratio": 0.95,
+        "warmup_ratio": 0.95,  # not a typing error: the warm-up takes almost the whole run
         "weight_decay": 0.0,
         "clip_norm": 1.0,
         "schedule": "constant",
@@ -66,7 +66,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "frozen": (),
     },
 }
-"""Sections with the paper's settings, for size=3b and size=7b."""
+"""Sections with the paper's settings, for size=3b and size=7b; with `SINGLE_DEVICE` also for size=tiny."""
 
 SINGLE_DEVICE: dict[str, dict[str, Any]] = {
     "recipe": {"environment": {"turn_tokens": 256, "observation_tokens": 1000}},

@@ -40,9 +40,8 @@ def get_config(arg: str = "") -> ConfigDict:
         config.objective.kl_coef = 0.05
         config.critic.warmup_steps = min(2, config.train.steps // 4)
         config.critic_optim.update({"lr": 3e-4, "frozen": ("^embedding$",)})
-        if not is_smoke(
-            args
-        ):  # PPO needs no groups, and more questions are more informative than more samples
+        # PPO needs no groups, and more questions are more informative than more samples.
+        if not is_smoke(args):
             config.train.update({"questions": 128, "samples": 1})
         if args.steps is None:
             config.train.update({"steps": 54, "eval_every": 27})

@@ -8,7 +8,7 @@
     python launch/train.py --config=configs/search_r1.py:size=3b,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
 size=tiny is the built-in world (`miniwiki`). It uses the settings that were tuned for R-Search, a third more updates, and a
-start of 150 demonstrations after the shipped policy.
+policy that was cold-started: the shipped one after SFT on 150 demonstrations.
 
 size=3b and size=7b hold the published settings: 4 turns, top-k 3, 500 tokens per turn and per observation, a context of 4,096
 tokens, batch 512, mini-batches of 256 trajectories, lr 1e-6 with a warm-up of 28.5 %, KL 0.001 (k3 in the loss for GRPO, k1 in

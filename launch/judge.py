@@ -1,7 +1,8 @@
 """Measures how often a judge agrees with the oracle: `python launch/judge.py --judge=FOLDER [--trajectories=FILE]`.
 
-It judges examples from held-out built-in worlds, or the trajectories of a policy if their questions have gold passages. The judge
-is the folder of a model, or the http address of an OpenAI-compatible service.
+The oracle is a judge that knows the gold answers and passages. The measured judge is the folder of a model, or the http address
+of an OpenAI-compatible service. It judges examples from held-out built-in worlds, or the trajectories of a policy if their
+questions have gold passages.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,9 @@ from absl import flags
 
 from rrl.runs import launcher
 
-_JUDGE = flags.DEFINE_string("judge", None, "A model's folder, the http address of a service, or oracle.")
+_JUDGE = flags.DEFINE_string(
+    "judge", None, "A model's folder, the http address of a service, or oracle (which agrees with itself)."
+)
 _MODEL = flags.DEFINE_string("judge_model", "", "Name of the model, for a service.")
 _QUESTIONS = flags.DEFINE_integer(
     "questions",

@@ -50,7 +50,7 @@ def main(_: Sequence[str]) -> None:
     out = _OUT.value or ("runs/reproduce-smoke" if _SMOKE.value else "runs/reproduce")
     page = _PAGE.value or f"{out}/reproduction.md"
     # The page names the command that writes it again: only the flags that change its content.
-    page_flags = [f"--{flag.name}" for flag in (_SMOKE,) if flag.value]
+    page_flags = ["--smoke"] * _SMOKE.value
     page_flags += [f"--seeds={','.join(_SEEDS.value)}"] * _SEEDS.present + [f"--out={out}"] * _OUT.present
     page_flags += [f"--keep={_KEEP.value}"] * _KEEP.present
     options = RunOptions(

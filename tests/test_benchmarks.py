@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from benchmarks import accelerator, measure, rollout
+from benchmarks import accelerator, measure, rollout, update
 from benchmarks.measure import BenchmarkRow, command, interleave, medians, warm_up_note, write
 from benchmarks.peer_library import CACHES, PeerLibrary
+from rrl.rl.objective import ObjectiveConfig
 
 SHAPE = "Rollout: Qwen2.5-7B's shape"
 
@@ -55,6 +56,15 @@ def test_the_printed_command_omits_paths_and_default_options():
     assert command("benchmarks.some", parser, vars(args)) == (
         "python -m benchmarks.some --only=group --tunix_python=PATH"
     )
+
+
+def test_padded_batches_hold_one_trajectory_per_row_and_omit_the_remainder():
+    trajectories, advantages = update.random_trajectories(rows=5, length=8, prompt=2, vocabulary=50)
+    config = ObjectiveConfig(row_lengths=(128,), microbatch_tokens=128, parallel_microbatches=2)
+    batches = update.padded_batches(trajectories, advantages, config, rows=2)
+    assert [batch.tokens.shape for batch in batches] == [(2, 128), (2, 128)]
+    rows = [row for batch in batches for row in batch.tokens]
+    assert [row[:8].tolist() for row in rows] == [t.tokens.tolist() for t in trajectories[:4]]
 
 
 def test_the_warm_up_round_is_reported_separately_and_excluded_from_medians():
@@ -139,7 +149,7 @@ def test_episodes_are_measured_without_peers(results, without_peers):
     for searches, batch, most in ((2, 2, 1.9), (4, 2, 3.1), (4, 8, 3.1)):
         row = f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds |"
         own = [line for line in text.splitlines() if row in line and "this engine" in line]
-        assert len(own) == 1 and f"x (at most {most}x: tokens read)" in own[0]
+        assert len(own) == 1 and f"x (at most {most}x, the ratio of prefilled tokens)" in own[0]
     # Tunix is not measured with the largest batch.
     assert text.count("not measured: no torch") == 3 and text.count("not measured: no tunix") == 2
     assert str(without_peers) not in text

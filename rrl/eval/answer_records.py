@@ -33,7 +33,7 @@ def record_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 def record_of_result(question: Question, result: PromptedResult) -> dict[str, Any]:
     """Return the record of a prompted method's result.
 
-    In `segments`, prompts after the first have the role of the environment. The token counts count every prompt as prompt.
+    In `segments`, the prompts after the first have the role ENVIRONMENT. In the token counts, all prompts count as PROMPT.
     """
     segments: list[tuple[int, str]] = []
     for generation in result.generations:

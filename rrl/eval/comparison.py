@@ -23,7 +23,8 @@ def paired_test(
 ) -> PairedComparison | None:
     """Compare `run` with `first` on the same questions by a metric of answers or of retrieval.
 
-    Returns None if the questions or gold passages differ, or if one run lacks the metric. Raises UserError if the runs list their
+    Returns None if the questions differ, if one run lacks the metric, or if `run` is `first`; for a metric of retrieval also if
+    the gold passages differ. Raises UserError if the runs list their
     questions in different orders.
     """
     first_values, second_values = (
@@ -49,7 +50,7 @@ def paired_test(
 def _same_gold_passages(first: EvaluationRun, run: EvaluationRun) -> bool:
     """Return whether two runs have the same gold passages and recognise them in the same way, by ids or titles.
 
-    The hash of an older result card is "": it is assumed to be equal.
+    An older result card has no hash of the gold passages (""). Its gold passages are assumed to be the same.
     """
     hashes = {each.card.gold_sha256 for each in (first, run)} - {""}
     keys = {each.report.get("retrieval_by", TITLES) for each in (first, run) if each.retrieval_metrics}

@@ -45,7 +45,7 @@ class DatasetConfig:
     questions: int = 0
     """Number of questions, drawn without replacement. 0: all; the built-in world then has 720."""
     seed: int = 1
-    """Seed of that draw, and of the built-in world."""
+    """Seed of the draw of `questions`, and of the built-in world."""
     worlds: int = 8
     """Number of built-in worlds. The defaults of this field and the next two are those of the held-out questions in training."""
     world_size: int = 200

@@ -63,7 +63,7 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
     for (index, _), score in zip(prompts, judge.grade([prompt for _, prompt in prompts]), strict=True):
         sufficiency[index].append(score)
     right = [cover_exact_match(t.answer, t.question.answers) > 0 for t in trajectories]
-    # A wrong answer is judged by other `ERROR_ASPECTS` if all its searches together suffice than if they do not.
+    # Which `ERROR_ASPECTS` of a wrong answer are judged depends on whether all its searches together suffice.
     aspects = [("faithful", "reached") if scores[-1] else ("mistaken",) for scores in sufficiency]
     error_prompts = [
         (
@@ -106,9 +106,9 @@ def _thinking(sufficiency: Sequence[float | None]) -> str:
 def _error(sufficient: bool, verdicts: dict[str, float | None]) -> int:
     """Return the row of ERRORS for a wrong answer, from the judge's scores by aspect.
 
-    Not sufficient: row 0 if the policy took what it found about something else for the answer ("mistaken"), otherwise 1.
+    Not sufficient: row 0 if the policy mistook facts about something else for the answer ("mistaken"), otherwise row 1.
     Sufficient: row 3 if it reached the right answer in its thoughts ("reached"), row 4 if its thoughts agree with the evidence
-    ("faithful"), otherwise 2.
+    ("faithful"), otherwise row 2.
     """
     if not sufficient:
         return 0 if verdicts["mistaken"] else 1

@@ -55,7 +55,7 @@ class EvaluationRun:
 
     @property
     def has_trajectories(self) -> bool:
-        """Whether the folder has questions and trajectories; that of a scored prediction file has neither."""
+        """Whether the folder has questions and trajectories. A folder that launch/score.py wrote has neither."""
         return (self.folder / "questions.jsonl").is_file() and (self.folder / "results.jsonl").is_file()
 
     def questions(self) -> list[Question]:

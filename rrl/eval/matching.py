@@ -16,8 +16,8 @@ from rrl.text.characters import canonical_unicode
 from rrl.text.normalize import AnswerRule
 
 
-def questions_in_file(predictions: Sequence[Prediction], name: str) -> list[Question]:
-    """Return the questions and gold answers that the prediction file `name` itself contains.
+def questions_in_file(predictions: Sequence[Prediction], predictions_file: str) -> list[Question]:
+    """Return the questions and gold answers that `predictions_file` itself contains.
 
     Unanswerable questions have empty gold answers (see `scorable`). Raises UserError, with the line, for a record without gold
     answers.
@@ -30,7 +30,7 @@ def questions_in_file(predictions: Sequence[Prediction], name: str) -> list[Ques
             questions.append(question_of(position, fields, unanswerable="empty"))
         except ValueError as error:
             raise UserError(
-                f"{name}, {prediction.place}: {error}. The file has no gold answers: give the questions with --data."
+                f"{predictions_file}, {prediction.place}: {error}. The file has no gold answers: give the questions with --data."
             ) from error
     return questions
 
@@ -64,8 +64,8 @@ def drop_unscorable(
 def match_predictions(
     predictions: Sequence[Prediction],
     questions: Sequence[Question],
-    name: str,
-    data: str,
+    predictions_file: str,
+    questions_file: str,
     missing: Literal["refuse", "wrong"] = "refuse",
     by: Literal["id", "question"] = "id",
 ) -> list[Prediction | None]:
@@ -76,8 +76,8 @@ def match_predictions(
     Args:
       predictions: of one file.
       questions: with unique ids.
-      name: file of the predictions, for messages.
-      data: file of the questions, for messages.
+      predictions_file: name of the file of the predictions, for messages.
+      questions_file: name of the file of the questions, for messages.
       missing: "wrong": None for a question without a prediction; "refuse": an error.
       by: match by "id", or by the text of the "question". Predictions without ids are always matched by text.
 
@@ -92,28 +92,29 @@ def match_predictions(
     else:
         question_keys = _numbered_texts([q.text for q in questions])
         prediction_keys = _numbered_texts([p.question for p in predictions])
-    positions = _positions(question_keys, data)
-    text_check = _TextCheck(questions, name, data)
+    positions = _positions(question_keys, questions_file)
+    text_check = _TextCheck(questions, predictions_file, questions_file)
     matched: list[Prediction | None] = [None] * len(questions)
     for prediction, key in zip(predictions, prediction_keys):
         if key not in positions:
-            raise _unknown_question(prediction, len(questions), name, data, by_id)
+            raise _unknown_question(prediction, len(questions), predictions_file, questions_file, by_id)
         if by_id:
             text_check.add(prediction, positions[key])
         matched[positions[key]] = prediction
     text_check.finish()
     if missing == "refuse":
-        _refuse_missing(matched, questions, name, data)
+        _refuse_missing(matched, questions, predictions_file, questions_file)
     return matched
 
 
-def _positions(keys: Sequence[Any], data: str) -> dict[Any, int]:
+def _positions(keys: Sequence[Any], questions_file: str) -> dict[Any, int]:
     """Return the position of each question by its key. Raises UserError for a repeated key."""
     positions: dict[Any, int] = {}
     for at, key in enumerate(keys):
         if key in positions:
             raise UserError(
-                f"{data}, {_place(data, at)}: id {key!r} occurs twice, first at {_place(data, positions[key])}"
+                f"{questions_file}, {_place(questions_file, at)}: id {key!r} occurs twice, first at "
+                f"{_place(questions_file, positions[key])}"
             )
         positions[key] = at
     return positions
@@ -125,8 +126,9 @@ class _TextCheck:
     Some files use the number of a question as its id. Their texts show whether two files number the questions in the same order.
     """
 
-    def __init__(self, questions: Sequence[Question], name: str, data: str) -> None:
-        self._questions, self._name, self._data = questions, name, data
+    def __init__(self, questions: Sequence[Question], predictions_file: str, questions_file: str) -> None:
+        self._questions = questions
+        self._predictions_file, self._questions_file = predictions_file, questions_file
         self._positions: dict[str, list[int]] = {}
         for at, question in enumerate(questions):
             self._positions.setdefault(_normalized(question.text), []).append(at)
@@ -141,42 +143,48 @@ class _TextCheck:
         same_text = self._positions.get(text, [])
         if same_text and position not in same_text:
             raise UserError(
-                f"{self._name}, {prediction.place}: id {prediction.id!r} has the question {prediction.question!r:.80}, which in "
-                f"{self._data} is {_place(self._data, same_text[0])}, id {self._questions[same_text[0]].id!r}. "
-                "Match by the texts with --match=question."
+                f"{self._predictions_file}, {prediction.place}: id {prediction.id!r} has the question "
+                f"{prediction.question!r:.80}, which in {self._questions_file} is {_place(self._questions_file, same_text[0])}, "
+                f"id {self._questions[same_text[0]].id!r}. Match by the texts with --match=question."
             )
 
     def finish(self) -> None:
         """Raise UserError if more than half of the texts differ. Single ones may differ in spelling or instructions."""
         if self._different > self._with_text / 2:
             raise UserError(
-                f"{self._name}: {self._different} of {self._with_text} predictions have another question than the one with their "
-                f"id in {self._data}. Give the questions of these predictions; if the ids are right, leave the texts out of the "
-                "predictions."
+                f"{self._predictions_file}: {self._different} of {self._with_text} predictions have another question than the "
+                f"one with their id in {self._questions_file}. Give the questions of these predictions; if the ids are right, "
+                "leave the texts out of the predictions."
             )
 
 
-def _unknown_question(prediction: Prediction, count: int, name: str, data: str, by_id: bool) -> UserError:
+def _unknown_question(
+    prediction: Prediction, count: int, predictions_file: str, questions_file: str, by_id: bool
+) -> UserError:
     """Return the error for a prediction that matches none of the `count` questions."""
     what = f"id {prediction.id!r}" if by_id else f"question {prediction.question!r:.80}"
     too_often = "" if by_id else ", or occurs more often than there"
     remedy = ", or match by their texts with --match=question" if by_id and prediction.question else ""
     return UserError(
-        f"{name}, {prediction.place}: {what} is not among the {count} questions of {data}{too_often}. "
+        f"{predictions_file}, {prediction.place}: {what} is not among the {count} questions of {questions_file}{too_often}. "
         f"Give the questions of these predictions{remedy}."
     )
 
 
 def _refuse_missing(
-    matched: Sequence[Prediction | None], questions: Sequence[Question], name: str, data: str
+    matched: Sequence[Prediction | None],
+    questions: Sequence[Question],
+    predictions_file: str,
+    questions_file: str,
 ) -> None:
     """Raise UserError if a question has no prediction."""
     missing = [at for at, prediction in enumerate(matched) if prediction is None]
     if missing:
         ids = ", ".join(repr(questions[at].id) for at in missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise UserError(
-            f"{name}: no prediction for {len(missing)} of the {len(questions)} questions of {data} (ids {ids}; the first at "
-            f"{_place(data, missing[0])}). Predict them, or count them as wrong with --missing=wrong."
+            f"{predictions_file}: no prediction for {len(missing)} of the {len(questions)} questions of {questions_file} "
+            f"(ids {ids}; the first at {_place(questions_file, missing[0])}). "
+            "Predict them, or count them as wrong with --missing=wrong."
         )
 
 
@@ -196,10 +204,10 @@ def _numbered_texts(texts: Sequence[str]) -> list[tuple[str, int]]:
     return keys
 
 
-def _place(data: str, at: int) -> str:
-    """Return the place of a question in its file, or its number if `data` is not a file."""
-    if Path(data).is_file():
-        for position, (place, _) in enumerate(read_records(data)):
+def _place(questions_file: str, at: int) -> str:
+    """Return the place of a question in its file, or its number if `questions_file` is not a file."""
+    if Path(questions_file).is_file():
+        for position, (place, _) in enumerate(read_records(questions_file)):
             if position == at:
                 return place
     return f"question {at + 1}"

@@ -288,7 +288,6 @@ class PromptedAgent:
 
     @property
     def limits(self) -> dict[str, int]:
-        # `self.method` was made with the config's options, so that its `option_values` are the values in use.
         options = {name: value for name, value in self.method.option_values.items() if type(value) is int}
         shown = {"tokens": self.settings.tokens}
         if self.searches:

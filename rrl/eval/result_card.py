@@ -226,8 +226,8 @@ def card_from_json(fields: Any) -> ResultCard:
 def differences(cards: Mapping[str, ResultCard]) -> list[str]:
     """Return a line for each setting in which cards differ, with the value of each card; [] if the cards are comparable.
 
-    `OPTIONAL_COMPARED_FIELDS` are compared among the cards that have them. The judge is compared among all cards if a judge
-    extracted the short forms on which EM and F1 of some card are computed.
+    `OPTIONAL_COMPARED_FIELDS` are compared only among the cards that have them, with one exception: if the EM and F1 of any card
+    are computed on short forms that a judge extracted, the judge is compared among all cards.
     """
     lines = []
     judge_sets_scores = any('"short_answers": true' in card.judge for card in cards.values())

@@ -29,7 +29,7 @@ class RetrievalReport:
 
     cuts: tuple[int, ...]
     """Ranks k at which metrics are computed."""
-    by: str
+    matched_by: str
     """How hits are recognised: "gold ids" or "gold titles"; "answers in title and text" if no question has gold passages."""
     left_out: int
     """Number of questions left out because they have no gold passages while others do."""
@@ -50,7 +50,8 @@ class RetrievalReport:
                 )
                 lines.append(f"{first} {k:4d}  " + "  ".join(f"{value:6.1f}" for value in values))
         lines.append(
-            f"Percent. recall: share of the gold passages among the first k; full: all of them among the first k. By {self.by}."
+            "Percent. recall: share of the gold passages among the first k; full: all of them among the first k. "
+            f"By {self.matched_by}."
         )
         if self.left_out:
             lines.append(f"{self.left_out} questions without gold passages are left out.")
@@ -70,7 +71,7 @@ def retrieval_report(
       retriever: the retriever to measure.
       questions: at least one.
       cuts: ranks k at which metrics are computed, each at least 1.
-      by: a name in `GROUPS`, or "" for no groups.
+      by: what the questions are grouped by: a name in `GROUPS`, or "" for no groups.
 
     Raises:
       UserError: no questions; no question has gold passages or answers; a cut below 1; an unknown group; or the questions have
@@ -99,6 +100,7 @@ def retrieval_report(
         pairs = [(q, result) for q, result in zip(measured, results, strict=True) if gold_of(q, key)]
         measured, results = [question for question, _ in pairs], [result for _, result in pairs]
         ids, titles = _passage_fields(results, "id"), _passage_fields(results, "title")
+        # In the result of one search, a repeated title belongs to another passage, which takes a rank of its own.
         hits = hits_by_key(key, ids, titles, measured, repeats_take_ranks=True)
     else:
         texts = [[f"{hit.passage.title} {hit.passage.text}" for hit in result] for result in results]
@@ -107,8 +109,8 @@ def retrieval_report(
     masks = {"all": np.ones(len(measured), bool)}
     masks |= {label: labels == label for label in sorted(set(labels.tolist()))}
     groups = {name: _means(hits, cuts, mask) for name, mask in masks.items()}
-    by_label = key or "answers in title and text"
-    return RetrievalReport(cuts, by_label, len(questions) - len(measured), warning, groups)
+    matched_by = key or "answers in title and text"
+    return RetrievalReport(cuts, matched_by, len(questions) - len(measured), warning, groups)
 
 
 def _passage_fields(results: Sequence[Sequence[Hit]], field: str) -> list[list[str]]:

@@ -81,7 +81,12 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
 
 
 def costs(counts: Mapping[str, Float[np.ndarray, "Q"]], right: Float[np.ndarray, "Q"]) -> dict[str, float]:
-    """Return means of the counts and, if any answer is right, tokens per right answer."""
+    """Return means of the counts over the questions and, if any answer is right, the tokens that a right answer costs.
+
+    - tokens_per_correct: sampled tokens of all questions, divided by the number of right answers.
+    - tokens_when_correct: mean number of sampled tokens of the questions that are answered right.
+    - all_tokens_per_correct: as tokens_per_correct, with `OTHER_TOKENS` included.
+    """
     means = {name: float(values.mean()) for name, values in counts.items()}
     answers = float(right.sum())
     if "tokens" in counts and answers:
@@ -92,25 +97,25 @@ def costs(counts: Mapping[str, Float[np.ndarray, "Q"]], right: Float[np.ndarray,
     return means
 
 
-def compare_scores(first: Scores, second: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
-    """Return a paired comparison for each metric that both runs have. The runs have the same questions.
+def compare_scores(scores: Scores, baseline: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
+    """Compare a run with a baseline on the same questions: a paired comparison for each metric that both have.
 
-    A difference is the mean of `first` less the mean of `second`.
+    A difference is the mean of `scores` less the mean of `baseline`, as in `rrl.eval.intervals.compare(baseline, scores)`.
 
     Metrics of retrieval are compared only if both runs recognise gold passages in the same way (`gold_key_and_warning`).
     """
-    same_key = first.gold_key_and_warning[0] == second.gold_key_and_warning[0]
-    first_metrics, second_metrics = (
-        {**scores.metrics, **(scores.retrieval_metrics if same_key else {})} for scores in (first, second)
+    same_key = scores.gold_key_and_warning[0] == baseline.gold_key_and_warning[0]
+    metrics, baseline_metrics = (
+        {**run.metrics, **(run.retrieval_metrics if same_key else {})} for run in (scores, baseline)
     )
     # Retrieval metrics are NaN for a question without gold passages.
-    defined = {name: ~np.isnan(values) for name, values in first_metrics.items()}
+    defined = {name: ~np.isnan(values) for name, values in metrics.items()}
     return {
         name: dataclasses.asdict(
-            compare(second_metrics[name][defined[name]], values[defined[name]], level=level, seed=seed)
+            compare(baseline_metrics[name][defined[name]], values[defined[name]], level=level, seed=seed)
         )
-        for name, values in first_metrics.items()
-        if name in second_metrics
+        for name, values in metrics.items()
+        if name in baseline_metrics
     }
 
 

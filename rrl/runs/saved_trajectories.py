@@ -29,6 +29,7 @@ FOLDER = "report"
 """Folder of a workdir with the saved trajectories."""
 EVALUATED, SAMPLED = "evaluated", "sampled"
 """Names of the two files in `FOLDER`, without ".jsonl". The first line of a file is a header with the step."""
+_QUESTION_FIELDS = {field.name for field in dataclasses.fields(Question)}
 _ARRAYS = ("tokens", "roles", "logps", "sampled_logps", "turns")
 _REMEDY = "remove that file: trajectories.html is then written without its trajectories"
 
@@ -105,11 +106,13 @@ def as_json(trajectory: Trajectory, tokens: bool = True) -> dict[str, Any]:
 
 
 def from_json(record: dict[str, Any]) -> Trajectory:
-    """Return the trajectory that `as_json` converted."""
+    """Return the trajectory that `as_json` converted. A curriculum's own kind of question (R2AG) becomes a plain `Question`."""
     arrays = {name: np.array(record[name]["values"], record[name]["dtype"]) for name in _ARRAYS}
     turn_rewards = record["turn_rewards"]
     converted: dict[str, Any] = {
-        "question": Question(**_tuples(record["question"])),
+        "question": Question(
+            **{n: v for n, v in _tuples(record["question"]).items() if n in _QUESTION_FIELDS}
+        ),
         "segments": [tuple(segment) for segment in record["segments"]],
         "searches": [
             Search(**_tuples(search) | {"passages": tuple(Passage(**p) for p in search["passages"])})

@@ -72,7 +72,8 @@ class Agent:
 
         Args:
           policy: the folder. If it holds a recipe card, the card states how the policy was trained.
-          recipe: name of a recipe, or a recipe object, which overrides the card.
+          recipe: name of a recipe, or a recipe object. The recipe that the card names gets the card's settings; another
+            name overrides the whole card, and a recipe object overrides its recipe.
           index: an index folder, or a retriever. If None, every search returns no passages.
           encoder: folder of the query encoder, for an index over embeddings.
           reader: folder of a model that answers from the evidence alone (R-Search, Eq. 4). Its answer

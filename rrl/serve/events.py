@@ -62,11 +62,14 @@ class ObservedEnvironment:
     def observe(self, episode: Episode, *results: Sequence[Passage] | None) -> StepResult:
         """Observe like the wrapped environment, and emit the passages. `results`: the passages of each parallel query."""
         result = self._inner.observe(episode, *results)
-        passages = [passage for result in results for passage in result or ()]
+        passages = [passage for query_passages in results for passage in query_passages or ()]
         text = result.body if isinstance(result, Append) else render(passages)
         self._emit(Event("observation", text, tuple(passage.title for passage in passages)))
         return result
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
-        """Replace a message that does not fit, like the wrapped environment. No event: that of the full message was emitted."""
+        """Replace a message that does not fit, like the wrapped environment.
+
+        Emits no event, because the full message was already emitted.
+        """
         return self._inner.overflow(episode, message, room)

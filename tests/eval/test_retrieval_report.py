@@ -34,7 +34,7 @@ def test_metrics_are_means_over_all_questions_and_over_groups(retriever):
     assert found.groups["all"]["recall@1"] == pytest.approx((1 + 0.5 + 0) / 3)
     assert found.groups["2 gold"]["recall@2"] == found.groups["2 gold"]["full_recall@2"] == 1
     assert found.groups["1 gold"]["hits@2"] == 0.5
-    assert found.by == "gold titles"
+    assert found.matched_by == "gold titles"
 
 
 def test_hops_of_the_file_are_the_groups(retriever):
@@ -52,7 +52,7 @@ def test_questions_without_gold_passages_are_left_out_and_counted(retriever):
 
 def test_without_gold_passages_answers_in_the_text_count(retriever):
     found = retrieval_report(retriever, [dataclasses.replace(CITY, gold=())], [1, 4], by="kind")
-    assert found.by == "answers in title and text" and found.groups["city"]["recall@1"] == 1
+    assert found.matched_by == "answers in title and text" and found.groups["city"]["recall@1"] == 1
     assert found.as_text().splitlines()[1].split() == ["all", "1", "1", *["100.0"] * 5]
 
 
@@ -64,10 +64,10 @@ def test_ids_distinguish_passages_with_the_same_title():
     retriever = make_retriever(TWICE, "bm25")
     question = Question("q", "Bergen port", ("x",), gold=("Norway",), gold_ids=("a",))
     found = retrieval_report(retriever, [question], [1])
-    assert found.by == "gold ids" and found.groups["all"]["recall@1"] == 0
+    assert found.matched_by == "gold ids" and found.groups["all"]["recall@1"] == 0
     assert found.as_text().splitlines()[-1].endswith("By gold ids.")
     by_title = retrieval_report(retriever, [dataclasses.replace(question, gold_ids=())], [1])
-    assert by_title.by == "gold titles" and by_title.groups["all"]["recall@1"] == 1
+    assert by_title.matched_by == "gold titles" and by_title.groups["all"]["recall@1"] == 1
     assert by_title.as_text().splitlines()[-1].endswith("By gold titles.")
 
 
@@ -87,14 +87,14 @@ def test_metrics_at_k_do_not_depend_on_the_other_cuts():
 def test_a_gold_id_in_the_index_that_is_not_retrieved_counts_as_missed(retriever):
     question = Question("q", "Lima Peru", ("x",), gold_ids=("p0",))
     found = retrieval_report(retriever, [question], [1])
-    assert (found.by, found.warning, found.groups["all"]["recall@1"]) == ("gold ids", "", 0)
+    assert (found.matched_by, found.warning, found.groups["all"]["recall@1"]) == ("gold ids", "", 0)
 
 
 @pytest.mark.parametrize("other", ["z9", "p3"])
 def test_ids_of_another_corpus_give_a_warning_and_titles_are_used(retriever, other):
     """p3 is in the index, but as the id of another passage than the question's gold passage."""
     found = retrieval_report(retriever, [dataclasses.replace(CITY, gold_ids=(other,))], [1])
-    assert found.by == "gold titles" and found.groups["all"]["recall@1"] == 1
+    assert found.matched_by == "gold titles" and found.groups["all"]["recall@1"] == 1
     assert f"'{other}', and a gold title of the same question" in found.as_text().splitlines()[-1]
 
 
@@ -112,7 +112,8 @@ def test_titles_are_used_if_more_questions_have_them(retriever):
     some = [dataclasses.replace(CITY, gold_ids=("p0",)), BOTH]
     found = retrieval_report(retriever, some, [1])
     assert (
-        found.by == "gold titles" and "only 1 questions have gold ids, 2 have gold titles" in found.as_text()
+        found.matched_by == "gold titles"
+        and "only 1 questions have gold ids, 2 have gold titles" in found.as_text()
     )
 
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from rrl.data.passages import Passage
+from rrl.data.questions import Question
 from rrl.data.trajectory import Search
 from rrl.errors import UserError
+from rrl.recipes.r2ag_forest import RetrievalTree
 from rrl.runs.saved_trajectories import MAX_PER_SOURCE, SavedTrajectories, as_json, from_json
 from tests.eval.fakes import many
 
@@ -49,6 +51,14 @@ def test_a_trajectory_is_restored_with_every_field(tmp_path):
     )
     assert same(back, expected)
     assert same(from_json(as_json(back)), expected)
+
+
+def test_the_tree_of_a_curriculum_is_restored_as_its_question(tmp_path):
+    saved, trajectory = SavedTrajectories(tmp_path), rich()
+    tree = RetrievalTree.of(trajectory.question, 3, (Passage("7", "Velden", "A harbour."),))
+    saved.save_sampled(4, [dataclasses.replace(trajectory, question=tree)], np.array([False]))
+    ((back,), _) = saved.load_sampled(4)
+    assert type(back.question) is Question and back.question == trajectory.question
 
 
 def test_only_trajectories_of_the_requested_step_are_restored(tmp_path):

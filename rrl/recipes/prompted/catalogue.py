@@ -39,7 +39,7 @@ class PromptedMethod:
 
     @property
     def option_values(self) -> dict[str, int | float]:
-        """All options of `run` with their values: those in `options`, and the defaults of `run` for all others."""
+        """All options of `run` with their values: the defaults of `run`, replaced by `options`."""
         options = {
             name: parameter.default
             for name, parameter in inspect.signature(self.run).parameters.items()
