@@ -7,6 +7,7 @@ does not check lengths, so a broken count can keep it busy for ever.
 
 import dataclasses
 import math
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +17,6 @@ import numpy as np
 
 from rrl.errors import UserError
 
-try:
-    import gguf
-except ImportError as error:
-    raise UserError(
-        f"reading GGUF needs the package gguf, which cannot be imported ({error}): install the extra, pip install -e '.[gguf]'"
-    ) from error
-
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_AXES = 4
@@ -31,12 +25,13 @@ CHUNK = 1 << 20
 """Approximate number of values that are de-quantized at a time."""
 CONVERT_AGAIN = "convert the model again with llama.cpp's convert_hf_to_gguf.py"
 
-_SCALARS = {
+_SCALARS: dict[int, np.dtype] = {
     0: np.dtype("<u1"), 1: np.dtype("<i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"), 5: np.dtype("<i4"),
     6: np.dtype("<f4"), 7: np.dtype("?"), 10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),
 }  # fmt: skip
 """Dtype of each scalar type of the metadata."""
 _STRING, _ARRAY = 8, 9
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +98,19 @@ class GgufFile:
         return value
 
 
-def read_gguf(path: str | Path) -> GgufFile:
+def gguf_package() -> Any:
+    """The gguf package. Raises UserError if it is not installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError(
+            f"reading GGUF needs the package gguf, which cannot be imported ({error}): install the extra, "
+            "pip install -e '.[gguf]'"
+        ) from error
+    return gguf
+
+
+def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     """Reads the header of a GGUF file of version 2 or 3.
 
     Raises:
@@ -111,6 +118,7 @@ def read_gguf(path: str | Path) -> GgufFile:
             a quantization that the gguf package does not know.
     """
     path = Path(path)
+    gguf_package()
     if not path.is_file():
         raise UserError(f"gguf={path} is no file; give the path of a .gguf file")
     size = path.stat().st_size
@@ -127,7 +135,7 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 
 def read_tensor(
-    file: GgufFile, tensor: GgufTensor, dtype: np.dtype = np.dtype(np.float32), add: float = 0.0
+    file: GgufFile, tensor: GgufTensor, dtype: np.dtype = _FLOAT32, add: float = 0.0
 ) -> np.ndarray:
     """Reads and de-quantizes a tensor. Beside the result, memory holds about `CHUNK` values.
 
@@ -140,6 +148,7 @@ def read_tensor(
     Raises:
         UserError: the file is shorter than its header says, or a value is not finite in `dtype`.
     """
+    dequantize = gguf_package().dequantize
     out = np.empty((tensor.rows, tensor.shape[-1]), dtype)
     step = max(1, CHUNK // tensor.shape[-1])
     with file.path.open("rb") as stream:
@@ -151,7 +160,8 @@ def read_tensor(
                 raise UserError(f"{file.path}: the file ends within tensor {tensor.name}; download it again")
             raw = np.frombuffer(data, np.uint8).reshape(len(part), tensor.row_bytes)
             with np.errstate(over="ignore", invalid="ignore"):  # checked below
-                part[...] = gguf.dequantize(raw, tensor.kind) + np.float32(add)
+                values = dequantize(raw, tensor.kind)
+                part[...] = values + np.float32(add) if add else values  # -0.0 + 0.0 would be 0.0
             if not np.isfinite(part).all():
                 raise UserError(
                     f"{file.path}: tensor {tensor.name} ({tensor.kind.name}) has values that are not finite in {dtype.name}; "
@@ -166,7 +176,8 @@ def read_tensor(
 
 def check_quantizations(file: GgufFile) -> None:
     """Raises UserError if the gguf package cannot de-quantize one of the tensors."""
-    first = {tensor.kind: tensor for tensor in reversed(file.tensors.values())}
+    gguf = gguf_package()
+    first = {tensor.kind: tensor for tensor in reversed(list(file.tensors.values()))}
     for kind, tensor in first.items():
         _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         try:
@@ -258,6 +269,7 @@ def _read_tensors(
     path: Path, header: _Header, count: int, metadata: Mapping[str, Any]
 ) -> dict[str, GgufTensor]:
     """Reads the table of tensors, whose offsets count from the first byte after the padded header."""
+    gguf = gguf_package()
     table: dict[str, GgufTensor] = {}
     for index in range(count):
         name = header.string(f"name of tensor {index}")

@@ -11,8 +11,9 @@ import numpy as np
 
 from rrl.errors import UserError
 from rrl.files import saving
-from rrl.models.gguf_config import TensorSource, end_ids, hf_config, tensor_sources, token_ids
+from rrl.models.gguf_config import end_ids, hf_config, token_ids
 from rrl.models.gguf_file import GgufFile, check_quantizations, read_gguf, read_tensor
+from rrl.models.gguf_tensors import TensorSource, tensor_sources
 from rrl.models.gguf_tokenizer import build_tokenizer
 from rrl.models.weights import GENERATION_FILE, SHARD_SIZE, write_folder, write_json
 
@@ -58,9 +59,7 @@ def import_gguf(
         _write(out, file, config, sources, tokenizer, shard_size)
     values = sum(int(np.prod(source.shape)) for source in sources.values())
     kinds = sorted({file.tensors[source.name].kind.name for source in sources.values()})
-    return (
-        f"wrote {out}: {config['architectures'][0]}, {values:,} parameters in {dtype}, from {', '.join(kinds)}"
-    )
+    return f"wrote {out}: {config['architectures'][0]}, {values:,} parameters in {dtype}, from {', '.join(kinds)}"
 
 
 def _require_space(out: Path, sources: Mapping[str, TensorSource], dtype: np.dtype) -> None:

@@ -1,7 +1,7 @@
 """Builds a Hugging Face tokenizer from GGUF's metadata. Read `build_tokenizer` first.
 
-llama.cpp has two kinds of tokenizers for the supported architectures: byte-level BPE ("gpt2"), whose pre-tokenizer has a name, and
-SentencePiece's BPE ("llama"), which stores scores instead of merges.
+The supported architectures have two kinds of tokenizers: byte-level BPE ("gpt2"), whose pre-tokenizer has a name, and
+SentencePiece's BPE ("llama"), which has scores instead of merges.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from rrl.errors import UserError
-from rrl.models.gguf_config import token_id
+from rrl.models.gguf_config import token_id, tokens
 from rrl.models.gguf_file import CONVERT_AGAIN, GgufFile
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -86,15 +86,12 @@ class Vocabulary:
     @classmethod
     def of(cls, file: GgufFile, size: int) -> "Vocabulary":
         """Reads the tokens. Raises UserError if they are missing, or more than the `size` rows of the embedding."""
-        tokens = file.metadata.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, list) or not tokens:
-            raise UserError(f"{file.path}: the metadata lack tokenizer.ggml.tokens; {CONVERT_AGAIN}")
-        if len(tokens) > size:
+        found = tokens(file)
+        if len(found) > size:
             raise UserError(
-                f"{file.path} has {len(tokens)} tokens, but its embedding has {size} rows; {CONVERT_AGAIN}"
+                f"{file.path} has {len(found)} tokens, but its embedding has {size} rows; {CONVERT_AGAIN}"
             )
-        types = cls._column(file, "token_type", len(tokens), np.full(len(tokens), NORMAL))
-        return cls(file, tokens, types)
+        return cls(file, found, cls._column(file, "token_type", len(found), np.full(len(found), NORMAL)))
 
     @staticmethod
     def _column(file: GgufFile, key: str, size: int, default: np.ndarray | None = None) -> np.ndarray:
@@ -191,9 +188,7 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
         )
     merges = vocabulary.merges()
     if merges is None:
-        raise UserError(
-            f"{vocabulary.file.path}: the metadata lack tokenizer.ggml.merges; {CONVERT_AGAIN}"
-        )
+        raise UserError(f"{vocabulary.file.path}: the metadata lack tokenizer.ggml.merges; {CONVERT_AGAIN}")
     rule = PRE_TOKENIZERS[name]
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=rule.whole_words))
@@ -207,13 +202,13 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
 def _sentence_piece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """SentencePiece's BPE with byte fallback, as Gemma's, Llama 2's and Mistral's; texts start with the bos token by default."""
     # The files hold tokens of several spaces as they are; inside the model a space is ▁.
-    tokens = [token if token.strip(" ") else "▁" * len(token) for token in vocabulary.tokens]
-    ids = {token: index for index, token in enumerate(tokens)}
+    spelled = [token if token.strip(" ") else "▁" * len(token) for token in vocabulary.tokens]
+    ids = {token: index for index, token in enumerate(spelled)}
     merges = vocabulary.merges()
     tokenizer = Tokenizer(
         models.BPE(
             vocab=ids,
-            merges=_merges_of(tokens, ids, vocabulary) if merges is None else merges,
+            merges=_merges_of(ids, vocabulary) if merges is None else merges,
             unk_token=vocabulary.special("unknown"),
             fuse_unk=True,
             byte_fallback=True,
@@ -230,9 +225,7 @@ def _sentence_piece(vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     return tokenizer, True
 
 
-def _merges_of(
-    tokens: Sequence[str], ids: Mapping[str, int], vocabulary: Vocabulary
-) -> list[tuple[str, str]]:
+def _merges_of(ids: Mapping[str, int], vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """The merges that SentencePiece's scores stand for, best first.
 
     SentencePiece merges the neighbours whose union has the best score. Each way to split a token into two tokens is therefore a
@@ -240,15 +233,13 @@ def _merges_of(
     """
     found: list[tuple[float, int, int, int, str, str]] = []
     scores = vocabulary.scores
-    for index, token in enumerate(tokens):
+    for token, index in ids.items():
         kind = int(vocabulary.types[index])
         if kind not in (NORMAL, USER_DEFINED):
             continue
         rank = -float(scores[index]) if kind == NORMAL else -np.inf
         splits = [
-            (token[:at], token[at:])
-            for at in range(1, len(token))
-            if token[:at] in ids and token[at:] in ids
+            (token[:at], token[at:]) for at in range(1, len(token)) if token[:at] in ids and token[at:] in ids
         ]
         # Splits of one token in transformers' order: the longest left part first.
         found += [(rank, index, -len(left), ids[left], left, right) for left, right in splits]
@@ -276,6 +267,13 @@ def _add_template(tokenizer: Tokenizer, special: Mapping[str, str], add: Mapping
         return
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*start, "$A:0", *end],
-        pair=[*start, "$A:0", *end, *(f"{token}:1" for token in start), "$B:1", *(f"{token}:1" for token in end)],
+        pair=[
+            *start,
+            "$A:0",
+            *end,
+            *(f"{token}:1" for token in start),
+            "$B:1",
+            *(f"{token}:1" for token in end),
+        ],
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(start + end)],
     )
