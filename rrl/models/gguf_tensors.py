@@ -1,4 +1,4 @@
-"""The architectures that can be imported from GGUF, and where each Hugging Face tensor comes from. Read `tensor_sources` first."""
+"""The architectures that can be imported from GGUF, and the source of each Hugging Face tensor. Read `tensor_sources` first."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

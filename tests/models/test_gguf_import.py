@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -74,6 +75,21 @@ def test_large_models_are_sharded(tmp_path):
     import_gguf(tmp_path / "tiny.gguf", tmp_path / "out", dtype="float32", shard_size=100_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     assert set(SafetensorsFolder(tmp_path / "out").names()) == set(expected)
+
+
+def test_memory_holds_one_tensor_at_a_time(tmp_path):
+    large = np.zeros((100_000, 64), np.float32)
+    names = ("token_embd.weight", "output.weight")
+    write_gguf(tmp_path / "tiny.gguf", leave_out=names, extra=dict.fromkeys(names, large))
+    del large
+    tracemalloc.start()
+    try:
+        import_gguf(tmp_path / "tiny.gguf", tmp_path / "out", dtype="float32")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Beside the tensor of 25.6 MB: 2^20 values as bytes, as float32, and whether each is finite.
+    assert 25.6e6 < peak < 25.6e6 + 12e6
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])

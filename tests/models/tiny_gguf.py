@@ -50,10 +50,10 @@ def sentence_piece_vocabulary():
     return tokens + [(piece, -float(rank), 1) for rank, piece in enumerate(pieces)]
 
 
-def hf_tensors(architecture, vocab, tied=True):
+def hf_tensors(architecture, vocab, tied=True, head_dim=HEAD_DIM):
     """Random Hugging Face tensors of a tiny model, by name."""
     draw = np.random.default_rng(0)
-    q, k = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    q, k = HEADS * head_dim, KV_HEADS * head_dim
     shapes = {"model.embed_tokens.weight": (vocab, HIDDEN), "model.norm.weight": (HIDDEN,)}
     if not tied:
         shapes["lm_head.weight"] = (vocab, HIDDEN)
@@ -72,7 +72,7 @@ def hf_tensors(architecture, vocab, tied=True):
                 "self_attn.v_proj.bias": (k,),
             }
         if architecture in ("qwen3", "gemma3"):
-            block |= {"self_attn.q_norm.weight": (HEAD_DIM,), "self_attn.k_norm.weight": (HEAD_DIM,)}
+            block |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
         if architecture == "gemma3":
             block |= {
                 "pre_feedforward_layernorm.weight": (HIDDEN,),
@@ -95,7 +95,16 @@ def to_gguf(architecture, name, tensor):
 
 
 def write_gguf(
-    path, architecture="qwen2", kind=KINDS.F32, *, tied=True, model="", change=None, leave_out=(), extra=None
+    path,
+    architecture="qwen2",
+    kind=KINDS.F32,
+    *,
+    tied=True,
+    head_dim=HEAD_DIM,
+    model="",
+    change=None,
+    leave_out=(),
+    extra=None,
 ):
     """Writes a tiny model and returns its tensors as they must be imported, in float32.
 
@@ -110,8 +119,8 @@ def write_gguf(
     model = model or ("llama" if architecture == "gemma3" else "gpt2")
     metadata = {
         "block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": MLP,
-        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM,
-        "attention.value_length": HEAD_DIM, "rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": head_dim,
+        "attention.value_length": head_dim, "rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-6,
     }  # fmt: skip
     metadata = {f"{architecture}.{key}": value for key, value in metadata.items()}
     if architecture == "gemma3":
@@ -124,7 +133,7 @@ def write_gguf(
         if value is not None:
             _add(writer, key, value)
     expected = {}
-    for name, tensor in hf_tensors(architecture, vocab, tied).items():
+    for name, tensor in hf_tensors(architecture, vocab, tied, head_dim).items():
         gguf_name, stored = to_gguf(architecture, name, tensor)
         used = kind if tensor.ndim == 2 else KINDS.F32
         data = gguf.quantize(stored, used)
