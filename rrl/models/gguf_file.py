@@ -1,8 +1,8 @@
 """GGUF files: reads the header, and de-quantizes tensors a few rows at a time. Read `read_gguf` and `read_tensor` first.
 
 A file consists of the magic number, the version, the metadata, the table of tensors, and the tensors. The gguf package supplies
-the quantization types and de-quantizes. Its own reader is not used, since it makes an array for each token of the vocabulary (0.7 GB for Gemma 3) and
-does not compare lengths with the file's size.
+the quantization types and de-quantizes. Its own reader is not used, since it makes an array for each token of the vocabulary
+(0.7 GB for Gemma 3) and does not compare lengths with the file's size.
 """
 
 import dataclasses
