@@ -37,11 +37,13 @@ EXTRAS = {
     "tpu": ["jax[tpu]>=0.10,<0.13"],
     # scann's own extra chooses the TensorFlow its shared objects were built against; another breaks `import scann`.
     "seqio": ["seqio>=0.0.20,<0.1", "scann[tf]>=1.4.2,<1.5"],
+    "gguf": ["gguf>=0.17,<1"],
     "notebooks": ["jupyter>=1.1,<2", "nbclient>=0.10,<1", "ipykernel>=6.29,<8"],
     # Cluster launches need nothing yet beyond the base.
     "launch": [],
     "parity": ["torch>=2.6,<3", "sentence-transformers>=5,<7", "faiss-cpu>=1.10,<2"],
     "test": [
+        "gguf>=0.17,<1",
         "safetensors>=0.6,<1",
         "pytest>=8.3,<10",
         "pytest-timeout>=2.3,<3",
