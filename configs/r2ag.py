@@ -32,7 +32,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import base_config, is_smoke, parse_run_arguments, shrink_to_smoke
+from rrl.config.shared import MINIWIKI_OPTIM, base_config, is_smoke, parse_run_arguments, shrink_to_smoke
 from rrl.errors import UserError
 
 ARGUMENTS: dict[str, Any] = {
@@ -94,16 +94,7 @@ MINIWIKI: dict[str, dict[str, Any]] = {
         "share_prefixes": True,
         "parallel_microbatches": 2,
     },
-    "optim": {
-        "name": "adamw",
-        "lr": 2e-4,
-        "warmup_ratio": 0.3,
-        "weight_decay": 0.0,
-        "clip_norm": 1.0,
-        "schedule": "linear",
-        "b2": 0.999,
-        "frozen": ("^embedding$",),
-    },
+    "optim": MINIWIKI_OPTIM | {"lr": 2e-4},
 }
 """Sections for size=tiny."""
 

@@ -41,6 +41,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rrl.config.shared import (
+    MINIWIKI_OPTIM,
     base_config,
     is_smoke,
     parse_run_arguments,
@@ -96,16 +97,7 @@ MINIWIKI: dict[str, dict[str, Any]] = {
         "minibatches": 6,
     },
     "critic_optim": {"name": "adamw", "lr": 1e-3, "clip_norm": 1.0, "b2": 0.999, "frozen": ("^embedding$",)},
-    "optim": {
-        "name": "adamw",
-        "lr": 5e-4,
-        "warmup_ratio": 0.2,
-        "weight_decay": 0.0,
-        "clip_norm": 1.0,
-        "schedule": "linear",
-        "b2": 0.999,
-        "frozen": ("^embedding$",),
-    },
+    "optim": MINIWIKI_OPTIM | {"lr": 5e-4, "warmup_ratio": 0.2},
 }
 """Sections for size=tiny."""
 

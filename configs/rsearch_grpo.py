@@ -19,7 +19,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import base_config, is_smoke, parse_run_arguments, shrink_to_smoke
+from rrl.config.shared import MINIWIKI_OPTIM, base_config, is_smoke, parse_run_arguments, shrink_to_smoke
 
 ARGUMENTS: dict[str, Any] = {"reader": "", "prompt": ("auto", "bare", "paper")}
 """Arguments beside those of every training config."""
@@ -120,17 +120,7 @@ COLD_STARTED: dict[str, dict[str, Any]] = {
         "microbatch_tokens": 2048,
         "parallel_microbatches": 2,
     },
-    "optim": {
-        "name": "adamw",
-        "lr": 3e-4,
-        "warmup_ratio": 0.3,
-        "weight_decay": 0.0,
-        "clip_norm": 1.0,
-        "schedule": "linear",
-        # Adam moves each parameter by about lr even on pure noise: a slow second moment and fewer parameters reduce that.
-        "b2": 0.999,
-        "frozen": ("^embedding$",),
-    },
+    "optim": MINIWIKI_OPTIM,
 }
 """Sections for size=tiny with a cold-started policy of the built-in world."""
 

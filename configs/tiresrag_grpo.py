@@ -30,6 +30,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rrl.config.shared import (
+    MINIWIKI_OPTIM,
     base_config,
     is_smoke,
     parse_run_arguments,
@@ -69,16 +70,7 @@ MINIWIKI: dict[str, dict[str, Any]] = {
         "microbatch_tokens": 2048,
         "parallel_microbatches": 2,
     },
-    "optim": {
-        "name": "adamw",
-        "lr": 3e-4,
-        "warmup_ratio": 0.3,
-        "weight_decay": 0.0,
-        "clip_norm": 1.0,
-        "schedule": "linear",
-        "b2": 0.999,
-        "frozen": ("^embedding$",),
-    },
+    "optim": MINIWIKI_OPTIM,
 }
 """Sections for size=tiny."""
 

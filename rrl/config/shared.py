@@ -15,6 +15,18 @@ from rrl.errors import UserError
 TENSOR_PARALLEL = {"tiny": 1, "3b": 2, "7b": 4}
 """Devices on the tensor axis, by model size: the number of key-value heads (2 in Qwen2.5-3B, 4 in 7B), so that each device
 holds one head and no KV cache is replicated."""
+MINIWIKI_OPTIM: dict[str, Any] = {
+    "name": "adamw",
+    "lr": 3e-4,
+    "warmup_ratio": 0.3,
+    "weight_decay": 0.0,
+    "clip_norm": 1.0,
+    "schedule": "linear",
+    # Adam moves each parameter by about lr even on pure noise: a slow second moment and fewer parameters reduce that.
+    "b2": 0.999,
+    "frozen": ("^embedding$",),
+}
+"""The optimiser of cold-started policies of the built-in world."""
 RUN_ARGUMENTS: Mapping[str, Any] = {
     "size": tuple(TENSOR_PARALLEL),
     "steps": int,
@@ -155,16 +167,7 @@ def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recip
         "microbatch_tokens": 2048,
         "parallel_microbatches": 2,
     }
-    config.optim = {
-        "name": "adamw",
-        "lr": 3e-4,
-        "warmup_ratio": 0.3,
-        "weight_decay": 0.0,
-        "clip_norm": 1.0,
-        "schedule": "linear",
-        "b2": 0.999,
-        "frozen": ("^embedding$",),
-    }
+    config.optim = dict(MINIWIKI_OPTIM)
 
 
 def is_smoke(args: types.SimpleNamespace) -> bool:
