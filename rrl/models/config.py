@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rrl.errors import UserError, at_least, one_of
+from rrl.models.hf_fields import end_ids, integer, positive, token_id
+from rrl.models.rope_scaling import RopeScaling, YarnScaling, read_rope
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,16 +28,6 @@ DECODER_FAMILIES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling of the low RoPE frequencies (Hugging Face's rope_type "llama3")."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Shape of a decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
@@ -55,7 +47,7 @@ class DecoderConfig:
     model_type: str = "qwen2"
     """A key of DECODER_FAMILIES; sets whether q, k and v have biases (Qwen2) or q and k have norms (Qwen3)."""
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: RopeScaling | None = None
     rms_eps: float = 1e-6
     tie_embeddings: bool = True
     max_positions: int = 4096
@@ -89,6 +81,14 @@ class DecoderConfig:
         """Whether each head of q and k is normalised before RoPE."""
         return DECODER_FAMILIES[self.model_type].qk_norm
 
+    @property
+    def max_context(self) -> int:
+        """Maximum number of tokens of a text. YaRN extends it beyond `max_positions`, which may be that of pretraining."""
+        if isinstance(self.rope_scaling, YarnScaling):
+            extended = int(self.rope_scaling.factor * self.rope_scaling.original_max_position_embeddings)
+            return max(self.max_positions, extended)
+        return self.max_positions
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "DecoderConfig":
         """Reads the config.json of transformers 4 or 5.
@@ -108,31 +108,31 @@ class DecoderConfig:
                 f"config.json: model_type={model_type!r} is not supported; choose one of {', '.join(DECODER_FAMILIES)}"
             )
         _refuse_unsupported(hf)
-        heads, hidden = _integer(hf, "num_attention_heads"), _integer(hf, "hidden_size")
-        theta, scaling = _rope(hf)
-        ends = dict.fromkeys([*_end_ids(hf), *_end_ids(generation or {}, "generation_config.json")])
+        heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
+        max_positions = integer(hf, "max_position_embeddings")
+        theta, scaling = _rope(hf, max_positions)
+        ends = dict.fromkeys([*end_ids(hf), *end_ids(generation or {}, "generation_config.json")])
         return cls(
-            vocab_size=_integer(hf, "vocab_size"),
+            vocab_size=integer(hf, "vocab_size"),
             hidden=hidden,
-            layers=_integer(hf, "num_hidden_layers"),
+            layers=integer(hf, "num_hidden_layers"),
             heads=heads,
-            kv_heads=_integer(hf, "num_key_value_heads", heads),
-            head_dim=_integer(hf, "head_dim", hidden // heads),
-            mlp=_integer(hf, "intermediate_size"),
+            kv_heads=integer(hf, "num_key_value_heads", heads),
+            head_dim=integer(hf, "head_dim", hidden // heads),
+            mlp=integer(hf, "intermediate_size"),
             model_type=model_type,
             rope_theta=theta,
             rope_scaling=scaling,
-            rms_eps=_positive(hf, "rms_norm_eps", 1e-6),
+            rms_eps=positive(hf, "rms_norm_eps", 1e-6),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            max_positions=_integer(hf, "max_position_embeddings"),
-            bos_token_id=_token_id(hf, "bos_token_id"),
+            max_positions=max_positions,
+            bos_token_id=token_id(hf, "bos_token_id"),
             eos_token_id=tuple(ends) if len(ends) > 1 else next(iter(ends), None),
-            pad_token_id=_token_id(hf, "pad_token_id"),
+            pad_token_id=token_id(hf, "pad_token_id"),
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that transformers and vLLM read."""
-        scaling = self.rope_scaling
         hf: dict[str, Any] = {
             "architectures": [DECODER_FAMILIES[self.model_type].architecture],
             "model_type": self.model_type,
@@ -145,9 +145,7 @@ class DecoderConfig:
             "intermediate_size": self.mlp,
             "hidden_act": "silu",
             "rope_theta": self.rope_theta,
-            "rope_scaling": None
-            if scaling is None
-            else {"rope_type": "llama3", **dataclasses.asdict(scaling)},
+            "rope_scaling": None if self.rope_scaling is None else self.rope_scaling.to_hf(),
             "rms_norm_eps": self.rms_eps,
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_positions,
@@ -289,15 +287,15 @@ class EncoderConfig:
                 "it must be false"
             )
         return cls(
-            vocab_size=_integer(hf, "vocab_size"),
-            hidden=_integer(hf, "hidden_size"),
-            layers=_integer(hf, "num_hidden_layers"),
-            heads=_integer(hf, "num_attention_heads"),
-            mlp=_integer(hf, "intermediate_size"),
-            max_positions=_integer(hf, "max_position_embeddings"),
-            type_vocab_size=_integer(hf, "type_vocab_size", 2),
-            layer_norm_eps=_positive(hf, "layer_norm_eps", 1e-12),
-            pad_token_id=_integer(hf, "pad_token_id", ENCODER_FAMILIES[model_type].pad_token_id, least=0),
+            vocab_size=integer(hf, "vocab_size"),
+            hidden=integer(hf, "hidden_size"),
+            layers=integer(hf, "num_hidden_layers"),
+            heads=integer(hf, "num_attention_heads"),
+            mlp=integer(hf, "intermediate_size"),
+            max_positions=integer(hf, "max_position_embeddings"),
+            type_vocab_size=integer(hf, "type_vocab_size", 2),
+            layer_norm_eps=positive(hf, "layer_norm_eps", 1e-12),
+            pad_token_id=integer(hf, "pad_token_id", ENCODER_FAMILIES[model_type].pad_token_id, least=0),
             model_type=model_type,
             pooling=pooling,
         )
@@ -323,44 +321,6 @@ class EncoderConfig:
         }
 
 
-def _integer(hf: Mapping[str, Any], field: str, default: int | None = None, least: int = 1) -> int:
-    """A field that is an integer of at least `least`; it is required if `default` is None."""
-    value = default if hf.get(field) is None else hf[field]
-    if value is None:
-        raise UserError(
-            f"config.json: field {field!r} is missing; this is not a complete {hf.get('model_type')} config"
-        )
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"config.json: {field}={value!r} must be a whole number of at least {least}")
-    return value
-
-
-def _positive(fields: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    value = default if fields.get(field) is None else fields[field]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UserError(f"config.json: {field}={value!r} must be a number above 0")
-    return float(value)
-
-
-def _token_id(hf: Mapping[str, Any], field: str) -> int | None:
-    """A field that is a token id or missing."""
-    value = hf.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | None):
-        raise UserError(f"config.json: {field}={value!r} must be a token id, a whole number")
-    return value
-
-
-def _end_ids(fields: Mapping[str, Any], file: str = "config.json") -> list[int]:
-    """The end tokens in a file: none, one, or a list."""
-    value = fields.get("eos_token_id")
-    ends = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in ends):
-        raise UserError(
-            f"{file}: eos_token_id={value!r} must be a token id, a whole number, or a list of token ids"
-        )
-    return ends
-
-
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     if hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ()):
         raise UserError(
@@ -380,7 +340,7 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
             )
 
 
-def _rope(hf: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
+def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
     """RoPE base and scaling, from transformers 5's rope_parameters or transformers 4's rope_theta and rope_scaling."""
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = hf.get(name) or {}
@@ -388,23 +348,7 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
         raise UserError(
             f"config.json: {name}={rope!r} is not supported; it must be one object for all layers"
         )
-    theta = _positive(rope if rope.get("rope_theta") else hf, "rope_theta", 10_000.0)
     for fields in (rope, hf):
         if (share := fields.get("partial_rotary_factor")) not in (None, 1):
             raise UserError(f"config.json: partial_rotary_factor={share!r} is not supported; it must be 1")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UserError(
-            f"config.json: RoPE scaling rope_type={kind!r} is not supported; it must be 'default' or 'llama3'"
-        )
-    known = [field.name for field in dataclasses.fields(Llama3Scaling)]
-    if missing := set(known) - rope.keys():
-        raise UserError(f"config.json: RoPE scaling 'llama3' lacks the fields {', '.join(sorted(missing))}")
-    factor, low, high = (_positive(rope, field) for field in known[:3])
-    if high <= low:
-        raise UserError(
-            f"config.json: RoPE scaling 'llama3' has high_freq_factor={high:g}, which must be above low_freq_factor={low:g}"
-        )
-    return theta, Llama3Scaling(factor, low, high, _integer(rope, known[3]))
+    return read_rope(rope, positive(hf, "rope_theta", 10_000.0), max_positions)

@@ -286,10 +286,11 @@ def load_language_model(
 
 def check_context(config: DecoderConfig, context: int, where: str) -> None:
     """Raises UserError if texts of `context` tokens exceed the model's number of positions."""
-    if context > config.max_positions:
+    if context > config.max_context:
+        extended = " (with RoPE scaling)" if config.max_context > config.max_positions else ""
         raise UserError(
             f"{where}: a context of {context} tokens is more than the model's max_position_embeddings="
-            f"{config.max_positions}; give a smaller context "
+            f"{config.max_context}{extended}; give a smaller context "
             "(--config.rollout.context=N for the policy, --config.reader_rollout.context=N for the reader, "
             "--config.judge_rollout.context=N for the judge)"
         )

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE; RoFormer) in Hugging Face's half-split form, with Llama 3.1's scaling."""
+"""Rotary position embeddings (RoPE; RoFormer) in Hugging Face's half-split form, with the scalings of `rope_scaling`."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,27 +6,24 @@ from jaxtyping import Array, Float, Int
 
 from rrl.models.config import DecoderConfig
 
+Rotation = tuple[Float[Array, "B T H/2"], Float[Array, "B T H/2"]]
+"""Cosine and sine of each token's angles, float32."""
+
 
 def frequencies(config: DecoderConfig) -> Float[np.ndarray, "H/2"]:
     """Angle per position of each pair of dimensions, in radians, float32."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     inverse = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
     scaling = config.rope_scaling
-    if scaling is None:
-        return inverse
-    wavelength = 2 * np.pi / inverse
-    original = scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
-    return (inverse * (smooth + (1 - smooth) / scaling.factor)).astype(np.float32)
+    return inverse if scaling is None else scaling.scale(inverse, config.rope_theta)
 
 
-def rotation(
-    config: DecoderConfig, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T H/2"], Float[Array, "B T H/2"]]:
-    """Cosine and sine of each token's angles, float32."""
+def rotation(config: DecoderConfig, positions: Int[Array, "B T"]) -> Rotation:
+    """Cosine and sine of each token's angles, times the scaling's factor."""
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    scale = 1.0 if config.rope_scaling is None else config.rope_scaling.rotation_scale
+    return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
 
 
 def rotate(

@@ -212,7 +212,11 @@ def test_the_built_in_world_makes_a_task(tasks: Any, vocabulary: Any) -> None:
         ("add_task", {"name": "a-b"}, r"name='a-b': seqio allows only letters, digits"),
         ("add_task", {"splits": {}}, r"task rrl_bad: splits is empty"),
         ("add_task", {"splits": {"dev": []}}, r"the split 'dev' has no questions"),
-        ("add_task", {"splits": {"dev": [*QUESTIONS, *CHOICES]}}, r"some questions are multiple-choice and others are not"),
+        (
+            "add_task",
+            {"splits": {"dev": [*QUESTIONS, *CHOICES]}},
+            r"some questions are multiple-choice and others are not",
+        ),
         ("add_task", {"normalization": "x"}, r"normalization='x' is unknown"),
         ("add_task", {"tokenizer": "/none"}, r"tokenizer folder /none: not a folder"),
         ("add_mixture", {"paper": "x"}, r"paper='x' is unknown; choose one of rsearch"),

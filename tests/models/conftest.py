@@ -2,7 +2,8 @@
 
 import pytest
 
-from rrl.models.config import DecoderConfig, EncoderConfig, Llama3Scaling
+from rrl.models.config import DecoderConfig, EncoderConfig
+from rrl.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 
 ODD = {
     "qwen2-tied": DecoderConfig(
@@ -24,6 +25,22 @@ ODD = {
     "qwen3": DecoderConfig(
         vocab_size=101, hidden=24, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=40, model_type="qwen3",
         max_positions=512,
+    ),
+    "qwen2-yarn": DecoderConfig(
+        vocab_size=71, hidden=24, layers=2, heads=4, kv_heads=2, head_dim=22, mlp=33, rope_theta=2000.0,
+        rope_scaling=YarnScaling(4.0, 64), max_positions=512,
+    ),
+    "qwen3-yarn-with-all-fields": DecoderConfig(
+        vocab_size=71, hidden=24, layers=2, heads=2, kv_heads=1, head_dim=32, mlp=35, model_type="qwen3",
+        rope_scaling=YarnScaling(5.5, 100, 17.0, 2.5, mscale=0.7, mscale_all_dim=0.3, truncate=False), max_positions=512,
+    ),
+    "llama-yarn-with-attention-factor": DecoderConfig(
+        vocab_size=71, hidden=24, layers=2, heads=2, kv_heads=1, head_dim=32, mlp=35, model_type="llama",
+        rope_scaling=YarnScaling(3.0, 48, attention_factor=1.37), max_positions=512,
+    ),
+    "qwen2-linear": DecoderConfig(
+        vocab_size=71, hidden=24, layers=2, heads=3, kv_heads=1, head_dim=12, mlp=33,
+        rope_scaling=LinearScaling(2.5), max_positions=512,
     ),
 }  # fmt: skip
 

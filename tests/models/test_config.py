@@ -1,9 +1,14 @@
 """config.json is read and written, and unsupported configs are refused."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from rrl.errors import UserError
-from rrl.models.config import DecoderConfig, EncoderConfig, Llama3Scaling, Pooling
+from rrl.models.config import DecoderConfig, EncoderConfig, Pooling
+from rrl.models.rope import frequencies
+from rrl.models.rope_scaling import Llama3Scaling, YarnScaling
 
 # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
 QWEN25_7B = {
@@ -46,13 +51,57 @@ def test_transformers_5_rope_parameters_are_read():
     assert config.rope_scaling == Llama3Scaling(**scaling)
 
 
+# The rope_scaling that the model card of Qwen2.5-7B-Instruct prints for texts of more than 32,768 tokens.
+QWEN25_YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+
+
+@pytest.mark.parametrize("positions", [32768, 40960, 131072])
+def test_yarn_of_qwen25_is_read_and_extends_the_context_to_131072_tokens(positions):
+    config = DecoderConfig.from_hf(
+        QWEN25_7B | {"rope_scaling": QWEN25_YARN, "max_position_embeddings": positions}
+    )
+    assert config.rope_scaling == YarnScaling(4.0, 32768)
+    assert config.rope_scaling.rotation_scale == pytest.approx(1.13862943611)  # 0.1 ln 4 + 1
+    assert config.max_context == 131072
+
+
+def test_missing_fields_of_yarn_are_those_of_transformers():
+    scaling = {
+        "rope_type": "yarn",
+        "factor": None,
+        "original_max_position_embeddings": 32768,
+        "beta_fast": None,
+    }
+    assert DecoderConfig.from_hf(QWEN25_7B | {"rope_parameters": scaling}).rope_scaling == YarnScaling(
+        4.0, 32768
+    )
+    scaling = {"rope_type": "yarn", "factor": 2.0}
+    assert DecoderConfig.from_hf(QWEN25_7B | {"rope_parameters": scaling}).rope_scaling == YarnScaling(
+        2.0, 131072
+    )
+
+
+def test_linear_scaling_divides_all_frequencies():
+    config = DecoderConfig.from_hf(QWEN25_7B | {"rope_scaling": {"type": "linear", "factor": 8}})
+    plain = dataclasses.replace(config, rope_scaling=None)
+    np.testing.assert_array_equal(frequencies(config), frequencies(plain) / 8)
+    assert config.max_context == config.max_positions
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model_type": "mamba"}, "model_type='mamba'.*llama, qwen2, qwen3"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope'.*default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": -4.0}}, "factor=-4.0 must be a number above 0"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}},
+            "beta_fast=1.*beta_slow=2",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": "no"}}, "truncate='no'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor=None must be a number above 0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks the fields high_freq_factor"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias"),

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rrl.models.config import DECODER_FAMILIES, DecoderConfig, Llama3Scaling
+from rrl.models.config import DECODER_FAMILIES, DecoderConfig
 from rrl.models.hf import load_decoder, load_encoder, save_decoder, save_encoder
+from rrl.models.rope_scaling import Llama3Scaling
 from tests.models.small import embed, encode, make, run
 
 torch = pytest.importorskip("torch", reason="torch is not installed; parity needs the extra [parity]")
