@@ -5,32 +5,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from rrl.errors import UserError, at_least, one_of
+from rrl.models.families import (
+    DECODER_FAMILIES,
+    FULL,
+    SLIDING,
+    DecoderFamily,
+    refuse_unsupported,
+    sliding_layers,
+    text_part,
+)
 from rrl.models.hf_fields import end_ids, integer, positive, token_id
 from rrl.models.rope_scaling import RopeScaling, YarnScaling, read_rope
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecoderFamily:
-    """Differences between families of decoders; all else is shared."""
-
-    architecture: str
-    """Class name in transformers."""
-    qkv_bias: bool
-    """Whether q, k and v have biases."""
-    qk_norm: bool
-    """Whether each head of q and k is normalised before RoPE."""
-
-
-DECODER_FAMILIES = {
-    "llama": DecoderFamily("LlamaForCausalLM", qkv_bias=False, qk_norm=False),
-    "qwen2": DecoderFamily("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False),
-    "qwen3": DecoderFamily("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True),
+NO_WINDOW = 2**30
+"""Window of a layer without one: more than any number of tokens."""
+_OF_SOME_FAMILIES = {
+    "local_rope_theta": "rope_local_base_freq",
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
 }
+"""Field of DecoderConfig -> of config.json, for fields that a family has if and only if its defaults have them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+    """Shape of a decoder: RMSNorm, RoPE, grouped-query attention, gated MLP."""
 
     vocab_size: int
     hidden: int
@@ -43,11 +41,19 @@ class DecoderConfig:
     head_dim: int
     """Head dimension H; may differ from hidden / heads."""
     mlp: int
-    """Width F of the SwiGLU layer."""
+    """Width F of the gated MLP."""
     model_type: str = "qwen2"
-    """A key of DECODER_FAMILIES; sets whether q, k and v have biases (Qwen2) or q and k have norms (Qwen3)."""
+    """A key of DECODER_FAMILIES, which lists how the families differ."""
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    """RoPE base of the sliding layers, which have no scaling then; None: base and scaling are those of the other layers."""
+    sliding_window: int | None = None
+    """Number of tokens, itself included, that a token of a sliding layer attends to."""
+    sliding_layers: tuple[bool, ...] = ()
+    """Whether each layer has the sliding window; (): no layer has one."""
+    query_pre_attn_scalar: int | None = None
+    """Attention scores are scaled by the inverse square root of this; None: of `head_dim`."""
     rms_eps: float = 1e-6
     tie_embeddings: bool = True
     max_positions: int = 4096
@@ -68,18 +74,50 @@ class DecoderConfig:
             raise UserError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one of them"
             )
+        if self.sliding_layers and len(self.sliding_layers) != self.layers:
+            raise UserError(f"sliding_layers has {len(self.sliding_layers)} entries for layers={self.layers}")
+        if any(self.sliding_layers) != (self.sliding_window is not None):
+            raise UserError(
+                f"sliding_window={self.sliding_window} does not fit sliding_layers={self.sliding_layers}: set both or none"
+            )
+        if self.sliding_window is not None:
+            at_least(1, self, "sliding_window")
+        for field, hf_field in _OF_SOME_FAMILIES.items():
+            if (getattr(self, field) is None) == (hf_field in self.family.defaults):
+                raise UserError(
+                    f"{field}={getattr(self, field)} does not fit model_type={self.model_type!r}, which "
+                    f"{'needs' if hf_field in self.family.defaults else 'cannot have'} one"
+                )
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} is odd; rotary positions need an even head_dim")
 
     @property
+    def family(self) -> DecoderFamily:
+        """How the model differs from other families."""
+        return DECODER_FAMILIES[self.model_type]
+
+    @property
     def qkv_bias(self) -> bool:
         """Whether q, k and v have biases."""
-        return DECODER_FAMILIES[self.model_type].qkv_bias
+        return self.family.qkv_bias
 
     @property
     def qk_norm(self) -> bool:
         """Whether each head of q and k is normalised before RoPE."""
-        return DECODER_FAMILIES[self.model_type].qk_norm
+        return self.family.qk_norm
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Number of tokens that a token of each layer attends to at most; () if all layers attend to all tokens."""
+        return tuple((self.sliding_window or 0) if slides else NO_WINDOW for slides in self.sliding_layers)
+
+    def first_layers(self, count: int) -> "DecoderConfig":
+        """The config of a model with only the first `count` layers."""
+        slides = self.sliding_layers[:count]
+        window = self.sliding_window if any(slides) else None
+        return dataclasses.replace(
+            self, layers=count, sliding_layers=slides if any(slides) else (), sliding_window=window
+        )
 
     @property
     def max_context(self) -> int:
@@ -100,18 +138,17 @@ class DecoderConfig:
 
         Raises:
             UserError: model_type is unknown; a field is missing or has the wrong type; or the config needs something
-                unsupported: sliding windows, other RoPE scalings, other activations or other biases.
+                unsupported: experts, other kinds of layers, RoPE scalings, activations or biases.
         """
-        model_type = hf.get("model_type")
-        if model_type not in DECODER_FAMILIES:
-            raise UserError(
-                f"config.json: model_type={model_type!r} is not supported; choose one of {', '.join(DECODER_FAMILIES)}"
-            )
-        _refuse_unsupported(hf)
+        files = [hf, *([hf["text_config"]] if isinstance(hf.get("text_config"), Mapping) else [])]
+        ends = dict.fromkeys([end for file in files for end in end_ids(file)])
+        hf = text_part(hf)
+        refuse_unsupported(hf)
         heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
         max_positions = integer(hf, "max_position_embeddings")
-        theta, scaling = _rope(hf, max_positions)
-        ends = dict.fromkeys([*end_ids(hf), *end_ids(generation or {}, "generation_config.json")])
+        theta, scaling, local_theta = _rope(hf, max_positions)
+        slides, window = sliding_layers(hf)
+        ends = dict.fromkeys([*(ends or end_ids(hf)), *end_ids(generation or {}, "generation_config.json")])
         return cls(
             vocab_size=integer(hf, "vocab_size"),
             hidden=hidden,
@@ -120,9 +157,15 @@ class DecoderConfig:
             kv_heads=integer(hf, "num_key_value_heads", heads),
             head_dim=integer(hf, "head_dim", hidden // heads),
             mlp=integer(hf, "intermediate_size"),
-            model_type=model_type,
+            model_type=hf["model_type"],
             rope_theta=theta,
             rope_scaling=scaling,
+            local_rope_theta=local_theta,
+            sliding_window=window,
+            sliding_layers=slides,
+            query_pre_attn_scalar=integer(hf, "query_pre_attn_scalar")
+            if hf.get("query_pre_attn_scalar")
+            else None,
             rms_eps=positive(hf, "rms_norm_eps", 1e-6),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
             max_positions=max_positions,
@@ -134,7 +177,7 @@ class DecoderConfig:
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that transformers and vLLM read."""
         hf: dict[str, Any] = {
-            "architectures": [DECODER_FAMILIES[self.model_type].architecture],
+            "architectures": [self.family.architecture],
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden,
@@ -143,7 +186,7 @@ class DecoderConfig:
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "intermediate_size": self.mlp,
-            "hidden_act": "silu",
+            self.family.activation_field: self.family.activation,
             "rope_theta": self.rope_theta,
             "rope_scaling": None if self.rope_scaling is None else self.rope_scaling.to_hf(),
             "rms_norm_eps": self.rms_eps,
@@ -158,7 +201,24 @@ class DecoderConfig:
         }
         if self.model_type != "qwen2":
             hf["attention_bias"] = False
-        return hf
+        for field, hf_field in _OF_SOME_FAMILIES.items():
+            if getattr(self, field) is not None:
+                hf[hf_field] = getattr(self, field)
+        return hf | self._windows_to_hf()
+
+    def _windows_to_hf(self) -> dict[str, Any]:
+        """The fields of config.json that describe sliding windows; empty if no layer has one, unless the family's default has."""
+        slides = self.sliding_layers or (False,) * self.layers
+        hf: dict[str, Any] = {"layer_types": [SLIDING if slide else FULL for slide in slides]}
+        if self.family.windows == "always":
+            return hf | {"sliding_window": self.sliding_window or NO_WINDOW}
+        if not any(slides):
+            return {}
+        return hf | {
+            "use_sliding_window": True,
+            "sliding_window": self.sliding_window,
+            "max_window_layers": slides.index(True),
+        }
 
 
 def matrix_parameters(config: DecoderConfig) -> float:
@@ -321,34 +381,30 @@ class EncoderConfig:
         }
 
 
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    if hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ()):
-        raise UserError(
-            f"config.json sets sliding-window attention (use_sliding_window or layer_types; sliding_window="
-            f"{hf.get('sliding_window')!r}), which is not supported; only models with full attention can be loaded"
-        )
-    if others := sorted(set(map(str, hf.get("layer_types") or ())) - {"full_attention"}):
-        raise UserError(
-            f"config.json: layer_types contains {', '.join(others)}, which is not supported; all must be 'full_attention'"
-        )
-    if (act := hf.get("hidden_act", "silu")) != "silu":
-        raise UserError(f"config.json: hidden_act={act!r} is not supported; it must be 'silu'")
-    for field in ("attention_bias", "mlp_bias"):
-        if hf.get(field):
-            raise UserError(
-                f"config.json: {field}=true is not supported for model_type={hf['model_type']!r}; it must be false"
-            )
+def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None, float | None]:
+    """RoPE base and scaling, and the base of sliding layers if it is a separate one.
 
-
-def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
-    """RoPE base and scaling, from transformers 5's rope_parameters or transformers 4's rope_theta and rope_scaling."""
+    transformers 5 has them in rope_parameters, for Gemma 3 one object for each type of layer; transformers 4 has rope_theta,
+    rope_scaling and rope_local_base_freq.
+    """
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    rope = hf.get(name) or {}
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise UserError(
-            f"config.json: {name}={rope!r} is not supported; it must be one object for all layers"
-        )
-    for fields in (rope, hf):
+    rope, local = hf.get(name) or {}, hf.get("rope_local_base_freq")
+    separate = local is not None
+    local_rope: Any = {}
+    if separate and name == "rope_parameters" and isinstance(rope, Mapping):
+        rope, local_rope = rope.get(FULL) or {}, rope.get(SLIDING) or {}
+    for part in (rope, local_rope):
+        if not isinstance(part, Mapping) or any(isinstance(value, Mapping) for value in part.values()):
+            raise UserError(
+                f"config.json: {name}={hf[name]!r} is not supported; it must be one object for all layers"
+            )
+    for fields in (rope, local_rope, hf):
         if (share := fields.get("partial_rotary_factor")) not in (None, 1):
             raise UserError(f"config.json: partial_rotary_factor={share!r} is not supported; it must be 1")
-    return read_rope(rope, positive(hf, "rope_theta", 10_000.0), max_positions)
+    theta, scaling = read_rope(rope, positive(hf, "rope_theta", 10_000.0), max_positions)
+    if not separate:
+        return theta, scaling, None
+    local_theta, local_scaling = read_rope(local_rope, positive(hf, "rope_local_base_freq"), max_positions)
+    if local_scaling is not None:
+        raise UserError(f"config.json: {name} scales RoPE of {SLIDING!r} layers, which is not supported")
+    return theta, scaling, local_theta

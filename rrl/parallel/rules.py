@@ -39,7 +39,7 @@ RULES: Rules = (
     (r"head_lora_b", P(None, "tensor")),
     # Norms, output biases and the value head are small and are replicated.
     (r"score", P()),
-    (r"(layers/)?([a-z]+_)?norm(_bias)?", P()),
+    (r"(layers/)?([a-z]+_)*norm(_bias)?", P()),
     (r"layers/(o|down)_bias", P()),
 )
 """(regular expression that matches a whole parameter name such as "layers/q", spec); the first match wins."""
