@@ -1,13 +1,18 @@
 """Parity with transformers (torch) in both directions, on random weights of unusual shapes."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.families import DECODER_FAMILIES
-from rrl.models.hf import load_decoder, load_encoder, save_decoder, save_encoder
+from rrl.models.heads import ValueModel
+from rrl.models.hf import load_decoder, load_encoder, load_value_model, save_decoder, save_encoder
 from rrl.models.rope_scaling import Llama3Scaling
 from tests.models.conftest import ODD
 from tests.models.small import embed, encode, extend, make, places, run
@@ -167,6 +172,46 @@ def test_greedy_decoding_with_sliding_windows_gives_the_tokens_of_transformers(c
         positions = jnp.full((2, 1), 19 + step)
         written.append(tokens)
     np.testing.assert_array_equal(jnp.concatenate(written, axis=1), expected)
+
+
+@pytest.mark.parametrize("names", ["transformers 5", "published"])
+def test_the_text_part_of_gemma_3_with_images_gives_the_logits_of_transformers(names, tmp_path):
+    config = ODD["gemma3"]
+    vision = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    hf = transformers.Gemma3Config(text_config=config.to_hf(), vision_config=vision, mm_tokens_per_image=4)
+    theirs = random_(transformers.Gemma3ForConditionalGeneration(hf))
+    theirs.save_pretrained(tmp_path)
+    prefixes = "model.language_model.", "language_model.model."
+    old, new = prefixes if names == "published" else reversed(prefixes)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {re.sub(rf"^{re.escape(old)}", new, name): tensor for name, tensor in tensors.items()}
+    assert any(name.startswith(new) for name in renamed) and any("vision_tower" in name for name in renamed)
+    save_file(renamed, tmp_path / "model.safetensors")
+    compare(tmp_path, config, theirs, 33)
+    save_decoder(tmp_path / "text", load_decoder(tmp_path))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    assert type(exported) is transformers.Gemma3ForCausalLM
+    compare(tmp_path / "text", config, exported, 33)
+
+
+def test_a_value_model_of_gemma_3_gives_the_scores_of_transformers(tmp_path):
+    config = ODD["gemma3"]
+    model = ValueModel(config, rngs=nnx.Rngs(0))
+    model.score[...] = jnp.asarray(np.random.default_rng(0).normal(size=model.score.shape), jnp.float32)
+    save_decoder(tmp_path, model)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert theirs.num_labels == 1
+    tokens = np.random.default_rng(0).integers(1, config.vocab_size, (2, 21))
+    with torch.no_grad():
+        expected = theirs.score(theirs.model(torch.tensor(tokens)).last_hidden_state).numpy()[..., 0]
+    ours = load_value_model(tmp_path)
+    values = nnx.jit(lambda model, tokens: model.values(tokens, positions=places(2, 21)))(
+        ours, jnp.asarray(tokens)
+    )
+    np.testing.assert_allclose(values, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("encoder_config", ["bert", "roberta", "xlm-roberta"], indirect=True)
