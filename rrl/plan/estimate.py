@@ -58,14 +58,22 @@ def forward_flops(config: DecoderConfig, tokens: float, keys: float, with_logits
     Args:
       config: shape of the decoder.
       tokens: number of tokens.
-      keys: mean number of keys that a token attends to.
+      keys: mean number of keys that a token attends to in a layer without a window.
       with_logits: number of tokens whose logits are computed.
     """
-    attention = 4 * config.layers * config.heads * config.head_dim * keys
+    attention = 4 * config.layers * config.heads * config.head_dim * keys_per_layer(config, keys)
     return (
         tokens * (2 * matrix_parameters(config) + attention)
         + with_logits * 2 * config.hidden * config.vocab_size
     )
+
+
+def keys_per_layer(config: DecoderConfig, keys: float) -> float:
+    """Return how many of `keys` keys a token attends to, on average over the layers, some of which may have a sliding window.
+
+    Of `keys` as a mean over tokens this is an upper bound.
+    """
+    return sum(min(window, keys) for window in config.windows) / config.layers if config.windows else keys
 
 
 def step_costs(
@@ -98,7 +106,7 @@ def step_costs(
     prefilled = tokens - policy_tokens
     rows = settings.rollout.rows
     decode_steps = policy_tokens / min(rows, episodes)
-    cache = cache_bytes(config, rows, workload.tokens / 2, BF16)
+    cache = cache_bytes(config, rows, keys_per_layer(config, mean_keys), BF16)
     weights = BF16 * (matrix_parameters(config) + config.hidden * config.vocab_size)
     shards = data_shards(mesh)
     prefills = prefilled / (settings.rollout.prefill_tokens * shards)

@@ -19,7 +19,7 @@ from rrl.parallel.mesh import AXES
 from rrl.parallel.topology import CHIPS, GIB, Topology
 from rrl.plan import programs
 from rrl.plan.capacity import PUBLISHED, CapacityPlan, default_mesh, first_change, plan_capacity, policy_shape
-from rrl.plan.estimate import StepCost, Workload, forward_flops, step_costs
+from rrl.plan.estimate import StepCost, Workload, forward_flops, keys_per_layer, step_costs
 from rrl.plan.programs import CompiledProgram
 from rrl.plan.report import report
 from rrl.train.settings import TrainSettings
@@ -213,6 +213,23 @@ def test_forward_flops_equal_a_count_by_hand():
     assert matrix_parameters(config) == 16 * (2 + 2 + 2) * 8 + 16 * 2 * 8 + 3 * 16 * 32
     by_hand = 10 * 2 * matrix_parameters(config) + 10 * (2 * 5 * 8 + 2 * 5 * 8) * 2 + 3 * 2 * 16 * 64
     assert forward_flops(config, 10, 5, 3) == by_hand
+
+
+def test_keys_outside_a_sliding_window_cost_nothing():
+    config = DecoderConfig.from_hf(PUBLISHED["gemma-3-1b"])
+    assert config.sliding_layers.count(False) == 4
+    assert keys_per_layer(config, 4096) == (4 * 4096 + 22 * 512) / 26
+    assert keys_per_layer(config, 100) == 100
+    full = dataclasses.replace(config, sliding_layers=(), sliding_window=None)
+    saved = forward_flops(full, 10, 4096, 3) - forward_flops(config, 10, 4096, 3)
+    assert saved == pytest.approx(10 * 22 * 4 * (4096 - 512) * 4 * 256)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("gemma-3-1b-it", 1.0e9), ("gemma-3-4b-it", 3.88e9)])
+def test_gemma_3_has_a_known_shape(name, parameters):
+    config, _ = policy_shape(name)
+    count = matrix_parameters(config) + config.vocab_size * config.hidden
+    assert count == pytest.approx(parameters, rel=0.01)
 
 
 def test_the_roofline_is_the_slowest_of_arithmetic_memory_and_links():
