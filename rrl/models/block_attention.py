@@ -70,8 +70,10 @@ def block_attention(
     padding = -time % block
     q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
     ids = jnp.pad(ids, ((0, 0), (0, padding)), constant_values=last)
-    zeros = (0, 0), (0, padding)
-    branches, positions = (None if part is None else jnp.pad(part, zeros) for part in (branches, positions))
+    if branches is not None:
+        branches = jnp.pad(branches, ((0, 0), (0, padding)))
+    if positions is not None:  # padding with 0 would make the first blocks visible to the last one
+        positions = jnp.pad(positions, ((0, 0), (0, padding)), mode="edge")
     labels = Labels(ids, branches, positions, window)
     grouped = q.reshape(batch, time + padding, kv_heads, heads // kv_heads, width).transpose(0, 2, 1, 3, 4)
     out = _attend(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), labels, _visible_blocks(labels, block))
