@@ -162,13 +162,17 @@ def test_interpreted_splash_with_a_window_gives_the_outputs_and_gradients_of_xla
     close(ours, theirs)
 
 
-def test_a_window_gives_the_same_outputs_on_a_mesh():
+@pytest.mark.parametrize("kernel", ["blocks", pytest.param("splash", marks=pytest.mark.slow)])
+def test_a_window_gives_the_same_outputs_on_a_mesh(kernel):
     q, k, v, _ = draw(2)
     segments, positions = jnp.asarray(SEGMENTS), jnp.asarray(visible_tokens().sum(axis=-1) - 1)
     window = Window(23, jnp.asarray(True), positions)
     expected = causal_attention(q, k, v, segments, window=window)
     with jax.set_mesh(make_mesh(data=2, fsdp=2, tensor=2)):
-        found = jax.jit(lambda *x: packed_attention("blocks", *x, window=window))(q, k, v, segments)
+        if kernel == "splash":
+            found = jax.jit(lambda *x: splash_attention(*x, window, interpret=True))(q, k, v, segments)
+        else:
+            found = jax.jit(lambda *x: packed_attention(kernel, *x, window=window))(q, k, v, segments)
     real = SEGMENTS > 0
     np.testing.assert_allclose(np.asarray(found)[real], np.asarray(expected)[real], atol=2e-5)
 

@@ -11,6 +11,7 @@ from flax import nnx
 from rrl.errors import UserError
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.decoder import Decoder
+from tests.models.conftest import ODD
 from tests.models.small import SMALL, draw, extend, make, places, run
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
@@ -244,11 +245,12 @@ def test_padding_never_changes_a_row():
     np.testing.assert_allclose(first, run(decoder, tokens[:, :140], places(2, 140)), **TOLERANCE)
 
 
-def test_remat_variants_give_the_same_loss_and_gradients():
-    tokens = draw(SMALL, 2, 12)
+@pytest.mark.parametrize("config", [SMALL, ODD["gemma3"]], ids=["qwen2", "gemma3"])
+def test_remat_variants_give_the_same_loss_and_gradients(config):
+    tokens = draw(config, 2, 12)
 
     def gradients(remat):
-        graph, state = nnx.split(make(SMALL, remat=remat))
+        graph, state = nnx.split(make(config, remat=remat))
 
         def loss(state):
             decoder = nnx.merge(graph, state)

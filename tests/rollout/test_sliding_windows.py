@@ -11,6 +11,8 @@ from flax import nnx
 from rrl.data.trajectory import POLICY
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
+from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
 from rrl.rollout.config import EngineConfig
@@ -59,10 +61,11 @@ def world():
     return Decoder(GEMMA3, rngs=nnx.Rngs(1)), tokenizer, retriever, groups
 
 
-def run(world, config=CONFIG, **kwargs):
+def run(world, config=CONFIG, mesh=None, **kwargs):
     decoder, tokenizer, retriever, requests = world
-    engine = Engine(decoder, tokenizer, config, retriever=retriever)
-    return engine.run(nnx.state(decoder), requests, SCRIPTED, KEY, **kwargs)
+    engine = Engine(decoder, tokenizer, config, retriever=retriever, mesh=mesh)
+    params = shard(nnx.state(decoder), mesh) if mesh else nnx.state(decoder)
+    return engine.run(params, requests, SCRIPTED, KEY, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +85,20 @@ def test_log_probabilities_of_the_rollout_equal_those_of_training(world, traject
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "reference", "tolerance"),
+    ("change", "how", "tolerance"),
     [
-        ({}, True, 0.0),
-        ({"share_prompts": False}, False, 1e-5),
-        ({"oversubscribed_slots": 0, "rows": 3, "prefill_tokens": 17, "draft_tokens": 2}, False, 1e-5),
+        ({}, {"reference": True}, 0.0),
+        ({"share_prompts": False}, {}, 1e-5),
+        ({"oversubscribed_slots": 0, "rows": 3, "prefill_tokens": 17, "draft_tokens": 2}, {}, 1e-5),
+        ({"oversubscribed_slots": 0}, {"mesh": (2, 1, 2)}, 1e-5),
     ],
 )
-def test_shared_prefixes_slots_chunks_and_drafts_do_not_change_a_trajectory(
-    world, trajectories, change, reference, tolerance
+def test_shared_prefixes_slots_chunks_drafts_and_devices_do_not_change_a_trajectory(
+    world, trajectories, change, how, tolerance
 ):
-    others = run(world, dataclasses.replace(CONFIG, **change), reference=reference)
+    if "mesh" in how:
+        how = {"mesh": make_mesh(*how["mesh"], devices=jax.devices()[:4])}
+    others = run(world, dataclasses.replace(CONFIG, **change), **how)
     for one, other in zip(trajectories, others, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logps, other.logps, rtol=0, atol=tolerance)
