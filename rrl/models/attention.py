@@ -217,9 +217,8 @@ def cache_attention(
             scores = jnp.where(mask[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
             higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
             weights, shrink = jnp.exp(scores - higher), jnp.exp(peak - higher)
-            if (
-                window is not None
-            ):  # a block before the window is masked completely, and its peak is that of the mask
+            if window is not None:
+                # In a block before the window, all scores are the mask's, and so is the peak: exp(0) = 1.
                 weights = jnp.where(mask[:, None, :, None, :], weights, 0.0)
             added = jnp.einsum(
                 "PKTGS,PKSH->PKTGH", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
