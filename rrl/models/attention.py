@@ -6,10 +6,13 @@ each (row, kv head) is one matrix product.
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from rrl.models.config import NO_WINDOW
 
 ReadGroups = tuple[Int[Array, "G P/G"] | None, Int[Array, "G P/G"]]
 """(order, needed): G groups of entries that read the cache together. An entry is one sequence of a step's batch.
@@ -23,12 +26,29 @@ MAX_QUERY_BLOCKS = 8
 them. Smaller blocks save more and fit in the CPU's cache; more blocks take longer to compile."""
 
 
+class Window(NamedTuple):
+    """The sliding window of one layer. Layers with and without one are computed by the same program."""
+
+    width: int
+    """Number of tokens that a token of a sliding layer attends to, itself included."""
+    slides: Bool[Array, ""]
+    """Whether this layer has the window."""
+    positions: Int[Array, "B T"]
+    """Position of each token in its sequence. The window counts positions, so that it follows a branch of a prefix tree."""
+
+    @property
+    def size(self) -> Int[Array, ""]:
+        """Number of tokens that a token of this layer attends to at most."""
+        return jnp.where(self.slides, self.width, NO_WINDOW)
+
+
 def causal_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None = None,
     branches: Int[Array, "B T"] | None = None,
+    window: Window | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of a packed batch.
 
@@ -41,6 +61,7 @@ def causal_attention(
         v: values.
         segment_ids: segment of each token; None: each row is one segment.
         branches: branch of each token (`rrl.rl.batch.Batch.branches`); None: all tokens are in the trunk.
+        window: of this layer; None: a token attends to all these tokens.
     """
     batch, time, heads, width = q.shape
     group = heads // k.shape[2]
@@ -55,6 +76,8 @@ def causal_attention(
             mask = mask & (segment_ids[:, start:end, None] == segment_ids[:, None, :end])
         if branches is not None:
             mask = mask & visible(branches[:, start:end], branches[:, :end])
+        if window is not None:
+            mask = mask & in_window(window, window.positions[:, start:end], window.positions[:, :end])
         outputs.append(
             softmax_attention(grouped[:, :, start:end], keys[:, :, :end], values[:, :, :end], mask)
         )
@@ -64,6 +87,13 @@ def causal_attention(
 def visible(query_branches: Int[Array, "B t"], key_branches: Int[Array, "B s"]) -> Bool[Array, "B t s"]:
     """Mask of the keys that are in the trunk (branch 0) or in the query's own branch."""
     return (key_branches == 0)[:, None, :] | (query_branches[:, :, None] == key_branches[:, None, :])
+
+
+def in_window(
+    window: Window, query_positions: Int[Array, "B t"], key_positions: Int[Array, "B s"]
+) -> Bool[Array, "B t s"]:
+    """Mask of the keys that are not too far back. It does not exclude later keys."""
+    return query_positions[:, :, None] - key_positions[:, None, :] < window.size
 
 
 @jax.custom_vjp
@@ -137,6 +167,7 @@ def cache_attention(
     readers: Sequence[int],
     *,
     slots_last: bool = False,
+    window: Int[Array, ""] | None = None,
 ) -> Float[Array, "P T N H"]:
     """Attention over one layer of a cache: each query attends to the slots up to its own position.
 
@@ -157,6 +188,8 @@ def cache_attention(
         readers: allowed numbers of entries that read a block together, in descending order. Each is the batch size of a matrix
             product.
         slots_last: layout of `k`.
+        window: number of slots that a query of this layer attends to at most, its own included. Blocks before the windows of
+            all queries of a group are not read. None: no limit.
     """
     time, heads, width = q.shape[1:]
     kv_heads, slots = v.shape[3:5]
@@ -177,10 +210,16 @@ def cache_attention(
             which = slice(None) if cache_rows is None else cache_rows[:count]
             keys, values = (part[layer, index, which].astype(q.dtype) for part in (k, v))
             scores = jnp.einsum(score_axes, queries[:count], keys, preferred_element_type=jnp.float32)
-            mask = index * slots + jnp.arange(slots) <= last_slot[:count, :, None]
+            slot = index * slots + jnp.arange(slots)
+            mask = slot <= last_slot[:count, :, None]
+            if window is not None:
+                mask &= slot > last_slot[:count, :, None] - window
             scores = jnp.where(mask[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
             higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
             weights, shrink = jnp.exp(scores - higher), jnp.exp(peak - higher)
+            if window is not None:
+                # In a block before the window, all scores are the mask's, and so is the peak: exp(0) = 1.
+                weights = jnp.where(mask[:, None, :, None, :], weights, 0.0)
             added = jnp.einsum(
                 "PKTGS,PKSH->PKTGH", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
             )
@@ -190,7 +229,8 @@ def cache_attention(
         shape = queries.shape[:-1]
         peak = jnp.full((*shape, 1), jnp.finfo(jnp.float32).min)
         sums = jnp.zeros((*shape, 1), jnp.float32), jnp.zeros((*shape, width), jnp.float32)
-        index, state = jnp.int32(0), (peak, *sums)
+        first = jnp.int32(0) if window is None else jnp.min(jnp.maximum(last_slot - window + 1, 0)) // slots
+        index, state = first, (peak, *sums)
         # Entries are sorted by need. While needed[next_count] > index, more than next_count entries still need block `index`.
         for count, next_count in zip(batch_sizes, (*batch_sizes[1:], 0), strict=True):
             index, *updated = jax.lax.while_loop(

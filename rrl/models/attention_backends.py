@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.errors import UserError
-from rrl.models.attention import causal_attention, visible
+from rrl.models.attention import Window, causal_attention, in_window, visible
 from rrl.models.block_attention import block_attention
 from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import fit
@@ -72,6 +72,7 @@ def packed_attention(
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None = None,
     branches: Int[Array, "B T"] | None = None,
+    window: Window | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal attention within segments and their branches, with the given kernel.
 
@@ -81,14 +82,14 @@ def packed_attention(
         UserError: the kernel is splash, which does not support branches.
     """
     if backend == "cudnn":
-        return cudnn_attention(q, k, v, segment_ids, branches)
+        return cudnn_attention(q, k, v, segment_ids, branches, window)
     if backend == "splash":
         if branches is not None:
             raise UserError(_NO_BRANCHES)
-        return splash_attention(q, k, v, segment_ids)
+        return splash_attention(q, k, v, segment_ids, window)
     if backend == "blocks":
-        return shard_map_kernel(block_attention, q, k, v, segment_ids, branches)
-    return causal_attention(q, k, v, segment_ids, branches)
+        return shard_map_kernel(block_attention, q, k, v, segment_ids, branches, window)
+    return causal_attention(q, k, v, segment_ids, branches, window)
 
 
 def shard_map_kernel(
@@ -98,14 +99,16 @@ def shard_map_kernel(
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None,
     branches: Int[Array, "B T"] | None = None,
+    window: Window | None = None,
 ) -> Float[Array, "B T N H"]:
     """Runs a kernel under `shard_map`, since XLA cannot partition the kernel itself.
 
-    Rows are split over the axes data and fsdp of the current mesh, heads over tensor. If the tensor axis does not divide the
+    The kernel gets q, k, v, segment ids, branches, and the window's positions and size; the last three may be None. Rows are
+    split over the axes data and fsdp of the current mesh, heads over tensor. If the tensor axis does not divide the
     number of key heads, they are repeated for each query head.
     """
     segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    labels = (segments,) if branches is None else (segments, branches)
+    labels = (segments, branches, *((None, None) if window is None else (window.positions, window.size)))
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return kernel(q, k, v, *labels)
@@ -113,9 +116,10 @@ def shard_map_kernel(
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     # Axes that do not divide their dimension are dropped.
     spec = fit("attention", PartitionSpec(ROW_AXES, None, "tensor", None), k.shape, mesh)
+    rows = PartitionSpec(*spec[:2])
     return jax.shard_map(
         kernel,
-        in_specs=(spec, spec, spec, *[PartitionSpec(*spec[:2])] * len(labels)),
+        in_specs=(spec, spec, spec, rows, rows, rows, PartitionSpec()),
         out_specs=spec,
         check_vma=False,
     )(q, k, v, *labels)
@@ -127,13 +131,17 @@ def cudnn_attention(
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None = None,
     branches: Int[Array, "B T"] | None = None,
+    window: Window | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "B T N H"]:
-    """cuDNN's flash attention. Segments and branches are passed as a mask [B, 1, T, T]."""
+    """cuDNN's flash attention. Segments, branches and the window are passed as a mask [B, 1, T, T]."""
     mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     if branches is not None:
         allowed = visible(branches, branches)[:, None]
         mask = allowed if mask is None else mask & allowed
+    if window is not None:
+        near = in_window(window, window.positions, window.positions)[:, None]
+        mask = near if mask is None else mask & near
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=1.0, is_causal=True, implementation=implementation
     )
@@ -144,10 +152,13 @@ def splash_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None = None,
+    window: Window | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """TPU's splash attention on the current mesh.
+
+    A window counts columns, which is the same as positions, since segments have no branches.
 
     Lengths and head dimensions are padded to multiples of 128. `interpret` emulates the kernel on any platform, slowly.
     """
@@ -156,12 +167,23 @@ def splash_attention(
     pad_length, pad_width = -length % LANES, -width % LANES
     q, k, v = (jnp.pad(x, ((0, 0), (0, pad_length), (0, 0), (0, pad_width))) for x in (q, k, v))
     segments = jnp.pad(segments, ((0, 0), (0, pad_length)), constant_values=-1)
-    out = shard_map_kernel(functools.partial(_splash, interpret=interpret), q, k, v, segments)
+
+    def attend(width: int | None) -> Callable[..., Array]:
+        return functools.partial(
+            shard_map_kernel, functools.partial(_splash, interpret=interpret, window=width)
+        )
+
+    if window is None:
+        out = attend(None)(q, k, v, segments)
+    else:
+        out = jax.lax.cond(window.slides, attend(window.width), attend(None), q, k, v, segments)
     return out[:, :length, :, :width]
 
 
-def _splash(q: Array, k: Array, v: Array, segments: Array, interpret: bool) -> Array:
-    """The kernel on one device, mapped over rows."""
+def _splash(
+    q: Array, k: Array, v: Array, segments: Array, *labels: None, interpret: bool, window: int | None
+) -> Array:
+    """The kernel on one device, mapped over rows. `labels` are all None; `window` is the number of visible columns."""
     length, heads = q.shape[1:3]
     block = next(size for size in (512, 256, LANES) if length % size == 0)
     sizes = splash.BlockSizes(
@@ -172,7 +194,9 @@ def _splash(q: Array, k: Array, v: Array, segments: Array, interpret: bool) -> A
         block_q_dq=block,
         block_kv_dq=block,
     )
-    mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
+    shape = (length, length)
+    one_head = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    mask = splash.MultiHeadMask([one_head] * heads)
     kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes, interpret=interpret)
 
     def one_row(q: Array, k: Array, v: Array, segments: Array) -> Array:

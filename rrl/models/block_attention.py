@@ -5,6 +5,7 @@ computes them neither forward nor backward, and only one block of scores exists 
 suit a CPU's caches; accelerators use other kernels (`rrl.models.attention_backends`). Read `block_attention` first.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +19,27 @@ BLOCK = 64
 in the L2 cache."""
 
 State = tuple[Array, ...]
-Labels = tuple[Int[Array, "B T"], ...]
-"""One array or two: segment ids, then branches if there are any. The segment id of padding is the largest int32."""
+
+
+class Labels(NamedTuple):
+    """What decides which keys a query may see; None if it does not matter. In a block, the arrays are [s] or [L]."""
+
+    segment_ids: Int[Array, "B T"]
+    """The segment id of padding is the largest int32."""
+    branches: Int[Array, "B T"] | None
+    positions: Int[Array, "B T"] | None
+    """Position of each token in its sequence, if there is a window."""
+    window: Int[Array, ""] | None
+    """Number of positions that a query sees at most, its own included."""
+
+    def map(self, function: Callable[[Array], Array]) -> "Labels":
+        """Applies a function to all arrays except the window."""
+        branches, positions = (
+            part if part is None else function(part) for part in (self.branches, self.positions)
+        )
+        return Labels(function(self.segment_ids), branches, positions, self.window)
+
+
 VisibleBlocks = tuple[Int[Array, "B blocks blocks"], Int[Array, "B blocks"]]
 """(order, count): for each query block, `order` lists the key blocks, visible ones first; `count` is how many are visible."""
 
@@ -30,8 +50,12 @@ def block_attention(
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None = None,
     branches: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    window: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of a packed batch; arguments as for `rrl.models.attention.causal_attention`.
+    """Attention of a packed batch; q, k, v, segments and branches as for `rrl.models.attention.causal_attention`.
+
+    With `window`, a token attends only to tokens less than `window` positions back.
 
     The result is correct for segment ids in any order. The most blocks are skipped if ids increase along the row and padding
     (0) comes last: a key block is skipped if its range of ids does not overlap with the query block's range. With branches,
@@ -46,7 +70,11 @@ def block_attention(
     padding = -time % block
     q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
     ids = jnp.pad(ids, ((0, 0), (0, padding)), constant_values=last)
-    labels = (ids,) if branches is None else (ids, jnp.pad(branches, ((0, 0), (0, padding))))
+    if branches is not None:
+        branches = jnp.pad(branches, ((0, 0), (0, padding)))
+    if positions is not None:  # padding with 0 would make the first blocks visible to the last one
+        positions = jnp.pad(positions, ((0, 0), (0, padding)), mode="edge")
+    labels = Labels(ids, branches, positions, window)
     grouped = q.reshape(batch, time + padding, kv_heads, heads // kv_heads, width).transpose(0, 2, 1, 3, 4)
     out = _attend(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), labels, _visible_blocks(labels, block))
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)[:, :time]
@@ -67,10 +95,16 @@ def _visible_blocks(labels: Labels, block: int) -> VisibleBlocks:
         low, high = (reduce(part, axis=-1) for reduce, part in zip((jnp.min, jnp.max), blocks, strict=True))
         return (low[:, None] <= high[:, :, None]) & (low[:, :, None] <= high[:, None])
 
-    mask = overlaps(labels[0])
-    if len(labels) > 1:
-        trunk = labels[1] == 0
-        mask &= trunk.reshape(*mask.shape[:2], block).any(axis=-1)[:, None] | overlaps(labels[1], ~trunk)
+    mask = overlaps(labels.segment_ids)
+    if labels.branches is not None:
+        trunk = labels.branches == 0
+        mask &= trunk.reshape(*mask.shape[:2], block).any(axis=-1)[:, None] | overlaps(
+            labels.branches, ~trunk
+        )
+    if labels.positions is not None and labels.window is not None:
+        positions = labels.positions.reshape(*mask.shape[:2], block)
+        nearest = positions.min(axis=-1)[:, :, None] - positions.max(axis=-1)[:, None]
+        mask &= nearest < labels.window
     mask &= jnp.tril(jnp.ones(mask.shape[1:], bool))
     return jnp.argsort(~mask, axis=-1, stable=True), mask.sum(axis=-1)
 
@@ -105,7 +139,7 @@ class _Queries(NamedTuple):
     """A block of queries, in the layout of `_queries_last`."""
 
     q: Float[Array, "K H L"]
-    labels: tuple[Int[Array, "L"], ...]
+    labels: Labels
     column: Int[Array, "L"]
     """Column of each query in the row."""
 
@@ -113,7 +147,7 @@ class _Queries(NamedTuple):
 def _query_block(q: Array, labels: Labels, row: Array, block: Array, size: int) -> _Queries:
     part = _slice_block(q, row, block, size)
     groups = part.shape[2]
-    query_labels = tuple(jnp.tile(_slice_block(x, row, block, size), groups) for x in labels)
+    query_labels = labels.map(lambda x: jnp.tile(_slice_block(x, row, block, size), groups))
     return _Queries(_queries_last(part), query_labels, block * size + jnp.tile(jnp.arange(size), groups))
 
 
@@ -122,10 +156,13 @@ def _scores(
 ) -> Float[Array, "K s L"]:
     """Scores of a key block with a query block; the lowest float32 if the query may not see the key."""
     size = k.shape[1]
-    key_labels = tuple(_slice_block(x, row, block, size)[:, None] for x in labels)
-    mask = (queries.column >= block * size + jnp.arange(size)[:, None]) & (queries.labels[0] == key_labels[0])
-    if len(labels) > 1:
-        mask &= (key_labels[1] == 0) | (key_labels[1] == queries.labels[1])
+    keys = labels.map(lambda x: _slice_block(x, row, block, size)[:, None])
+    same_segment = queries.labels.segment_ids == keys.segment_ids
+    mask = (queries.column >= block * size + jnp.arange(size)[:, None]) & same_segment
+    if keys.branches is not None:
+        mask &= (keys.branches == 0) | (keys.branches == queries.labels.branches)
+    if keys.window is not None and keys.positions is not None and queries.labels.positions is not None:
+        mask &= queries.labels.positions - keys.positions < keys.window
     scores = jnp.einsum("KSH,KHL->KSL", k, queries.q, preferred_element_type=jnp.float32)
     return jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
 

@@ -49,6 +49,8 @@ class KVCache:
     cpu_kernel: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether the C++ kernels of `rrl.models.cpu.layers` compute attention over the cache. On a single device they also compute
     all layers (`Decoder.extend`) and copy rows. Needs a CPU and `slots_last`."""
+    windows: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    """Number of slots that a query of each layer attends to at most; (): no layer has a sliding window."""
     threads: int = dataclasses.field(default=1, metadata={"static": True})
     """Maximum number of threads of the CPU kernels; the result is bitwise independent of it."""
 
@@ -64,12 +66,13 @@ class KVCache:
         cpu_kernel: bool = False,
         threads: int = 1,
     ) -> "KVCache":
-        """An empty cache of `rows` sequences of up to `slots` tokens."""
+        """An empty cache of `rows` sequences of up to `slots` tokens. The CPU kernels must support the model, if they are used
+        (`rrl.models.cpu.layers.supports`)."""
         lead = (config.layers, -(-slots // BLOCK), rows, config.kv_heads)
         last = BLOCK, config.head_dim
         keys = jnp.zeros((*lead, *(reversed(last) if slots_last else last)), dtype)
         values = _shard(jnp.zeros((*lead, *last), dtype))
-        return cls(_shard(keys), values, slots, slots_last, cpu_kernel, threads)
+        return cls(_shard(keys), values, slots, slots_last, cpu_kernel, config.windows, threads)
 
     @property
     def rows(self) -> int:
@@ -232,7 +235,10 @@ def _attend_on_device(
         return q, pair
     if cache.cpu_kernel:
         return cpu_attention(q, *pair, layer, positions, rows, cache.slots), pair
-    out = cache_attention(q, *pair, layer, positions, rows, groups, readers, slots_last=cache.slots_last)
+    window = jnp.asarray(cache.windows, jnp.int32)[layer] if cache.windows else None
+    out = cache_attention(
+        q, *pair, layer, positions, rows, groups, readers, slots_last=cache.slots_last, window=window
+    )
     return out, pair
 
 

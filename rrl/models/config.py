@@ -5,40 +5,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from rrl.errors import UserError, at_least, one_of
+from rrl.models.families import (
+    DECODER_FAMILIES,
+    FULL,
+    SLIDING,
+    DecoderFamily,
+    refuse_unsupported,
+    sliding_layers,
+    text_part,
+)
+from rrl.models.hf_fields import end_ids, integer, positive, token_id
+from rrl.models.rope_scaling import RopeScaling, YarnScaling, read_rope
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecoderFamily:
-    """Differences between families of decoders; all else is shared."""
-
-    architecture: str
-    """Class name in transformers."""
-    qkv_bias: bool
-    """Whether q, k and v have biases."""
-    qk_norm: bool
-    """Whether each head of q and k is normalised before RoPE."""
-
-
-DECODER_FAMILIES = {
-    "llama": DecoderFamily("LlamaForCausalLM", qkv_bias=False, qk_norm=False),
-    "qwen2": DecoderFamily("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False),
-    "qwen3": DecoderFamily("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True),
+NO_WINDOW = 2**30
+"""Window of a layer without one: more than any number of tokens."""
+_OF_SOME_FAMILIES = {
+    "local_rope_theta": "rope_local_base_freq",
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling of the low RoPE frequencies (Hugging Face's rope_type "llama3")."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+"""Field of DecoderConfig -> of config.json, for fields that a family has if and only if its defaults have them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+    """Shape of a decoder: RMSNorm, RoPE, grouped-query attention, gated MLP."""
 
     vocab_size: int
     hidden: int
@@ -51,11 +41,19 @@ class DecoderConfig:
     head_dim: int
     """Head dimension H; may differ from hidden / heads."""
     mlp: int
-    """Width F of the SwiGLU layer."""
+    """Width F of the gated MLP."""
     model_type: str = "qwen2"
-    """A key of DECODER_FAMILIES; sets whether q, k and v have biases (Qwen2) or q and k have norms (Qwen3)."""
+    """A key of DECODER_FAMILIES, which lists how the families differ."""
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    """RoPE base of the sliding layers, which have no scaling then; None: base and scaling are those of the other layers."""
+    sliding_window: int | None = None
+    """Number of tokens, itself included, that a token of a sliding layer attends to."""
+    sliding_layers: tuple[bool, ...] = ()
+    """Whether each layer has the sliding window; (): no layer has one."""
+    query_pre_attn_scalar: int | None = None
+    """Attention scores are scaled by the inverse square root of this; None: of `head_dim`."""
     rms_eps: float = 1e-6
     tie_embeddings: bool = True
     max_positions: int = 4096
@@ -76,18 +74,58 @@ class DecoderConfig:
             raise UserError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one of them"
             )
+        if self.sliding_layers and len(self.sliding_layers) != self.layers:
+            raise UserError(f"sliding_layers has {len(self.sliding_layers)} entries for layers={self.layers}")
+        if any(self.sliding_layers) != (self.sliding_window is not None):
+            raise UserError(
+                f"sliding_window={self.sliding_window} does not fit sliding_layers={self.sliding_layers}: set both or none"
+            )
+        if self.sliding_window is not None:
+            at_least(1, self, "sliding_window")
+        for field, hf_field in _OF_SOME_FAMILIES.items():
+            if (getattr(self, field) is None) == (hf_field in self.family.defaults):
+                raise UserError(
+                    f"{field}={getattr(self, field)} does not fit model_type={self.model_type!r}, which "
+                    f"{'needs' if hf_field in self.family.defaults else 'cannot have'} one"
+                )
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} is odd; rotary positions need an even head_dim")
 
     @property
+    def family(self) -> DecoderFamily:
+        """How the model differs from other families."""
+        return DECODER_FAMILIES[self.model_type]
+
+    @property
     def qkv_bias(self) -> bool:
         """Whether q, k and v have biases."""
-        return DECODER_FAMILIES[self.model_type].qkv_bias
+        return self.family.qkv_bias
 
     @property
     def qk_norm(self) -> bool:
         """Whether each head of q and k is normalised before RoPE."""
-        return DECODER_FAMILIES[self.model_type].qk_norm
+        return self.family.qk_norm
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Number of tokens that a token of each layer attends to at most; () if all layers attend to all tokens."""
+        return tuple((self.sliding_window or 0) if slides else NO_WINDOW for slides in self.sliding_layers)
+
+    def first_layers(self, count: int) -> "DecoderConfig":
+        """The config of a model with only the first `count` layers."""
+        slides = self.sliding_layers[:count]
+        window = self.sliding_window if any(slides) else None
+        return dataclasses.replace(
+            self, layers=count, sliding_layers=slides if any(slides) else (), sliding_window=window
+        )
+
+    @property
+    def max_context(self) -> int:
+        """Maximum number of tokens of a text. YaRN extends it beyond `max_positions`, which may be that of pretraining."""
+        if isinstance(self.rope_scaling, YarnScaling):
+            extended = int(self.rope_scaling.factor * self.rope_scaling.original_max_position_embeddings)
+            return max(self.max_positions, extended)
+        return self.max_positions
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "DecoderConfig":
@@ -100,41 +138,46 @@ class DecoderConfig:
 
         Raises:
             UserError: model_type is unknown; a field is missing or has the wrong type; or the config needs something
-                unsupported: sliding windows, other RoPE scalings, other activations or other biases.
+                unsupported: experts, other kinds of layers, RoPE scalings, activations or biases.
         """
-        model_type = hf.get("model_type")
-        if model_type not in DECODER_FAMILIES:
-            raise UserError(
-                f"config.json: model_type={model_type!r} is not supported; choose one of {', '.join(DECODER_FAMILIES)}"
-            )
-        _refuse_unsupported(hf)
-        heads, hidden = _integer(hf, "num_attention_heads"), _integer(hf, "hidden_size")
-        theta, scaling = _rope(hf)
-        ends = dict.fromkeys([*_end_ids(hf), *_end_ids(generation or {}, "generation_config.json")])
+        files = [hf, *([hf["text_config"]] if isinstance(hf.get("text_config"), Mapping) else [])]
+        ends = dict.fromkeys([end for file in files for end in end_ids(file)])
+        hf = text_part(hf)
+        refuse_unsupported(hf)
+        heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
+        max_positions = integer(hf, "max_position_embeddings")
+        theta, scaling, local_theta = _rope(hf, max_positions)
+        slides, window = sliding_layers(hf)
+        ends = dict.fromkeys([*(ends or end_ids(hf)), *end_ids(generation or {}, "generation_config.json")])
         return cls(
-            vocab_size=_integer(hf, "vocab_size"),
+            vocab_size=integer(hf, "vocab_size"),
             hidden=hidden,
-            layers=_integer(hf, "num_hidden_layers"),
+            layers=integer(hf, "num_hidden_layers"),
             heads=heads,
-            kv_heads=_integer(hf, "num_key_value_heads", heads),
-            head_dim=_integer(hf, "head_dim", hidden // heads),
-            mlp=_integer(hf, "intermediate_size"),
-            model_type=model_type,
+            kv_heads=integer(hf, "num_key_value_heads", heads),
+            head_dim=integer(hf, "head_dim", hidden // heads),
+            mlp=integer(hf, "intermediate_size"),
+            model_type=hf["model_type"],
             rope_theta=theta,
             rope_scaling=scaling,
-            rms_eps=_positive(hf, "rms_norm_eps", 1e-6),
+            local_rope_theta=local_theta,
+            sliding_window=window,
+            sliding_layers=slides,
+            query_pre_attn_scalar=integer(hf, "query_pre_attn_scalar")
+            if hf.get("query_pre_attn_scalar")
+            else None,
+            rms_eps=positive(hf, "rms_norm_eps", 1e-6),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            max_positions=_integer(hf, "max_position_embeddings"),
-            bos_token_id=_token_id(hf, "bos_token_id"),
+            max_positions=max_positions,
+            bos_token_id=token_id(hf, "bos_token_id"),
             eos_token_id=tuple(ends) if len(ends) > 1 else next(iter(ends), None),
-            pad_token_id=_token_id(hf, "pad_token_id"),
+            pad_token_id=token_id(hf, "pad_token_id"),
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that transformers and vLLM read."""
-        scaling = self.rope_scaling
         hf: dict[str, Any] = {
-            "architectures": [DECODER_FAMILIES[self.model_type].architecture],
+            "architectures": [self.family.architecture],
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden,
@@ -143,11 +186,9 @@ class DecoderConfig:
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "intermediate_size": self.mlp,
-            "hidden_act": "silu",
+            self.family.activation_field: self.family.activation,
             "rope_theta": self.rope_theta,
-            "rope_scaling": None
-            if scaling is None
-            else {"rope_type": "llama3", **dataclasses.asdict(scaling)},
+            "rope_scaling": None if self.rope_scaling is None else self.rope_scaling.to_hf(),
             "rms_norm_eps": self.rms_eps,
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_positions,
@@ -160,7 +201,24 @@ class DecoderConfig:
         }
         if self.model_type != "qwen2":
             hf["attention_bias"] = False
-        return hf
+        for field, hf_field in _OF_SOME_FAMILIES.items():
+            if getattr(self, field) is not None:
+                hf[hf_field] = getattr(self, field)
+        return hf | self._windows_to_hf()
+
+    def _windows_to_hf(self) -> dict[str, Any]:
+        """The fields of config.json that describe sliding windows; empty if no layer has one, unless the family's default has."""
+        slides = self.sliding_layers or (False,) * self.layers
+        hf: dict[str, Any] = {"layer_types": [SLIDING if slide else FULL for slide in slides]}
+        if self.family.windows == "always":
+            return hf | {"sliding_window": self.sliding_window or NO_WINDOW}
+        if not any(slides):
+            return {}
+        return hf | {
+            "use_sliding_window": True,
+            "sliding_window": self.sliding_window,
+            "max_window_layers": slides.index(True),
+        }
 
 
 def matrix_parameters(config: DecoderConfig) -> float:
@@ -289,15 +347,15 @@ class EncoderConfig:
                 "it must be false"
             )
         return cls(
-            vocab_size=_integer(hf, "vocab_size"),
-            hidden=_integer(hf, "hidden_size"),
-            layers=_integer(hf, "num_hidden_layers"),
-            heads=_integer(hf, "num_attention_heads"),
-            mlp=_integer(hf, "intermediate_size"),
-            max_positions=_integer(hf, "max_position_embeddings"),
-            type_vocab_size=_integer(hf, "type_vocab_size", 2),
-            layer_norm_eps=_positive(hf, "layer_norm_eps", 1e-12),
-            pad_token_id=_integer(hf, "pad_token_id", ENCODER_FAMILIES[model_type].pad_token_id, least=0),
+            vocab_size=integer(hf, "vocab_size"),
+            hidden=integer(hf, "hidden_size"),
+            layers=integer(hf, "num_hidden_layers"),
+            heads=integer(hf, "num_attention_heads"),
+            mlp=integer(hf, "intermediate_size"),
+            max_positions=integer(hf, "max_position_embeddings"),
+            type_vocab_size=integer(hf, "type_vocab_size", 2),
+            layer_norm_eps=positive(hf, "layer_norm_eps", 1e-12),
+            pad_token_id=integer(hf, "pad_token_id", ENCODER_FAMILIES[model_type].pad_token_id, least=0),
             model_type=model_type,
             pooling=pooling,
         )
@@ -323,88 +381,30 @@ class EncoderConfig:
         }
 
 
-def _integer(hf: Mapping[str, Any], field: str, default: int | None = None, least: int = 1) -> int:
-    """A field that is an integer of at least `least`; it is required if `default` is None."""
-    value = default if hf.get(field) is None else hf[field]
-    if value is None:
-        raise UserError(
-            f"config.json: field {field!r} is missing; this is not a complete {hf.get('model_type')} config"
-        )
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"config.json: {field}={value!r} must be a whole number of at least {least}")
-    return value
+def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None, float | None]:
+    """RoPE base and scaling, and the base of sliding layers if it is a separate one.
 
-
-def _positive(fields: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    value = default if fields.get(field) is None else fields[field]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UserError(f"config.json: {field}={value!r} must be a number above 0")
-    return float(value)
-
-
-def _token_id(hf: Mapping[str, Any], field: str) -> int | None:
-    """A field that is a token id or missing."""
-    value = hf.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | None):
-        raise UserError(f"config.json: {field}={value!r} must be a token id, a whole number")
-    return value
-
-
-def _end_ids(fields: Mapping[str, Any], file: str = "config.json") -> list[int]:
-    """The end tokens in a file: none, one, or a list."""
-    value = fields.get("eos_token_id")
-    ends = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in ends):
-        raise UserError(
-            f"{file}: eos_token_id={value!r} must be a token id, a whole number, or a list of token ids"
-        )
-    return ends
-
-
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    if hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ()):
-        raise UserError(
-            f"config.json sets sliding-window attention (use_sliding_window or layer_types; sliding_window="
-            f"{hf.get('sliding_window')!r}), which is not supported; only models with full attention can be loaded"
-        )
-    if others := sorted(set(map(str, hf.get("layer_types") or ())) - {"full_attention"}):
-        raise UserError(
-            f"config.json: layer_types contains {', '.join(others)}, which is not supported; all must be 'full_attention'"
-        )
-    if (act := hf.get("hidden_act", "silu")) != "silu":
-        raise UserError(f"config.json: hidden_act={act!r} is not supported; it must be 'silu'")
-    for field in ("attention_bias", "mlp_bias"):
-        if hf.get(field):
-            raise UserError(
-                f"config.json: {field}=true is not supported for model_type={hf['model_type']!r}; it must be false"
-            )
-
-
-def _rope(hf: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
-    """RoPE base and scaling, from transformers 5's rope_parameters or transformers 4's rope_theta and rope_scaling."""
+    transformers 5 has them in rope_parameters, for Gemma 3 one object for each type of layer; transformers 4 has rope_theta,
+    rope_scaling and rope_local_base_freq.
+    """
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    rope = hf.get(name) or {}
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise UserError(
-            f"config.json: {name}={rope!r} is not supported; it must be one object for all layers"
-        )
-    theta = _positive(rope if rope.get("rope_theta") else hf, "rope_theta", 10_000.0)
-    for fields in (rope, hf):
+    rope, local = hf.get(name) or {}, hf.get("rope_local_base_freq")
+    separate = local is not None
+    local_rope: Any = {}
+    if separate and name == "rope_parameters" and isinstance(rope, Mapping):
+        rope, local_rope = rope.get(FULL) or {}, rope.get(SLIDING) or {}
+    for part in (rope, local_rope):
+        if not isinstance(part, Mapping) or any(isinstance(value, Mapping) for value in part.values()):
+            raise UserError(
+                f"config.json: {name}={hf[name]!r} is not supported; it must be one object for all layers"
+            )
+    for fields in (rope, local_rope, hf):
         if (share := fields.get("partial_rotary_factor")) not in (None, 1):
             raise UserError(f"config.json: partial_rotary_factor={share!r} is not supported; it must be 1")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UserError(
-            f"config.json: RoPE scaling rope_type={kind!r} is not supported; it must be 'default' or 'llama3'"
-        )
-    known = [field.name for field in dataclasses.fields(Llama3Scaling)]
-    if missing := set(known) - rope.keys():
-        raise UserError(f"config.json: RoPE scaling 'llama3' lacks the fields {', '.join(sorted(missing))}")
-    factor, low, high = (_positive(rope, field) for field in known[:3])
-    if high <= low:
-        raise UserError(
-            f"config.json: RoPE scaling 'llama3' has high_freq_factor={high:g}, which must be above low_freq_factor={low:g}"
-        )
-    return theta, Llama3Scaling(factor, low, high, _integer(rope, known[3]))
+    theta, scaling = read_rope(rope, positive(hf, "rope_theta", 10_000.0), max_positions)
+    if not separate:
+        return theta, scaling, None
+    local_theta, local_scaling = read_rope(local_rope, positive(hf, "rope_local_base_freq"), max_positions)
+    if local_scaling is not None:
+        raise UserError(f"config.json: {name} scales RoPE of {SLIDING!r} layers, which is not supported")
+    return theta, scaling, local_theta

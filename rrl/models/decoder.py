@@ -1,4 +1,4 @@
-"""The decoder: one Flax NNX module for Qwen2, Qwen3 and Llama. Read `Decoder` first.
+"""The decoder: one Flax NNX module for Qwen2, Qwen3, Llama and Gemma 3. Read `Decoder` first.
 
 Training (`Decoder.__call__`) takes a packed batch. Generation (`extend`, `prefill`) reads and writes a KVCache. Both share
 one `Layer` and scan over the layers, stacked on a leading axis L, so that compile time does not grow with L.
@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from rrl.errors import UserError
+from rrl.models.attention import Window
 from rrl.models.attention_backends import AttentionBackend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu.layers import LANES, can_compute, cpu_layers
+from rrl.models.families import Activation
 from rrl.models.products import matmul_2d, mean_square, sum_products
-from rrl.models.rope import rotate, rotation
+from rrl.models.rope import rotate, rotation, rotation_by_layer
 from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import constrain
 
@@ -34,6 +36,10 @@ MAX_UNROLLED_LAYERS = 8
 MAX_DECODE_TOKENS = 8
 """Maximum number of tokens per row in a decode step. Up to this number, devices exchange activations; with more tokens, as in
 prefill, they gather the weights."""
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 Hidden = Float[Array, "B T D"]
 Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
@@ -41,7 +47,7 @@ Attend = Callable[
 
 
 class Layer(nnx.Module):
-    """Attention and SwiGLU with their norms. `Decoder.layers` holds all L layers, stacked on a leading axis."""
+    """Attention and gated MLP with their norms. `Decoder.layers` holds all L layers, stacked on a leading axis."""
 
     def __init__(self, config: DecoderConfig, layer_count: int, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
         c, residual_scale = config, (2 * config.layers) ** -0.5
@@ -53,9 +59,12 @@ class Layer(nnx.Module):
         def constant(value: float, *shape: int) -> nnx.Param:
             return nnx.Param(jnp.full((layer_count, *shape), value, param_dtype))
 
+        def norm(width: int) -> nnx.Param:
+            return constant(initial_norm(c), width)
+
         self.config = config
         self.lora_scale = 1.0
-        self.attention_norm = constant(1.0, c.hidden)
+        self.attention_norm = norm(c.hidden)
         self.q = kernel(c.hidden, c.heads, c.head_dim, fan_in=c.hidden)
         self.k = kernel(c.hidden, c.kv_heads, c.head_dim, fan_in=c.hidden)
         self.v = kernel(c.hidden, c.kv_heads, c.head_dim, fan_in=c.hidden)
@@ -64,32 +73,53 @@ class Layer(nnx.Module):
             self.k_bias = constant(0.0, c.kv_heads, c.head_dim)
             self.v_bias = constant(0.0, c.kv_heads, c.head_dim)
         if c.qk_norm:
-            self.q_norm = constant(1.0, c.head_dim)
-            self.k_norm = constant(1.0, c.head_dim)
+            self.q_norm = norm(c.head_dim)
+            self.k_norm = norm(c.head_dim)
         self.o = kernel(c.heads, c.head_dim, c.hidden, fan_in=c.heads * c.head_dim, scale=residual_scale)
-        self.mlp_norm = constant(1.0, c.hidden)
+        self.mlp_norm = norm(c.hidden)
         self.gate = kernel(c.hidden, c.mlp, fan_in=c.hidden)
         self.up = kernel(c.hidden, c.mlp, fan_in=c.hidden)
         self.down = kernel(c.mlp, c.hidden, fan_in=c.mlp, scale=residual_scale)
+        if c.family.post_norms:
+            self.post_attention_norm = norm(c.hidden)
+            self.post_mlp_norm = norm(c.hidden)
 
     def __call__(self, x: Hidden, rotary: tuple[Array, Array], attend: Attend) -> Hidden:
         """Applies one layer. `attend` gets scaled q and k after RoPE, and v, and decides which keys and values to attend to."""
-        c, eps = self.config, self.config.rms_eps
+        c = self.config
 
         def project(y: Hidden, name: str) -> Float[Array, "B T N H"]:
             out = linear(self, name, y)
             if c.qkv_bias:
                 out += getattr(self, f"{name}_bias")[...].astype(y.dtype)
             if c.qk_norm and name != "v":
-                out = rms_norm(out, getattr(self, f"{name}_norm")[...], eps)
+                out = normalize(self, f"{name}_norm", out)
             return out
 
-        y = rms_norm(x, self.attention_norm[...], eps)
+        def add(x: Hidden, out: Hidden, norm: str) -> Hidden:
+            return x + (normalize(self, norm, out) if c.family.post_norms else out)
+
+        y = normalize(self, "attention_norm", x)
         q, k, v = rotate(project(y, "q"), *rotary), rotate(project(y, "k"), *rotary), project(y, "v")
-        attended = attend(q * jnp.asarray(c.head_dim**-0.5, q.dtype), k, v)
-        x = x + linear(self, "o", attended, inner=2)
-        y = rms_norm(x, self.mlp_norm[...], eps)
-        return x + linear(self, "down", jax.nn.silu(linear(self, "gate", y)) * linear(self, "up", y))
+        scale = (c.query_pre_attn_scalar or c.head_dim) ** -0.5
+        attended = attend(q * jnp.asarray(scale, q.dtype), k, v)
+        x = add(x, linear(self, "o", attended, inner=2), "post_attention_norm")
+        y = normalize(self, "mlp_norm", x)
+        gated = ACTIVATIONS[c.family.activation](linear(self, "gate", y)) * linear(self, "up", y)
+        return add(x, linear(self, "down", gated), "post_mlp_norm")
+
+
+def initial_norm(config: DecoderConfig) -> float:
+    """The initial weights of a norm, with which it multiplies by 1."""
+    return 0.0 if config.family.norms_add_one else 1.0
+
+
+def normalize(module: "Layer | Decoder", name: str, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """RMSNorm with the weights `name` of a module."""
+    weights = getattr(module, name)[...]
+    if module.config.family.norms_add_one:
+        weights = 1.0 + weights.astype(jnp.float32)
+    return rms_norm(x, weights, module.config.rms_eps)
 
 
 def linear(
@@ -159,7 +189,7 @@ class Decoder(nnx.Module):
         embedding = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden), param_dtype)
         self.embedding = nnx.Param(embedding * jnp.asarray(0.02, param_dtype))
         self.layers = Layer(config, config.layers, rngs=rngs, param_dtype=param_dtype)
-        self.norm = nnx.Param(jnp.ones(config.hidden, param_dtype))
+        self.norm = nnx.Param(jnp.full(config.hidden, initial_norm(config), param_dtype))
         if not config.tie_embeddings:
             head = jax.random.normal(rngs.params(), (config.hidden, config.vocab_size), param_dtype)
             self.head = nnx.Param(head * jnp.asarray(config.hidden**-0.5, param_dtype))
@@ -182,16 +212,18 @@ class Decoder(nnx.Module):
             branches: branch of each token. A token sees only the tokens of its segment that are in the trunk (branch 0) or in
                 its own branch. None: all tokens are in the trunk.
         """
-        rotary = rotation(self.config, positions)
+        rotary, window = rotation_by_layer(self.config, positions), self.config.sliding_window
         graph, stacked = nnx.split(self.layers)
 
-        def one_layer(x: Hidden, state: nnx.State) -> tuple[Hidden, None]:
-            layer = nnx.merge(graph, state)
+        def one_layer(x: Hidden, stack: tuple[nnx.State, Array | None]) -> tuple[Hidden, None]:
+            state, slides = stack
+            visible = None if window is None or slides is None else Window(window, slides, positions)
 
             def attend(q: Array, k: Array, v: Array) -> Array:
-                return packed_attention(self.attention, q, k, v, segment_ids, branches)
+                return packed_attention(self.attention, q, k, v, segment_ids, branches, visible)
 
-            return constrain(layer(x, rotary, attend), ROW_AXES, None, None), None
+            layer = nnx.merge(graph, state)
+            return constrain(layer(x, rotary(slides), attend), ROW_AXES, None, None), None
 
         if self.remat != "none":
             policies = jax.checkpoint_policies
@@ -202,8 +234,9 @@ class Decoder(nnx.Module):
             )
             one_layer = jax.checkpoint(one_layer, policy=keep, prevent_cse=False)
         x = constrain(self._embed(tokens), ROW_AXES, None, None)
-        x, _ = jax.lax.scan(one_layer, x, stacked, unroll=self._unroll_layers)
-        return rms_norm(x, self.norm[...], self.config.rms_eps)
+        stacks = stacked, self._sliding_layers()
+        x, _ = jax.lax.scan(one_layer, x, stacks, unroll=self._unroll_layers)
+        return normalize(self, "norm", x)
 
     def extend(
         self,
@@ -231,11 +264,11 @@ class Decoder(nnx.Module):
         """
         if self._uses_cpu_kernel(cache):
             x, cache = self._run_cpu_kernel(tokens, positions, cache, rows)
-            return rms_norm(x, self.norm[...], self.config.rms_eps), cache
+            return normalize(self, "norm", x), cache
         start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, readers)
         layers = jnp.arange(self.config.layers), stacked
         (x, cache), _ = jax.lax.scan(lambda carry, layer: (one_layer(carry, *layer), None), start, layers)
-        return rms_norm(x, self.norm[...], self.config.rms_eps), cache
+        return normalize(self, "norm", x), cache
 
     def prefill(
         self,
@@ -312,7 +345,8 @@ class Decoder(nnx.Module):
             The initial carry (input of the first layer, cache); the loop's body, a function (carry, layer number, layer
             weights) -> carry; and the weights of all layers, stacked.
         """
-        rotary, groups = rotation(self.config, positions), cache.read_groups(positions, readers)
+        rotary, groups = rotation_by_layer(self.config, positions), cache.read_groups(positions, readers)
+        sliding_layers = self._sliding_layers()
         graph, stacked = nnx.split(self.layers)
         # With few tokens per row the activations are smaller than the weights, so the weights stay split over fsdp.
         split = ("data", None, "fsdp") if tokens.shape[1] <= MAX_DECODE_TOKENS else (ROW_AXES, None, None)
@@ -327,7 +361,8 @@ class Decoder(nnx.Module):
                 out, cache = cache.attend(index, q, k, v, positions, rows, groups, readers, reads)
                 return out
 
-            x = nnx.merge(graph, state)(x, rotary, attend)
+            slides = None if sliding_layers is None else sliding_layers[index]
+            x = nnx.merge(graph, state)(x, rotary(slides), attend)
             return constrain(x, *split), cache
 
         return (constrain(self._embed(tokens), *split), cache), one_layer, stacked
@@ -365,8 +400,15 @@ class Decoder(nnx.Module):
         """
         return self.attention == "blocks" and self.config.layers <= MAX_UNROLLED_LAYERS
 
+    def _sliding_layers(self) -> Bool[Array, "L"] | None:
+        """Whether each layer has the sliding window; None if no layer has one."""
+        return jnp.asarray(self.config.sliding_layers) if self.config.sliding_layers else None
+
     def _embed(self, tokens: Int[Array, "B T"]) -> Hidden:
-        return self.embedding[...][tokens].astype(self.dtype)
+        x = self.embedding[...][tokens].astype(self.dtype)
+        if not self.config.family.scales_embeddings:
+            return x
+        return x * jnp.asarray(self.config.hidden**0.5, self.dtype)
 
 
 def cast_params(params: PyTree, dtype: DTypeLike) -> PyTree:

@@ -79,9 +79,16 @@ _DECODER = (
     TensorMap("layers.up", "model.layers.{}.mlp.up_proj.weight", inputs=1),
     TensorMap("layers.down", "model.layers.{}.mlp.down_proj.weight", inputs=1),
 )
+# With norms after attention and MLP, post_attention_layernorm is the name of one of these.
+_NORMS_WITH_POST_NORMS = (
+    TensorMap("layers.mlp_norm", "model.layers.{}.pre_feedforward_layernorm.weight"),
+    TensorMap("layers.post_attention_norm", "model.layers.{}.post_attention_layernorm.weight"),
+    TensorMap("layers.post_mlp_norm", "model.layers.{}.post_feedforward_layernorm.weight"),
+)
 # Names of tensors that are not read. A headless decoder has no `head` parameter: embeddings are tied, or it is a ValueModel.
 _DECODER_IGNORED = r".*rotary_emb\.inv_freq"
 _HEADLESS_DECODER_IGNORED = r".*rotary_emb\.inv_freq|lm_head\.weight"
+_IMAGE_PARTS = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 
 _ENCODER = (
     TensorMap("embedding", "embeddings.word_embeddings.weight"),
@@ -145,7 +152,7 @@ def load_decoder(
     attention: AttentionBackend = "xla",
     remat: Remat = "none",
 ) -> Decoder:
-    """Loads a Hugging Face folder of a Qwen2, Qwen3 or Llama model.
+    """Loads a Hugging Face folder of a Qwen2, Qwen3, Llama or Gemma 3 model, of the latter the text part.
 
     Args:
         folder: contains config.json and safetensors weights, in one file or several.
@@ -204,7 +211,7 @@ def _load(
         raise UserError(
             f"{folder} has {whole.layers} layers; layers={layers} must be 0 (all of them) to {whole.layers}"
         )
-    config = dataclasses.replace(whole, layers=layers or whole.layers)
+    config = whole.first_layers(layers or whole.layers)
     if kind is not ValueModel and config.tie_embeddings and _head_differs(folder):
         config = dataclasses.replace(config, tie_embeddings=False)
     abstract = nnx.eval_shape(
@@ -217,11 +224,24 @@ def _load(
             remat=remat,
         )
     )
-    ignored = [_DECODER_IGNORED if hasattr(abstract, "head") else _HEADLESS_DECODER_IGNORED]
+    ignored = [_DECODER_IGNORED if hasattr(abstract, "head") else _HEADLESS_DECODER_IGNORED, _IMAGE_PARTS]
     ignored += [rf"model\.layers\.{layer}\..*" for layer in range(config.layers, whole.layers)]
-    return load_module(
-        folder, abstract, _DECODER, re.compile("|".join(ignored)), mesh, optional=["score.weight"]
-    )
+    table, pattern = _decoder_table(config), re.compile("|".join(ignored))
+    return load_module(folder, abstract, table, pattern, mesh, _text_name, optional=["score.weight"])
+
+
+def _decoder_table(config: DecoderConfig) -> Sequence[TensorMap]:
+    """The tensors of a decoder of this family."""
+    if not config.family.post_norms:
+        return _DECODER
+    renamed = {entry.path for entry in _NORMS_WITH_POST_NORMS}
+    return (*(entry for entry in _DECODER if entry.path not in renamed), *_NORMS_WITH_POST_NORMS)
+
+
+def _text_name(name: str) -> str:
+    """Name of a tensor in a text model, from its name in a model with images (Gemma 3: published, and in transformers 5)."""
+    name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
+    return name.removeprefix("language_model.")
 
 
 def _head_differs(folder: str | Path) -> bool:
@@ -229,10 +249,11 @@ def _head_differs(folder: str | Path) -> bool:
 
     If they differ, both are loaded, even with tie_word_embeddings=true, as in transformers 5.
     """
-    weights, names = SafetensorsFolder(folder), ("model.embed_tokens.weight", "lm_head.weight")
-    if not set(names) <= set(weights.names()):
+    weights = SafetensorsFolder(folder)
+    stored = {_text_name(name): name for name in weights.names()}
+    embedding, head = (stored.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    if embedding is None or head is None:
         return False
-    embedding, head = names
     rows = weights.shape(embedding)[0]
     if weights.shape(head) == weights.shape(embedding) and all(
         np.array_equal(weights.read(embedding, part), weights.read(head, part))
@@ -286,10 +307,11 @@ def load_language_model(
 
 def check_context(config: DecoderConfig, context: int, where: str) -> None:
     """Raises UserError if texts of `context` tokens exceed the model's number of positions."""
-    if context > config.max_positions:
+    if context > config.max_context:
+        extended = " (with RoPE scaling)" if config.max_context > config.max_positions else ""
         raise UserError(
             f"{where}: a context of {context} tokens is more than the model's max_position_embeddings="
-            f"{config.max_positions}; give a smaller context "
+            f"{config.max_context}{extended}; give a smaller context "
             "(--config.rollout.context=N for the policy, --config.reader_rollout.context=N for the reader, "
             "--config.judge_rollout.context=N for the judge)"
         )
@@ -320,9 +342,9 @@ def save_decoder(
     decoder = merge_lora(decoder)
     hf = decoder.config.to_hf() | {"dtype": jnp.dtype(dtype).name}
     if isinstance(decoder, ValueModel):
-        name = hf["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
+        name = decoder.config.family.classifier
         hf |= {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
-    _write(folder, hf, decoder, _DECODER, dtype, shard_size)
+    _write(folder, hf, decoder, _decoder_table(decoder.config), dtype, shard_size)
     if jax.process_index() == 0:
         _write_other_files(folder, hf, tokenizer)
 
@@ -353,7 +375,9 @@ def load_encoder(
     config = read_encoder_config(folder, pooling)
     prefix = ENCODER_FAMILIES[config.model_type].prefix
     abstract = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype))
-    return load_module(folder, abstract, _ENCODER, _ENCODER_IGNORED, mesh, prefix)
+    return load_module(
+        folder, abstract, _ENCODER, _ENCODER_IGNORED, mesh, lambda name: name.removeprefix(prefix)
+    )
 
 
 def save_encoder(

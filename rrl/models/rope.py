@@ -1,32 +1,54 @@
-"""Rotary position embeddings (RoPE; RoFormer) in Hugging Face's half-split form, with Llama 3.1's scaling."""
+"""Rotary position embeddings (RoPE; RoFormer) in Hugging Face's half-split form, with the scalings of `rope_scaling`."""
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from rrl.models.config import DecoderConfig
 
+Rotation = tuple[Float[Array, "B T H/2"], Float[Array, "B T H/2"]]
+"""Cosine and sine of each token's angles, float32."""
 
-def frequencies(config: DecoderConfig) -> Float[np.ndarray, "H/2"]:
-    """Angle per position of each pair of dimensions, in radians, float32."""
+
+def frequencies(config: DecoderConfig, theta: float | None = None) -> Float[np.ndarray, "H/2"]:
+    """Angle per position of each pair of dimensions, in radians, float32. `theta`: another base, without scaling."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    inverse = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
+    inverse = (1.0 / np.float32(theta or config.rope_theta) ** exponents).astype(np.float32)
     scaling = config.rope_scaling
-    if scaling is None:
-        return inverse
-    wavelength = 2 * np.pi / inverse
-    original = scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
-    return (inverse * (smooth + (1 - smooth) / scaling.factor)).astype(np.float32)
+    return inverse if scaling is None or theta else scaling.scale(inverse, config.rope_theta)
 
 
-def rotation(
-    config: DecoderConfig, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T H/2"], Float[Array, "B T H/2"]]:
-    """Cosine and sine of each token's angles, float32."""
+def rotation(config: DecoderConfig, positions: Int[Array, "B T"]) -> Rotation:
+    """Cosine and sine of each token's angles, times the scaling's factor."""
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)
-    return jnp.cos(angles), jnp.sin(angles)
+    scale = 1.0 if config.rope_scaling is None else config.rope_scaling.rotation_scale
+    return _scaled_rotation(angles, scale)
+
+
+def rotation_by_layer(
+    config: DecoderConfig, positions: Int[Array, "B T"]
+) -> Callable[[Bool[Array, ""] | None], Rotation]:
+    """`rotation` as a function of whether a layer is a sliding one, whose RoPE may have a base of its own."""
+    local_theta = config.local_rope_theta
+    if local_theta is None or not config.sliding_layers:
+        shared = rotation(config, positions)
+        return lambda slides: shared
+
+    def rotation_of_layer(slides: Bool[Array, ""] | None) -> Rotation:
+        scale = 1.0 if config.rope_scaling is None else config.rope_scaling.rotation_scale
+        frequency = jnp.where(slides, frequencies(config, local_theta), frequencies(config))
+        angles = positions[..., None].astype(jnp.float32) * frequency
+        return _scaled_rotation(angles, 1.0 if scale == 1.0 else jnp.where(slides, 1.0, scale))
+
+    return rotation_of_layer
+
+
+def _scaled_rotation(angles: Float[Array, "B T H/2"], scale: float | Array) -> Rotation:
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    unscaled = isinstance(scale, float) and scale == 1.0
+    return (cos, sin) if unscaled else (cos * scale, sin * scale)
 
 
 def rotate(

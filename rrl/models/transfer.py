@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def load_module(
     table: Sequence[TensorMap],
     ignored: re.Pattern[str],
     mesh: Mesh | None,
-    prefix: str = "",
+    rename: Callable[[str], str] = str,
     optional: Sequence[str] = (),
 ) -> Any:
     """Loads the parameters of an abstract module from a folder.
@@ -128,7 +128,7 @@ def load_module(
         table: has an entry for each parameter of the module.
         ignored: matches the names of tensors in the folder that are not read.
         mesh: parameters are sharded over it by `rrl.parallel.rules`; None: all are on the default device.
-        prefix: of the tensors' names; some folders have it, others do not.
+        rename: maps the name of a tensor in the folder to that of the table, for names that differ between folders.
         optional: names of tensors whose parameters become 0 if the folder lacks them.
 
     Raises:
@@ -149,8 +149,8 @@ def load_module(
         for path, variable in flat.items()
     }
     weights = SafetensorsFolder(folder)
-    # Name without the prefix -> name in the folder.
-    stored_names = {name.removeprefix(prefix): name for name in weights.names()}
+    # Name in the table -> name in the folder.
+    stored_names = {rename(name): name for name in weights.names()}
     missing = {
         path
         for path, target in targets.items()

@@ -39,7 +39,7 @@ RULES: Rules = (
     (r"head_lora_b", P(None, "tensor")),
     # The value head (`score`), norms and output biases are small and are replicated.
     (r"score", P()),
-    (r"(layers/)?([a-z]+_)?norm(_bias)?", P()),
+    (r"(layers/)?([a-z]+_)*norm(_bias)?", P()),
     (r"layers/(o|down)_bias", P()),
 )
 """(regular expression that matches a whole parameter name such as "layers/q", spec); the first match wins."""

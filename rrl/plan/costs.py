@@ -63,14 +63,22 @@ def forward_flops(config: DecoderConfig, tokens: float, keys: float, with_logits
     Args:
       config: shape of the decoder.
       tokens: number of tokens.
-      keys: mean number of keys that a token attends to.
+      keys: mean number of keys that a token attends to in a layer without a window.
       with_logits: number of tokens whose logits are computed.
     """
-    attention = 4 * config.layers * config.heads * config.head_dim * keys
+    attention = 4 * config.layers * config.heads * config.head_dim * keys_per_layer(config, keys)
     return (
         tokens * (2 * matrix_parameters(config) + attention)
         + with_logits * 2 * config.hidden * config.vocab_size
     )
+
+
+def keys_per_layer(config: DecoderConfig, keys: float) -> float:
+    """Return how many of `keys` keys a token attends to, on average over the layers, some of which may have a sliding window.
+
+    Of `keys` as a mean over tokens this is an upper bound.
+    """
+    return sum(min(window, keys) for window in config.windows) / config.layers if config.windows else keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +90,7 @@ class StepCounts:
     policy_tokens: float
     """Tokens of them that the policy samples."""
     mean_keys: float
-    """Mean number of keys that a token attends to."""
+    """Mean number of keys that a token attends to in a layer without a window."""
     decode_steps: float
     """Number of decode steps if all rows are always busy: a lower bound."""
     prefills: float
@@ -135,7 +143,7 @@ def step_costs(
     received = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
     forward = forward_flops(config, counts.tokens, counts.mean_keys, counts.policy_tokens)
     weights = BF16 * (matrix_parameters(config) + config.hidden * config.vocab_size)
-    cache = cache_bytes(config, settings.rollout.rows, workload.tokens / 2, BF16)
+    cache = cache_bytes(config, settings.rollout.rows, keys_per_layer(config, counts.mean_keys), BF16)
     costs = {
         "rollout": StepCost(
             forward,

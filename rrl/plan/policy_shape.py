@@ -9,6 +9,11 @@ from rrl.files import shipped
 from rrl.models.config import DecoderConfig
 from rrl.models.hf import read_decoder_config
 
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+}
 _QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen2.5-3B": _QWEN
@@ -31,9 +36,34 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 18944,
         "tie_word_embeddings": False,
     },
+    "gemma-3-1b": _GEMMA3
+    | {
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+    },
+    "gemma-3-4b": _GEMMA3
+    | {
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 10240,
+        "max_position_embeddings": 131072,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
 }
-"""Model name -> fields of its config.json, for the models of the papers' runs. A run can thus be planned before the model is
-downloaded."""
+"""Model name -> fields of its config.json, for the models of the papers' runs and Gemma 3. A run can thus be planned before the
+model is downloaded."""
 
 
 def policy_shape(folder: str) -> tuple[DecoderConfig, str]:

@@ -76,7 +76,7 @@ class CriticConfig:
             raise UserError(
                 f"critic.layers={self.layers} must be at most {policy.layers}, the policy's (0: all of them)"
             )
-        return dataclasses.replace(policy, layers=self.layers or policy.layers)
+        return policy.first_layers(self.layers or policy.layers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from rrl.errors import UserError
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu.layers import can_attend, can_compute
+from rrl.models.cpu.layers import can_attend, can_compute, supports
 from rrl.models.decoder import Decoder, cast_params
 from rrl.models.lora import merge_lora
 from rrl.parallel.mesh import data_shards
@@ -279,7 +279,8 @@ class RolloutPrograms:
 
     def uses_cpu_attention(self, dtype: DTypeLike) -> bool:
         """Return whether the CPU kernel (`rrl.models.cpu.layers`) reads the cache."""
-        return self.on_cpu and can_attend(dtype, self.decoder_config.head_dim)
+        config = self.decoder_config
+        return self.on_cpu and supports(config) and can_attend(dtype, config.head_dim)
 
     def uses_cpu_layers(self, dtype: DTypeLike) -> bool:
         """Return whether the CPU kernel computes the layers. It skips padding, so that padding takes no time there."""

@@ -99,7 +99,7 @@ class Agent:
         decoder, tokenizer = load_language_model(policy, "policy", chat=uses_chat(recipe))
         config = EngineConfig(
             rows=rows,
-            context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_positions),
+            context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_context),
             wake_threshold=min(rows, 16),  # `rows` slots never reach a larger threshold
             top_k=top_k or card.top_k,
         )
@@ -108,7 +108,7 @@ class Agent:
         loaded_reader = None
         if reader is not None:
             model = load_language_model(reader, "reader")
-            reader_context = min(READER_CONTEXT, model[0].config.max_positions)
+            reader_context = min(READER_CONTEXT, model[0].config.max_context)
             loaded_reader = Reader(*model, EngineConfig(rows=rows, context=reader_context))
         return cls(
             engine, nnx.state(decoder), recipe, reader=loaded_reader, temperature=temperature, seed=seed

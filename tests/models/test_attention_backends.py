@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrl.errors import UserError
-from rrl.models.attention import causal_attention
+from rrl.models.attention import Window, causal_attention
 from rrl.models.attention_backends import (
     choose_backend,
     cudnn_attention,
@@ -17,6 +17,7 @@ from rrl.models.block_attention import block_attention
 from rrl.parallel.mesh import make_mesh
 
 SEGMENTS = np.repeat([1, 2, 3, 0], [60, 37, 80, 23])[None].repeat(4, 0)  # T = 200, not a multiple of a block
+BRANCHES = np.repeat([0, 1, 0, 2, 0, 1, 3, 0], [20, 15, 25, 10, 27, 40, 40, 23])[None].repeat(4, 0)
 
 
 def draw(kv_heads, width=16, dtype=jnp.float32):
@@ -92,9 +93,7 @@ def test_the_mask_passed_to_cudnn_gives_the_outputs_of_xla():
 
 @pytest.mark.parametrize("kernel", ["blocks", "cudnn's mask"])
 def test_a_branch_is_visible_only_to_itself_in_every_kernel(kernel):
-    branches = jnp.asarray(
-        np.repeat([0, 1, 0, 2, 0, 1, 3, 0], [20, 15, 25, 10, 27, 40, 40, 23])[None].repeat(4, 0)
-    )
+    branches = jnp.asarray(BRANCHES)
 
     def stand_in(q, k, v, segments):
         if kernel == "blocks":
@@ -113,6 +112,69 @@ def test_a_branch_is_visible_only_to_itself_in_every_kernel(kernel):
     theirs = with_gradients(textbook, inputs, segments)
     close(with_gradients(stand_in, inputs, segments), theirs)
     close(with_gradients(lambda *x: causal_attention(*x, branches), inputs, segments), theirs)
+
+
+def visible_tokens(branches=None):
+    """[B, T, T]: the tokens that each token sees without a window."""
+    seen = np.tril(np.ones((200, 200), bool)) & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
+    if branches is not None:
+        seen &= (branches[:, None] == 0) | (branches[:, :, None] == branches[:, None])
+    return seen
+
+
+@pytest.mark.parametrize("slides", [True, False])
+@pytest.mark.parametrize("kernel", ["xla", "blocks", "cudnn's mask"])
+def test_a_window_counts_positions_along_the_branch_in_every_kernel(kernel, slides):
+    seen = visible_tokens(BRANCHES)
+    positions = seen.sum(axis=-1) - 1  # the number of tokens before it on the path from the root of its tree
+    near = positions[:, :, None] - positions[:, None] < 23
+    mask, inputs, segments = (
+        jnp.asarray(seen & near if slides else seen),
+        masked(draw(2)),
+        jnp.asarray(SEGMENTS),
+    )
+    window, branches = Window(23, jnp.asarray(slides), jnp.asarray(positions)), jnp.asarray(BRANCHES)
+
+    def attend(q, k, v, segments):
+        if kernel == "cudnn's mask":
+            return cudnn_attention(q, k, v, segments, branches, window, implementation="xla")
+        return packed_attention(kernel, q, k, v, segments, branches, window)
+
+    def textbook(q, k, v, segments):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        scores = jnp.where(mask[:, None], jnp.einsum("BTNH,BSNH->BNTS", q, k), -jnp.inf)
+        return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores, axis=-1), v)
+
+    close(with_gradients(attend, inputs, segments), with_gradients(textbook, inputs, segments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slides", [True, False])
+def test_interpreted_splash_with_a_window_gives_the_outputs_and_gradients_of_xla(slides):
+    positions = jnp.asarray(visible_tokens().sum(axis=-1) - 1)
+    window, inputs, segments = (
+        Window(23, jnp.asarray(slides), positions),
+        masked(draw(2)),
+        jnp.asarray(SEGMENTS),
+    )
+    ours = with_gradients(lambda *x: splash_attention(*x, window, interpret=True), inputs, segments)
+    theirs = with_gradients(lambda *x: causal_attention(*x, window=window), inputs, segments)
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("kernel", ["blocks", pytest.param("splash", marks=pytest.mark.slow)])
+def test_a_window_gives_the_same_outputs_on_a_mesh(kernel):
+    q, k, v, _ = draw(2)
+    segments, positions = jnp.asarray(SEGMENTS), jnp.asarray(visible_tokens().sum(axis=-1) - 1)
+    window = Window(23, jnp.asarray(True), positions)
+    expected = causal_attention(q, k, v, segments, window=window)
+    with jax.set_mesh(make_mesh(data=2, fsdp=2, tensor=2)):
+        if kernel == "splash":
+            found = jax.jit(lambda *x: splash_attention(*x, window, interpret=True))(q, k, v, segments)
+        else:
+            found = jax.jit(lambda *x: packed_attention(kernel, *x, window=window))(q, k, v, segments)
+    real = SEGMENTS > 0
+    np.testing.assert_allclose(np.asarray(found)[real], np.asarray(expected)[real], atol=2e-5)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs an NVIDIA GPU")

@@ -102,6 +102,15 @@ def test_blocks_of_other_segments_are_never_read():
             np.testing.assert_array_equal(one[:, ~inside], other[:, ~inside])
 
 
+def test_blocks_before_the_window_are_never_read():
+    *qkv, _ = draw()
+    positions = jnp.tile(jnp.arange(TIME), (2, 1))
+    poisoned = [x.at[:, :BLOCK].set(jnp.nan) for x in qkv]
+    clean, found = (block_attention(*x, None, None, positions, jnp.int32(BLOCK)) for x in (qkv, poisoned))
+    np.testing.assert_array_equal(found[:, 2 * BLOCK :], clean[:, 2 * BLOCK :])
+    assert np.isnan(found[:, : 2 * BLOCK - 1]).all()
+
+
 BRANCHES = np.array(
     [
         np.repeat([0, 1, 2, 0, 1, 3, 0], [30, 100, 20, 10, 24, 10, 6]),

@@ -1,9 +1,14 @@
 """config.json is read and written, and unsupported configs are refused."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from rrl.errors import UserError
-from rrl.models.config import DecoderConfig, EncoderConfig, Llama3Scaling, Pooling
+from rrl.models.config import DecoderConfig, EncoderConfig, Pooling
+from rrl.models.rope import frequencies
+from rrl.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 
 # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
 QWEN25_7B = {
@@ -46,20 +51,137 @@ def test_transformers_5_rope_parameters_are_read():
     assert config.rope_scaling == Llama3Scaling(**scaling)
 
 
+# The rope_scaling that the model card of Qwen2.5-7B-Instruct prints for texts of more than 32,768 tokens.
+QWEN25_YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+
+
+@pytest.mark.parametrize("positions", [32768, 40960, 131072])
+def test_yarn_of_qwen25_is_read_and_extends_the_context_to_131072_tokens(positions):
+    config = DecoderConfig.from_hf(
+        QWEN25_7B | {"rope_scaling": QWEN25_YARN, "max_position_embeddings": positions}
+    )
+    assert config.rope_scaling == YarnScaling(4.0, 32768)
+    assert config.rope_scaling.rotation_scale == pytest.approx(1.13862943611)  # 0.1 ln 4 + 1
+    assert config.max_context == 131072
+
+
+def test_missing_fields_of_yarn_are_those_of_transformers():
+    scaling = {
+        "rope_type": "yarn",
+        "factor": None,
+        "original_max_position_embeddings": 32768,
+        "beta_fast": None,
+    }
+    assert DecoderConfig.from_hf(QWEN25_7B | {"rope_parameters": scaling}).rope_scaling == YarnScaling(
+        4.0, 32768
+    )
+    scaling = {"rope_type": "yarn", "factor": 2.0}
+    assert DecoderConfig.from_hf(QWEN25_7B | {"rope_parameters": scaling}).rope_scaling == YarnScaling(
+        2.0, 131072
+    )
+
+
+def test_qwen_layers_from_max_window_layers_on_have_the_window():
+    config = DecoderConfig.from_hf(
+        QWEN25_7B | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 21}
+    )
+    assert config.sliding_layers == (False,) * 21 + (True,) * 7
+    assert set(config.windows[21:]) == {4096} and min(config.windows[:21]) > config.max_positions
+    assert config.first_layers(21).windows == ()
+    # As in transformers, the default of max_window_layers is 28, and this model has 28 layers.
+    unset = {key: value for key, value in QWEN25_7B.items() if key != "max_window_layers"}
+    assert DecoderConfig.from_hf(unset | {"use_sliding_window": True}).windows == ()
+
+
+# https://huggingface.co/google/gemma-3-4b-it/blob/main/config.json, without the image part's fields.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "image_token_index": 262144,
+    "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}  # fmt: skip
+
+
+def test_gemma_3_4b_is_read_as_published():
+    config = DecoderConfig.from_hf(GEMMA3_4B)
+    assert (config.head_dim, config.heads, config.kv_heads, config.vocab_size) == (256, 8, 4, 262208)
+    assert (config.rope_theta, config.rope_scaling, config.local_rope_theta) == (1e6, LinearScaling(8.0), 1e4)
+    assert config.sliding_window == 1024
+    assert [layer for layer, slides in enumerate(config.sliding_layers) if not slides] == [5, 11, 17, 23, 29]
+    assert (config.tie_embeddings, config.eos_token_id, config.max_positions) == (True, (1, 106), 131072)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type='mamba'.*llama, qwen2, qwen3"),
-        ({"use_sliding_window": True}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        (
+            {"hidden_activation": "silu"},
+            "hidden_activation='silu' is not supported; it must be 'gelu_pytorch_tanh'",
+        ),
+        ({"sliding_window": 0}, "set no window"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "scales RoPE of 'sliding_attention' layers",
+        ),
+    ],
+)
+def test_unsupported_gemma_3_configs_are_refused_by_field(change, message):
+    with pytest.raises(UserError, match=message):
+        DecoderConfig.from_hf(GEMMA3_4B["text_config"] | change)
+    with pytest.raises(UserError, match="needs the object text_config"):
+        DecoderConfig.from_hf({"model_type": "gemma3"})
+
+
+def test_linear_scaling_divides_all_frequencies():
+    config = DecoderConfig.from_hf(QWEN25_7B | {"rope_scaling": {"type": "linear", "factor": 8}})
+    plain = dataclasses.replace(config, rope_scaling=None)
+    np.testing.assert_array_equal(frequencies(config), frequencies(plain) / 8)
+    assert config.max_context == config.max_positions
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model_type": "mamba"},
+            "model_type='mamba'.*state space layers.*llama, qwen2, qwen3, gemma3_text, gemma3",
+        ),
+        ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not supported .mixtures of experts are not"),
+        ({"model_type": "mixtral"}, "mixtures of experts"),
+        ({"model_type": "qwen3_next"}, "'qwen3_next' is not supported .gated delta nets are not"),
+        ({"model_type": "gemma2"}, "'gemma2' is not supported .softcapped"),
+        ({"model_type": "gemma3n"}, "'gemma3n' is not supported; choose one of"),
+        ({"num_experts": 8}, "num_experts=8: mixtures of experts"),
+        ({"model_type": "llama", "use_sliding_window": True}, "sliding-window attention.*'llama'"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has 2 entries for num_hidden_layers=28",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 28},
+            "use_sliding_window=False and sliding_window=131072 set no window",
+        ),
+        ({"layer_types": ["linear_attention"] * 28}, "layer_types contains linear_attention"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope'.*default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": -4.0}}, "factor=-4.0 must be a number above 0"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}},
+            "beta_fast=1.*beta_slow=2",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": "no"}}, "truncate='no'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor=None must be a number above 0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks the fields high_freq_factor"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"num_key_value_heads": 3}, "heads=28 is not a multiple of kv_heads=3"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
-        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window=4096"),
         ({"layer_types": ["chunked_attention"]}, "layer_types contains chunked_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),

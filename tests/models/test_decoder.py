@@ -11,6 +11,7 @@ from flax import nnx
 from rrl.errors import UserError
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.decoder import Decoder
+from tests.models.conftest import ODD
 from tests.models.small import SMALL, draw, extend, make, places, run
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
@@ -156,6 +157,52 @@ def test_reading_the_cache_in_groups_does_not_change_the_bits(readers):
             np.testing.assert_array_equal(first, second)
 
 
+SLIDING = dataclasses.replace(SMALL, layers=3, sliding_window=BLOCK + 9, sliding_layers=(True, False, True))
+
+
+def test_a_window_across_blocks_gives_the_same_outputs_in_one_pass_and_from_the_cache():
+    decoder, length = make(SLIDING), 3 * BLOCK + 5
+    tokens = draw(SLIDING, 2, length)
+    expected = run(decoder, tokens, places(2, length))
+    assert (
+        np.abs(expected - run(make(dataclasses.replace(SMALL, layers=3)), tokens, places(2, length))).max()
+        > 0.01
+    )
+    for chunk in (length, 31):
+        cache, parts = KVCache.create(SLIDING, 2, length), []
+        for start in range(0, length, chunk):
+            part = tokens[:, start : start + chunk]
+            hidden, cache = extend(decoder, part, start + places(2, part.shape[1]), cache)
+            parts.append(hidden)
+        np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("readers", [(2,), (3, 1)])
+def test_reading_windows_of_rows_in_groups_does_not_change_the_bits(readers):
+    decoder, past = make(SLIDING), 4 * BLOCK
+    _, cache = extend(decoder, draw(SLIDING, 6, past), places(6, past), KVCache.create(SLIDING, 6, past + 8))
+    at = jnp.array([40, past, past + 8, BLOCK, 3 * BLOCK, 2 * BLOCK - 1])[
+        :, None
+    ]  # the third entry is padding
+    token = draw(SLIDING, 6, 1, seed=1)
+    whole, _ = extend(decoder, token, at, cache)
+    grouped, _ = extend(decoder, token, at, cache, readers=readers)
+    alone = [extend(decoder, token[i : i + 1], at[i : i + 1], cache, jnp.array([i]))[0][0] for i in range(6)]
+    assert jnp.isfinite(grouped).all()
+    kept = np.array([0, 1, 3, 4, 5])
+    np.testing.assert_array_equal(whole[kept], grouped[kept])
+    np.testing.assert_allclose(jnp.stack(alone)[kept], grouped[kept], **TOLERANCE)
+
+
+def test_blocks_before_the_window_are_not_read_from_the_cache():
+    config, past = dataclasses.replace(SLIDING, sliding_layers=(True,) * 3), 3 * BLOCK
+    decoder = make(config)
+    _, cache = extend(decoder, draw(config, 2, past), places(2, past), KVCache.create(config, 2, past + 8))
+    broken = dataclasses.replace(cache, v=cache.v.at[:, 0].set(jnp.nan))
+    token, at = draw(config, 2, 1, seed=1), jnp.full((2, 1), past)
+    np.testing.assert_array_equal(extend(decoder, token, at, broken)[0], extend(decoder, token, at, cache)[0])
+
+
 def test_read_groups_are_sorted_by_length_and_know_each_entrys_blocks():
     cache = KVCache.create(SMALL, 6, 4 * BLOCK)
     at = jnp.array([40, 3 * BLOCK, 4 * BLOCK, BLOCK, 5, 4 * BLOCK])[:, None]
@@ -198,11 +245,12 @@ def test_padding_never_changes_a_row():
     np.testing.assert_allclose(first, run(decoder, tokens[:, :140], places(2, 140)), **TOLERANCE)
 
 
-def test_remat_variants_give_the_same_loss_and_gradients():
-    tokens = draw(SMALL, 2, 12)
+@pytest.mark.parametrize("config", [SMALL, ODD["gemma3"]], ids=["qwen2", "gemma3"])
+def test_remat_variants_give_the_same_loss_and_gradients(config):
+    tokens = draw(config, 2, 12)
 
     def gradients(remat):
-        graph, state = nnx.split(make(SMALL, remat=remat))
+        graph, state = nnx.split(make(config, remat=remat))
 
         def loss(state):
             decoder = nnx.merge(graph, state)

@@ -1,12 +1,21 @@
 """Parity with transformers (torch) in both directions, on random weights of unusual shapes."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
-from rrl.models.config import DECODER_FAMILIES, DecoderConfig, Llama3Scaling
-from rrl.models.hf import load_decoder, load_encoder, save_decoder, save_encoder
-from tests.models.small import embed, encode, make, run
+from rrl.models.cache import KVCache
+from rrl.models.config import DecoderConfig
+from rrl.models.families import DECODER_FAMILIES
+from rrl.models.heads import ValueModel
+from rrl.models.hf import load_decoder, load_encoder, load_value_model, save_decoder, save_encoder
+from rrl.models.rope_scaling import Llama3Scaling
+from tests.models.conftest import ODD
+from tests.models.small import embed, encode, extend, make, places, run
 
 torch = pytest.importorskip("torch", reason="torch is not installed; parity needs the extra [parity]")
 transformers = pytest.importorskip("transformers")
@@ -42,11 +51,14 @@ def test_a_folder_written_by_transformers_gives_the_same_logits(config, tmp_path
     compare(tmp_path, config, theirs, length)
 
 
+GEMMA3 = {
+    "local_rope_theta": 100.0, "query_pre_attn_scalar": 12, "sliding_window": 40, "sliding_layers": (True, False)
+}  # fmt: skip
 LONG = {
     family: DecoderConfig(
         vocab_size=89, hidden=24, layers=2, heads=4, kv_heads=1, head_dim=10, mlp=37, model_type=family,
         tie_embeddings=family == "qwen2", rope_theta=500.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64),
-        max_positions=512,
+        max_positions=512, **(GEMMA3 if family == "gemma3_text" else {}),
     )
     for family in DECODER_FAMILIES
 }  # fmt: skip
@@ -117,6 +129,89 @@ def test_transformers_gives_the_same_logits_for_our_folder(config, tmp_path):
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     compare(tmp_path, config, theirs.eval(), 40)
+
+
+SLIDING = [name for name, config in ODD.items() if config.sliding_layers]
+
+
+@pytest.mark.parametrize("config", SLIDING, indirect=True)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_with_sliding_windows_give_the_logits_of_transformers(config, side, tmp_path):
+    theirs = random_(
+        transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config.to_hf()))
+    )
+    theirs.save_pretrained(tmp_path)
+    length, texts = 40, np.array([[40], [23], [3]])
+    columns = np.arange(length)
+    mask = columns >= length - texts if side == "left" else columns < texts
+    positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, mask.shape)
+    inputs = {"input_ids": tokens, "attention_mask": mask.astype(int), "position_ids": positions}
+    with torch.no_grad():
+        expected = theirs(**{name: torch.tensor(value) for name, value in inputs.items()}).logits.numpy()
+    ours = load_decoder(tmp_path)
+    logits = ours.unembed(run(ours, *(jnp.asarray(part) for part in (tokens, positions, mask.astype(int)))))
+    np.testing.assert_allclose(logits[mask], expected[mask], rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("config", SLIDING, indirect=True)
+def test_greedy_decoding_with_sliding_windows_gives_the_tokens_of_transformers(config, tmp_path):
+    theirs = random_(
+        transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config.to_hf()))
+    )
+    theirs.save_pretrained(tmp_path)
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, (2, 19))
+    settings = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    inputs = {"input_ids": torch.tensor(prompt), "attention_mask": torch.ones(prompt.shape, dtype=torch.long)}
+    expected = theirs.generate(**inputs, **settings).numpy()[:, 19:]
+    ours, cache = load_decoder(tmp_path), KVCache.create(config, 2, 64)
+    tokens, positions, written = jnp.asarray(prompt), places(2, 19), []
+    for step in range(25):
+        hidden, cache = extend(ours, tokens, positions, cache)
+        tokens = ours.unembed(hidden[:, -1:]).argmax(axis=-1)
+        positions = jnp.full((2, 1), 19 + step)
+        written.append(tokens)
+    np.testing.assert_array_equal(jnp.concatenate(written, axis=1), expected)
+
+
+@pytest.mark.parametrize("names", ["transformers 5", "published"])
+def test_the_text_part_of_gemma_3_with_images_gives_the_logits_of_transformers(names, tmp_path):
+    config = ODD["gemma3"]
+    vision = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    hf = transformers.Gemma3Config(text_config=config.to_hf(), vision_config=vision, mm_tokens_per_image=4)
+    theirs = random_(transformers.Gemma3ForConditionalGeneration(hf))
+    theirs.save_pretrained(tmp_path)
+    prefixes = "model.language_model.", "language_model.model."
+    old, new = prefixes if names == "published" else reversed(prefixes)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {re.sub(rf"^{re.escape(old)}", new, name): tensor for name, tensor in tensors.items()}
+    assert any(name.startswith(new) for name in renamed) and any("vision_tower" in name for name in renamed)
+    save_file(renamed, tmp_path / "model.safetensors")
+    compare(tmp_path, config, theirs, 33)
+    save_decoder(tmp_path / "text", load_decoder(tmp_path))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    assert type(exported) is transformers.Gemma3ForCausalLM
+    compare(tmp_path / "text", config, exported, 33)
+
+
+def test_a_value_model_of_gemma_3_gives_the_scores_of_transformers(tmp_path):
+    config = ODD["gemma3"]
+    model = ValueModel(config, rngs=nnx.Rngs(0))
+    model.score[...] = jnp.asarray(np.random.default_rng(0).normal(size=model.score.shape), jnp.float32)
+    save_decoder(tmp_path, model)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert theirs.num_labels == 1
+    tokens = np.random.default_rng(0).integers(1, config.vocab_size, (2, 21))
+    with torch.no_grad():
+        expected = theirs.score(theirs.model(torch.tensor(tokens)).last_hidden_state).numpy()[..., 0]
+    ours = load_value_model(tmp_path)
+    values = nnx.jit(lambda model, tokens: model.values(tokens, positions=places(2, 21)))(
+        ours, jnp.asarray(tokens)
+    )
+    np.testing.assert_allclose(values, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("encoder_config", ["bert", "roberta", "xlm-roberta"], indirect=True)

@@ -23,19 +23,29 @@ def small(**changes):
     return DecoderConfig(**(shape | changes))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-def test_every_parameter_of_every_model_has_a_rule(model_type):
+GEMMA3 = {
+    "model_type": "gemma3_text", "local_rope_theta": 100.0, "query_pre_attn_scalar": 8, "sliding_window": 5,
+    "sliding_layers": (True, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [{"model_type": name} for name in ("qwen2", "qwen3", "llama")] + [GEMMA3])
+def test_every_parameter_of_every_model_has_a_rule(family):
     mesh = make_mesh(2, 2, 2)
-    decoder = Decoder(small(model_type=model_type, tie_embeddings=False), rngs=nnx.Rngs(0))
+    decoder = Decoder(small(**family, tie_embeddings=False), rngs=nnx.Rngs(0))
     encoder = Encoder(EncoderConfig(40, 16, 2, 4, 32, model_type="xlm-roberta"), rngs=nnx.Rngs(0))
     for model in (decoder, encoder):
         assert len(shardings(nnx.state(model), mesh)) == len(jax.tree.leaves(nnx.state(model)))
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 4)])
-def test_sharded_loss_and_gradients_equal_those_of_one_device(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "family"),
+    [(sizes, {}) for sizes in ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 4))]
+    + [((2, 2, 2), GEMMA3)],
+)
+def test_sharded_loss_and_gradients_equal_those_of_one_device(sizes, family):
     mesh = make_mesh(*sizes)
-    graph, state = nnx.split(Decoder(small(vocab_size=50), rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(Decoder(small(vocab_size=50, **family), rngs=nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(0), (8, 12), 0, 50)
     positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
 

@@ -90,7 +90,7 @@ def cpu_layers(
 ) -> tuple[Float[Array, "P T D"], tuple[Array, Array]]:
     """Runs all layers of a decoder on new tokens.
 
-    Call `can_compute` first; it registers the kernel with JAX.
+    Call `can_compute` first; it checks the model and registers the kernel with JAX.
 
     Args:
         x: input of the first layer; all arrays except `positions` and `rows` are float32.
@@ -174,7 +174,27 @@ def cpu_draw(
 def can_compute(config: DecoderConfig, dtype: DTypeLike) -> bool:
     """Whether `cpu_layers` supports this model and dtype; compiles the kernels at the first call (see `can_attend`)."""
     aligned = config.hidden % LANES == 0 == config.mlp % LANES
-    return aligned and can_attend(dtype, config.head_dim)
+    return aligned and supports(config) and can_attend(dtype, config.head_dim)
+
+
+def supports(config: DecoderConfig) -> bool:
+    """Whether the kernels compute what layers of this family need. If not, it logs so once; the caller must then use XLA."""
+    family = config.family
+    unsupported = (
+        bool(config.windows) or family.post_norms or family.norms_add_one or family.activation != "silu"
+    )
+    if unsupported:
+        _log_unsupported(config.model_type, bool(config.windows))
+    return not unsupported
+
+
+@functools.cache
+def _log_unsupported(model_type: str, windows: bool) -> None:
+    log.info(
+        "The CPU kernels do not support %s%s, so rollouts use XLA, which is slower.",
+        model_type,
+        " with sliding windows" if windows else "",
+    )
 
 
 def can_attend(dtype: DTypeLike, head_dim: int) -> bool:

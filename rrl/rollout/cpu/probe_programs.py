@@ -169,7 +169,7 @@ def first_layers(programs: RolloutPrograms, params: PyTree) -> tuple[RolloutProg
     """Return programs of a model with the first layers only, and its parameters in the compute dtype, with nonzero adapters."""
     model = nnx.merge(programs.graph, params)
     if model.config.layers > PROBE_LAYERS:
-        model.config = model.layers.config = dataclasses.replace(model.config, layers=PROBE_LAYERS)
+        model.config = model.layers.config = model.config.first_layers(PROBE_LAYERS)
         graph, state = nnx.split(model)
         flat = nnx.to_flat_state(state)
         params = nnx.from_flat_state(

@@ -19,10 +19,11 @@ from flax import nnx
 
 from rrl.models.attention import cache_attention
 from rrl.models.cache import BLOCK, KVCache
-from rrl.models.config import DecoderConfig, Llama3Scaling
+from rrl.models.config import DecoderConfig
 from rrl.models.cpu import layers as kernel
 from rrl.models.cpu.layers import can_attend, can_compute, cpu_attention, cpu_copy, cpu_draw, cpu_layers
 from rrl.models.lora import LoraConfig, add_lora, merge_lora
+from rrl.models.rope_scaling import Llama3Scaling
 from rrl.rollout.sampling import sample, truncate, uniform
 from tests.models.small import draw, extend, filled, make, places, run
 
