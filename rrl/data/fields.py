@@ -36,7 +36,7 @@ def question_fields_of(record: Any) -> dict[str, Any]:
 
 
 def text_field(record: dict[str, Any], *names: str) -> str:
-    """Return the first of the named fields that the record has. Raises ValueError unless it is a non-empty string."""
+    """Return the first of the named fields that the record has, stripped. Raises ValueError unless it is a non-empty string."""
     for name in names:
         if name in record:
             value = record[name]
@@ -79,6 +79,7 @@ def list_in_text(text: str) -> list[Any] | None:
         pass
     try:
         parsed = ast.literal_eval(text)
+        # The regular expression is a fast test. Only a text that it matches is tokenised for the exact one.
         separated = not re.search(r"""["']\s+[A-Za-z]{0,2}["']""", text) or _no_adjacent_strings(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError):
         parsed = separated = None

@@ -17,8 +17,8 @@ GOLD_IDS = (
 )
 """Fields with ids of gold passages: `gold_ids` is written by `save_questions` and BRIGHT, `answer_pids` by LoTTE."""
 GOLD_PASSAGES = ("evidence_docs", "gold_docs", "gold_passages", "positive_passages", "positive_ctxs")
-"""Fields with gold passages that have ids or titles. The first two are BrowseComp-Plus's: its recall metric counts
-`evidence_docs`. The others are Tevatron's and DPR's."""
+"""Fields with gold passages that have ids or titles; the first that is not empty is used. The first two are BrowseComp-Plus's:
+`evidence_docs` comes first, because its recall metric counts these. The others are Tevatron's and DPR's."""
 
 
 def gold_titles(fields: dict[str, Any]) -> Iterator[str]:

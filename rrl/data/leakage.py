@@ -31,7 +31,7 @@ def shared_questions(train: Sequence[Question], held_out: Sequence[Question]) ->
     """Return the held-out questions that are also training questions, in the order of `held_out`.
 
     Each is paired with the first training question of the same normalised text and the same answer, or with the first
-    of the same text if no answer agrees. Texts that normalise to nothing are compared unchanged.
+    of the same text if no answer agrees. If no word remains, articles and punctuation count too.
     """
     by_text: dict[str, list[Question]] = {}
     for question in train:

@@ -198,10 +198,10 @@ def add_task(
             raise UserError(
                 f"task {name}: the split {split!r} has no questions; give some, or omit the split"
             )
-    multiple_choice = {
+    has_choices = {
         bool(question.choices) for split_questions in questions.values() for question in split_questions
     }
-    if len(multiple_choice) > 1:
+    if len(has_choices) > 1:
         raise UserError(
             f"task {name}: some questions are multiple-choice and others are not; register two tasks"
         )
@@ -217,9 +217,7 @@ def add_task(
             "targets": seqio.Feature(tokenizer, add_eos=True),
         },
         postprocess_fn=_postprocess,
-        metric_fns=[
-            choice_accuracy if True in multiple_choice else functools.partial(mean_scores, rule=rule)
-        ],
+        metric_fns=[choice_accuracy if has_choices == {True} else functools.partial(mean_scores, rule=rule)],
     )
 
 

@@ -190,8 +190,8 @@ def _infer_columns(path: Path, rows: Sequence[Row], fault: str) -> list[str]:
     if all(len(row) == size for row in cells):
         if size == 2 and all(re.fullmatch(r"\[.*\]", row[1].strip(), re.S) for row in cells):
             return ["question", "answers"]
-        ids = all(re.fullmatch(r"\S{1,64}", row[0]) for row in cells) and not _may_be_header(cells)
-        if size in (2, 3) and ids:
+        has_ids = all(re.fullmatch(r"\S{1,64}", row[0]) for row in cells) and not _may_be_header(cells)
+        if size in (2, 3) and has_ids:
             if size == 2 and all(_is_text(row[1]) for row in cells):
                 return ["id", "text"]
             for title, text in ((1, 2), (2, 1)) if size == 3 else ():

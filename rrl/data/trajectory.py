@@ -61,7 +61,7 @@ class Trajectory:
     turns: Int[np.ndarray, "T"]
     """Index of the turn of each token. A turn is the policy's tokens and the environment's answer to them."""
     segments: list[tuple[int, str]]
-    """(role, text) in order, decoded from the bytes of the ids. Each prompt, each text of the policy and each answer of the
+    """(role, text) in order, decoded from the bytes of the tokens. Each prompt, each text of the policy and each answer of the
     environment is one segment."""
     searches: list[Search]
     ended: str

@@ -4,7 +4,7 @@
     >>> wiki.passages[0].title, wiki.questions("two_hop", 1, seed=0)[0].question.text
 
 Because facts are random, a model that does not search answers near chance. Names of one split never occur in another.
-A world consists of one or more sub-worlds; the arguments `worlds` are their number.
+A `World` consists of one or more sub-worlds, which no fact connects. Arguments named `worlds` give the number of sub-worlds.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ Rng = np.random.Generator
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt(Plan):
-    """A plan, and the answer from it, of an agent that may make a fault. The hops hold the facts as the agent read them."""
+    """What an agent, possibly a faulty one, does to answer a question. The hops hold the facts as the agent read them."""
 
     stated_facts: str
     """The facts that the agent says it will look up, in the format of `Plan.facts_text`; they may differ from `hops`."""

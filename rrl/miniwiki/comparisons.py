@@ -64,8 +64,8 @@ EQUALITY_COMPARISONS = {
     ),
     ("city", "country"): ("located in", "Are {} in the same country?", "Do {} lie in the same country?"),
 }
-"""By (type, relation): the words between name and value in the conclusion, then the wordings of the yes/no question whether two
-entities have the same value."""
+"""By (type, relation): the words between "is" and the value in the conclusion, then the wordings of the yes/no question
+whether two entities have the same value."""
 
 BRIDGES = (("film", "director"), ("book", "author"), ("company", "founder"))
 """First relations of bridge comparisons. The value is a person, and a fact of that person is compared."""

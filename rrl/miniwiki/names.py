@@ -101,8 +101,8 @@ _NAMESAKE_EVERY = 5
 class Pattern:
     """A pattern of names: one part from each table, formatted by `form`.
 
-    *Namesakes* are two names that differ only in their first part: one has entry i of the first table, the other has entry
-    i + half the length of the table. They are always in the same split.
+    *Namesakes* are two names that differ only in part {0}, which companies and cities have at the end: one has entry i of its
+    table, the other has entry i + half the length of the table. They are always in the same split.
     """
 
     form: str
@@ -110,8 +110,8 @@ class Pattern:
     parts: tuple[tuple[str, ...], ...]
     """One table of words for each part."""
     share: float = 1.0
-    """The pattern provides this share of the groups of names that the earlier patterns do not provide, or all that it has if
-    these are fewer."""
+    """Share of the groups of names (see `draw_names`) left over by the earlier patterns that this pattern provides. A pattern
+    with too few names provides all it has."""
 
     @property
     def pairs(self) -> int:
@@ -236,7 +236,7 @@ def _groups_by_pattern(family: str, groups: int, split: str) -> list[int]:
         remaining -= group_counts[-1]
     if remaining:
         raise UserError(
-            f"passages: the split {split!r} of miniwiki has only {sum(group_counts)} groups of names of the family {family!r}, "
-            f"but {groups} are required; give fewer passages"
+            f"passages: the split {split!r} of miniwiki has too few names of the family {family!r}: "
+            f"{sum(group_counts)} groups of one or two namesakes, but {groups} are required; give fewer passages"
         )
     return group_counts

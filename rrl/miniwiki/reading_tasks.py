@@ -109,14 +109,14 @@ def _same(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
 def _carry_out(rng: Rng, plan: Plan, outcome: str) -> list[Segment]:
     """Return the task to carry out a plan: state its facts and its conclusion.
 
-    Often the model must then copy the sentences of these facts, or give the outcome alone.
+    70 % of the tasks are followed by one to copy the sentences of these facts, and 50 % by one to give the outcome alone.
     """
     segments: list[Segment] = [
         (f" {plan.facts_text} :", False),
         (f"{state_facts(plan.hops)}{plan.conclusion and f' {plan.conclusion}'}\n", True),
     ]
     if rng.random() < 0.7:
-        sentences = " ".join(dict.fromkeys(item.sentence for item in plan.hops))
+        sentences = " ".join(dict.fromkeys(hop.sentence for hop in plan.hops))
         segments += [(" copy :", False), (f" {sentences}\n", True)]
     if rng.random() < 0.5:
         segments += [(" in short :", False), (f" {outcome}\n", True)]
@@ -139,7 +139,7 @@ _TASK_SHARES = (0.1, 0.14, 0.24, 0.02, 0.22, 0.18, 0.1)
 
 def state_facts(hops: Iterable[Hop]) -> str:
     """Return statements of facts, "The director of X is Y."."""
-    return "".join(f" The {item.query} is {item.value}." for item in hops)
+    return "".join(f" The {hop.query} is {hop.value}." for hop in hops)
 
 
 def earlier_or_later(rng: Rng) -> str:

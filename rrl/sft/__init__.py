@@ -1,1 +1,1 @@
-"""Supervised training: demonstrations and cold start of a policy, judges, readers and text encoders."""
+"""Supervised training of policies (by demonstrations and a cold start), judges, readers and text encoders."""

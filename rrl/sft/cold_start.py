@@ -181,7 +181,7 @@ def sample_block(
         teacher: samples the trajectories.
         recipe: scores them and turns them into pairs.
         questions: questions of the block.
-        first: number of the first question in the run.
+        first: index of `questions[0]` among all questions of the run.
         temperatures: the teacher's temperatures. Each record states the one of its trajectory.
         judge: judge of answers that do not match the gold answers; None: no judge.
 

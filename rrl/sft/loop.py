@@ -70,7 +70,10 @@ def train(
     """
     trainer = Trainer(config, decoder, held_out, mesh)
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
-    with Checkpoints(workdir, settings, 2, MAY_DIFFER, MAY_GROW) as checkpoints, stop_requested() as stop:
+    with (
+        Checkpoints(workdir, settings, keep=2, may_differ=MAY_DIFFER, may_grow=MAY_GROW) as checkpoints,
+        stop_requested() as stop,
+    ):
         trainer.restore(checkpoints)
         start = int(trainer.state.step)
         if trainer.history.stopped == "done" and start < config.steps:  # the run was extended
@@ -144,7 +147,7 @@ def _finish(trainer: Trainer, decoder: Decoder, checkpoints: Checkpoints, log: "
     config, history = trainer.config, trainer.history
     stops_early = config.patience and trainer.has_held_out
     if stops_early and history.loss is not None and history.stopped in ("done", "minutes"):
-        # The last parameters may be better than those of all evaluations; `history.loss` is the lowest loss of these.
+        # `history.loss` is the lowest loss of the evaluations during training. The last parameters may have a lower one.
         last_loss = trainer.evaluate()["loss"]
         if last_loss < history.loss:
             history.loss, trainer.best_params = last_loss, trainer.state.params

@@ -84,7 +84,7 @@ def _pair(position: int, record: Any) -> tuple[str, str, str]:
     """Return (question id, input, output) of a record. Without an id, its position stands for the question."""
     fields = fields_of(record)
     for name in ("input", "output"):
-        # Only to raise an error for a missing or empty text: its result lacks the white space at the ends of the text.
+        # Called only to raise an error for a missing or empty text. Its result is stripped; a pair is used unstripped.
         text_field(fields, name)
     return str(fields.get("id", position)), fields["input"], fields["output"]
 

@@ -32,7 +32,7 @@ def pack_examples(examples: Sequence[Example], row_length: int, too_long: str = 
 class FixedSource:
     """A fixed set of examples, shuffled anew in each epoch.
 
-    The number of rows per epoch depends only on the lengths of the examples, so that step s is in epoch
+    Packing places the longest examples first, so every epoch has the same number of rows: step s is in epoch
     s // steps_per_epoch.
     """
 

@@ -1,6 +1,6 @@
 """The training and held-out examples of each stage of supervised training (see `rrl.sft.stages`). Read `STAGES` first.
 
-A world is a set of generated passages, a sub-world of `rrl.miniwiki`. No fact connects two worlds.
+Here a world is what `rrl.miniwiki` calls a sub-world: generated passages that no fact connects to those of another one.
 """
 
 import itertools
@@ -117,14 +117,14 @@ def _demonstrations(
     fields = dict(data)
     config = build(DemonstrationConfig, fields.pop("demonstrations"), "data.demonstrations")
     retrieval = build(RetrieverConfig, fields.pop("retriever"), "data.retriever")
-    world = build(DataConfig, fields, "data")
+    world_config = build(DataConfig, fields, "data")
     recipe = config.make()
     encoder = load_retriever_encoder(retrieval, "data.retriever")
 
     def examples(split: str, worlds: int, number: int) -> list[Example]:
-        wiki = generate(split, world.seed, worlds * world.world_size, worlds)
-        per_kind = -(-number // len(world.kinds))  # rounded up
-        items = mixed_questions(wiki, per_kind, world.kinds, world.seed)[:number]
+        wiki = generate(split, world_config.seed, worlds * world_config.world_size, worlds)
+        per_kind = -(-number // len(world_config.kinds))  # rounded up
+        items = mixed_questions(wiki, per_kind, world_config.kinds, world_config.seed)[:number]
         retriever = load_retriever(wiki.passages, retrieval, encoder, workdir=workdir)
         if retriever is None:
             raise UserError(
@@ -132,8 +132,8 @@ def _demonstrations(
             )
         return demonstration_examples(recipe, tokenizer, items, retriever, config.top_k)
 
-    train_examples = examples("train", world.train_worlds, config.number)
-    held_out = examples("dev", world.held_out_worlds, config.held_out)
+    train_examples = examples("train", world_config.train_worlds, config.number)
+    held_out = examples("dev", world_config.held_out_worlds, config.held_out)
     source = FixedSource(train_examples, settings.rows, settings.row_length, settings.seed)
     return source, {"expert": held_out}
 
@@ -185,7 +185,10 @@ def judge_examples_config(data: Mapping[str, Any]) -> JudgeExamplesConfig:
 
 
 def _world_seed(seed: int, block: int) -> int:
-    """Return the seed of the worlds of a block in a run with `seed`."""
+    """Return the seed of the worlds of a block in a run with `seed`.
+
+    Two runs with different seeds share no world in their first `FIRST_WORLD_SEED` blocks.
+    """
     return FIRST_WORLD_SEED * (seed + 1) + block
 
 

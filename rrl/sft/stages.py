@@ -1,6 +1,6 @@
 """The stages of supervised training: turns a config into data and model, trains, and writes a Hugging Face folder.
 
-reading (stage 0): an endless stream of reading, copying and comparing exercises, from random parameters.
+reading (stage 0): an endless stream of reading, copying and comparing tasks, from random parameters.
 evidence: an endless stream of questions with evidence, for the reader (R-Search: a model of another family than the policy).
 demonstrations (stage 1): a small fixed set of demonstrations of a recipe's scripted expert, from the model of stage 0.
 pairs: a fixed set of (input, output) pairs from a file, such as a teacher's demonstrations.

@@ -17,28 +17,29 @@ class StreamConfig:
     steps_per_block: int = 20
     """Steps per block."""
     probes: int = 64
-    """Held-out examples of each kind of exercise or judge prompt, from worlds of the dev split. Stage evidence has only one kind
-    and takes four times as many examples."""
+    """Held-out examples of each kind of reading task or judge prompt, from worlds of the dev split. Stage evidence has
+    only one kind and takes four times as many examples."""
     short_length: int = 0
     """Stage reading: row length of short blocks, in tokens; 0: no short blocks. Attention over short rows is cheaper. A step of a
     short block has more rows, so that it has as many tokens as a step of a long block."""
     short_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Stage reading: arguments of the stream in short blocks; they override `options`."""
+    """Stage reading: arguments of `reading_examples` in short blocks; they override `options`."""
     long_every: int = 4
     """Stage reading, with short blocks: every `long_every`-th block is long, with rows of `train.row_length` tokens."""
     curriculum: str = ""
     """"1:200;2:300": reading examples have at most 1 passage for 200 steps, then at most 2 for 300, and then as many as
     `options` allow. "": no curriculum."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Further arguments of the stream (rrl.miniwiki.reading, .evidence; rrl.sft.judge_examples.JudgeExamplesConfig)."""
+    """Further arguments of the function that generates the examples: `rrl.miniwiki.reading.reading_examples` or
+    `rrl.miniwiki.evidence.reader_examples`. Stage verdicts: fields of `rrl.sft.judge_examples.JudgeExamplesConfig`."""
 
     reading: float = 0.0
     """Stage evidence: share of the tokens that come from reading examples, during the curriculum. Without them the model
-    does not learn to retrieve from its context, because answers have too few target tokens."""
+    does not learn to find facts in its context, because answers have too few target tokens."""
     reading_later: float = 0.0
     """Stage evidence: the same share after the curriculum."""
     reading_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Stage evidence: arguments of the reading examples."""
+    """Stage evidence: arguments of `reading_examples`."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "worlds", "world_size", "steps_per_block", "probes", "long_every", where="data.")

@@ -34,10 +34,11 @@ class Teacher(Protocol):
 
         Args:
             questions: Q questions.
-            first: number of the first question in the run.
+            first: index of `questions[0]` among all questions of the run.
 
         Returns:
-            Q x T trajectories for T temperatures, question by question. Their `group` is the number of their question in the run.
+            Q x T trajectories for T temperatures, question by question. `group` is the index of the
+            trajectory's question among all questions of the run.
         """
 
 

@@ -36,7 +36,7 @@ def demonstrate_r2ag(recipe: R2AG, item: MiniQuestion, retrieve: RetrieveFn) -> 
         ]
         if not results or not all(hits):
             return segments
-        # A miss: one of several results is missing, or an irrelevant passage (the second one) is shown too.
+        # A miss: one of several results is left out. If there is only one, the second, irrelevant passage is shown too.
         if show_miss and len(results) > 1:
             results.pop(draw // 1000 % len(results))
             show_miss = False
