@@ -34,7 +34,7 @@ def make_mesh(
 
 
 def data_shards(mesh: Mesh | AbstractMesh | None) -> int:
-    """Number of devices over which the rows of a batch are split."""
+    """Number of shards into which the rows of a batch are split: the product of the sizes of axes data and fsdp."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 

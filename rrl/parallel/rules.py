@@ -93,8 +93,8 @@ def optimizer_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 def constrain(x: Array, *axes: Any) -> Array:
     """Constrains the sharding of an activation if a mesh of several devices is set; otherwise returns it unchanged.
 
-    Axis "fsdp" must split the rows of activations. Without the constraint, XLA's partitioner would give activations the
-    sharding of the embedding, whose width is split over "fsdp".
+    Rows of activations are split over "fsdp". Without a constraint, XLA's partitioner would instead split their width over
+    "fsdp", as in the embedding table.
 
     Args:
         x: the activation.

@@ -23,8 +23,8 @@ def prepare_host(callbacks: bool = True) -> None:
     from the variable NPROC when it starts.
 
     Args:
-        callbacks: whether the program has host callbacks. False leaves one thread per core, which is fastest. It also undoes an
-            earlier call with True, perhaps in the parent process.
+        callbacks: whether the program has host callbacks. False leaves one thread per core, which is fastest, and removes the
+            NPROC that an earlier call with True set. A child process inherits NPROC from its parent.
     """
     current = os.environ.get("NPROC", "")
     if not callbacks:

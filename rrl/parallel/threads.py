@@ -1,4 +1,4 @@
-"""Threads that compute several microbatches at the same time on one CPU device. A single one does not keep two cores busy."""
+"""Threads that compute several microbatches at the same time on one CPU device. One microbatch does not keep two cores busy."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

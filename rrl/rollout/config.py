@@ -18,8 +18,9 @@ class EngineConfig:
     """Rows of a decode step: the number of episodes that decode at the same time, over all data shards."""
     oversubscribed_slots: int = 0
     """Episodes in flight in addition to `rows`. While an episode waits for passages, the shortest episode without a row
-    decodes in its place. Each of these slots takes the memory of a KV cache. The number per worker is rounded up. No result
-    changes, but long episodes end late: if more episodes can decode than there are rows, the longest ones wait."""
+    decodes in its place. Each of these slots takes the memory of a KV cache. Several workers share the slots equally; the
+    number of slots per worker is rounded up. No result changes, but long episodes end late: if more episodes can decode than
+    there are rows, the longest ones wait."""
     context: int = 8192
     """Maximum tokens in the context, including those that the policy writes. A restart begins an empty context."""
     wake_threshold: int = 16
@@ -32,8 +33,8 @@ class EngineConfig:
     """Speculative decoding: draft tokens per row and decode step, by prompt lookup (`rrl.rollout.drafts`). 0 is off. A step
     takes longer, but writes several tokens per row if the drafts are right. All steps compute about the same number of
     tokens: if fewer rows decode, each gets more draft tokens. Another value of this field may change the last bits of
-    log-probabilities. With the same value, they must not depend on the choice of the draft tokens. On one CPU the engine
-    checks this before the first run; if the check fails, it logs a warning and uses no drafts."""
+    log-probabilities. With the same value, log-probabilities must not depend on which draft tokens are proposed. On one CPU
+    the engine checks this before the first run; if the check fails, it logs a warning and uses no drafts."""
     max_wait_steps: int = 8
     """Maximum number of decode steps for which a paused slot waits while others decode. It is doubled if there are
     oversubscribed slots, and divided by four while a query is being embedded."""

@@ -35,7 +35,7 @@ class DecodeState(NamedTuple):
     logps: Float[Array, "slots A"]
     """Their log-probabilities under the full distribution."""
     sampled_logps: Float[Array, "slots A"]
-    """Their log-probabilities under the distribution that was sampled."""
+    """Their log-probabilities under the distribution from which they were sampled."""
     length: Int[Array, "slots"]
     """Number of these tokens."""
 

@@ -45,9 +45,9 @@ class DecodeSettings:
     """Allowed numbers of rows of a step, largest first. A step has the smallest number that holds all decoding slots, or the
     largest if none does; the rows are split evenly over the devices."""
     readers: Sequence[int] = ()
-    """Allowed numbers of rows that read a cache block in one matrix product of attention, largest first. All rows read the
-    first blocks. Later blocks are read by a smaller batch, the rows with long contexts
-    (`rrl.models.attention.cache_attention`). (): all rows read as many blocks as the row with the longest context."""
+    """Allowed batch sizes of attention over one cache block, largest first. The rows form groups of the largest size. A whole
+    group reads the first blocks. Only rows with long contexts need later blocks, so the batch shrinks to the smaller sizes
+    there (`rrl.models.attention.cache_attention`). (): all rows read as many blocks as the row with the longest context."""
     step_tokens: int = 0
     """Tokens of a step over all rows, including draft tokens. 0: no drafts."""
 
@@ -68,7 +68,8 @@ class Sampler(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """One sampled token per row, with its log-probability under the full distribution and under the sampled one."""
+    """One sampled token per row, with two log-probabilities: under the full distribution, and under the distribution from which
+    it was sampled (after temperature, top-k and top-p)."""
 
     ids: Int[Array, "rows"]
     logps: Float[Array, "rows"]
@@ -80,7 +81,7 @@ def sample_tokens(
 ) -> list[SampledTokens]:
     """Sample one token after each of the T tokens of a row.
 
-    Token t is the one that decoding a single token per step would sample if the samples before it equal the draft tokens. All
+    If the samples before sample t equal the draft tokens, sample t is the one that decoding one token per step would give. All
     are sampled in one call, so that the bits of a token do not depend on its index. The CPU kernel (`rrl.models.cpu.layers`)
     samples if it computed the layers over this cache.
     """
@@ -180,7 +181,7 @@ def decode(
       max_wait_steps: maximum number of decode steps while any slot is paused or blocked. 0: decode no step.
 
     Returns:
-      state, and (number of steps, sum of the numbers of rows that wrote in each step).
+      state, and (number of steps, number of rows that wrote, summed over the steps).
     """
 
     def cond(carry: tuple[RolloutState, Array], next_width: int) -> Array:

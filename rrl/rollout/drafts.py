@@ -1,10 +1,10 @@
 """Speculative decoding without a draft model, by prompt lookup: one decode step can write several tokens per row.
 
-A search agent copies names from its passages and sentences that other samples of its question wrote. So the draft tokens are
-those that followed the last occurrence of the same n-gram in any text of the data shard (prompt lookup decoding, Saxena 2023).
-A decode step also computes the logits after each draft token, and samples from them in order while the samples equal the
-drafts. A sample depends only on the request and the position (`rrl.rollout.sampling`). So no rejection sampling is needed, as
-it is with a draft model (Leviathan et al. 2023), and the tokens are, up to rounding, those of decoding one token per step.
+A search agent copies names from its passages, and it repeats sentences of other samples of the same question. So the draft
+tokens are those that followed the last occurrence of the same n-gram in any text of the data shard (prompt lookup decoding,
+Saxena 2023). A decode step also computes the logits after each draft token, and samples from them in order while the samples
+equal the drafts. A sample depends only on the request and the position (`rrl.rollout.sampling`). So no rejection sampling is
+needed, unlike with a draft model (Leviathan et al. 2023). The tokens are, up to rounding, those of decoding one token per step.
 """
 
 from collections.abc import Callable

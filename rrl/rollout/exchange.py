@@ -157,7 +157,7 @@ class DeviceReport:
     logps: Float[np.ndarray, "slots A"]
     """Their log-probabilities under the full distribution."""
     sampled_logps: Float[np.ndarray, "slots A"]
-    """Their log-probabilities under the distribution that was sampled."""
+    """Their log-probabilities under the distribution from which they were sampled."""
     length: Int[np.ndarray, "slots"]
     """Number of these tokens."""
 

@@ -105,7 +105,7 @@ def pack_report(
 
 
 def unpack_replies(messages: Int[Array, "shards message"], sizes: ExchangeSizes) -> HostReplies:
-    """Split the schedulers' messages. Slots get their numbers over all shards."""
+    """Split the schedulers' messages. Slot numbers, which count within a shard there, count over all shards in the result."""
     shards = len(messages)
     chunks_end = sizes.chunks * (HEADER_LENGTH + sizes.chunk_tokens)
     queries_end = chunks_end + sizes.wake_threshold * sizes.query_tokens

@@ -97,7 +97,7 @@ class LoopRunner:
         """Run the loops until every scheduler has finished, or until `aborted` is set. Compile them first if needed.
 
         Returns:
-          number of decode steps, and the sum of the numbers of rows that wrote in each step.
+          number of decode steps, and number of rows that wrote, summed over the steps.
         """
         run_worker, is_new = self._worker_function(inputs)
         if inputs.reference:

@@ -41,8 +41,8 @@ def prefill(
 ) -> RolloutState:
     """Apply a scheduler's reply: copy prefixes, prefill chunks, begin turns, set statuses.
 
-    The last token of a turn's prompt stays pending: its logits come from a decode step, whether its past was prefilled here
-    or copied.
+    The last token before a turn stays pending. So its logits always come from a decode step, whether the tokens before it
+    were prefilled here or copied.
 
     Args:
       model: the policy.

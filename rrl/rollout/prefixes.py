@@ -86,7 +86,8 @@ class PrefixIndex:
         """Find the best slot to copy a prefix of `tokens` from.
 
         Args:
-          slot: the slot that will hold `tokens`. Copying from itself is free: its previous tokens are in place.
+          slot: the slot that will hold `tokens`. It may be its own source, at no cost: its cache still holds the tokens of
+            its previous text.
           tokens: the whole text.
           held: number of leading tokens that `slot` already holds for this text.
 

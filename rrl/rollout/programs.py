@@ -51,7 +51,7 @@ class LoopState(NamedTuple):
     max_wait_steps: Int[Array, ""]
     """Maximum number of decode steps while any slot is paused or blocked; ABORT after an error of a scheduler."""
     counts: Int[Array, "2"]
-    """Number of decode steps, and the sum of the numbers of rows that wrote in each step."""
+    """Number of decode steps, and number of rows that wrote, summed over the steps."""
 
 
 class RolloutPrograms:
@@ -156,8 +156,8 @@ class RolloutPrograms:
           first_accept: first accepting state of the stop automaton.
 
         Returns:
-          (params, encoder state, key, stop table, worker) -> (number of decode steps, sum of the numbers of
-          rows that wrote in each step). The schedulers hold the episodes.
+          (params, encoder state, key, stop table, worker) -> (number of decode steps, number of rows that
+          wrote, summed over the steps). The schedulers hold the episodes.
         """
 
         @self.jit
@@ -289,8 +289,8 @@ class RolloutPrograms:
     def model(self, params: PyTree) -> Decoder:
         """Return the decoder with these parameters, prepared for generation. Call it before the program's loop.
 
-        On one CPU, adapters are added to the weights, and a tied embedding table is transposed, once for all tokens. Each
-        worker holds its own copies.
+        If the CPU kernel computes the layers (`uses_cpu_layers`), LoRA adapters are added to the weights. On one CPU, a tied
+        embedding table is transposed. Both happen once, not at each token. Each worker holds its own copies.
         """
         model = nnx.merge(self.graph, params)
         if self.uses_cpu_layers(model.dtype):

@@ -127,8 +127,9 @@ class Environment(Protocol):
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> StepResult:
         """Return another result in place of `message`, which does not fit the context.
 
-        `room` is the number of free tokens in the context; an Append must leave `reserve_tokens` of them. If the returned
-        message does not fit either, the episode ends as "context_limit"."""
+        For an Append, `room` is the number of free tokens in the context; the message must leave `reserve_tokens` of them. For
+        a Restart, `room` is the maximum length of the prompt. If the returned message does not fit either, the episode ends as
+        "context_limit"."""
 
 
 def message_ids(

@@ -37,7 +37,7 @@ def truncate(logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0)
 
 
 def _top_p_threshold(probabilities: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
-    """Return the largest threshold such that the probabilities from it on sum to at least `top_p`.
+    """Return the largest threshold such that the probabilities at or above it sum to at least `top_p`.
 
     Binary search over the bits of a float32: non-negative floats are ordered like their bits. (Sorting the vocabulary for each
     token would cost more than all layers of a small model.) The search tries the bits of the threshold from the highest on, and
@@ -135,8 +135,8 @@ def sample(
       top_k: number of most likely tokens to sample from; 0 is off.
 
     Returns:
-      ids, their log-probabilities under the full distribution (temperature 1, not truncated), and under the distribution that
-      was sampled (0 for greedy rows).
+      ids, their log-probabilities under the full distribution (temperature 1, not truncated), and under the distribution from
+      which they were sampled (0 for greedy rows).
     """
     greedy = is_greedy(temperature)
     best = _argmax(logits)

@@ -199,7 +199,7 @@ class Scheduler:
             self.not_finite.append((self.request_numbers[slot], state.request.question.id))
             self._finish(slot, state, NOT_FINITE)
             return
-        # The turn wrote the keys and values of the pending token before it, but not those of its last token.
+        # The cache now holds the token before the turn and the tokens of the turn, except its last one, which is pending.
         self.prefills.record_decoded(slot, np.concatenate([last_token, ids[:-1]]))
         name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
         self._execute(slot, state, self.environment.step(state.episode, text, name))

@@ -29,7 +29,7 @@ class SearchRequests:
         self.being_embedded: list[str] = []
         """Queries that the device embeds now."""
         self.failed = 0
-        """Failed searches, counted once per requester."""
+        """Failed searches. A search that several requesters share counts once for each of them."""
         self._queries: dict[int, tuple[str, ...]] = {}
         """Queries of each slot that waits for passages."""
         self._outcomes: dict[int, dict[str, SearchOutcome]] = {}

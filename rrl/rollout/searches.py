@@ -167,7 +167,7 @@ class SearchRunner:
         return {future for future in futures if not future.done()}
 
     def _collect(self) -> list[tuple[str, SearchOutcome]]:
-        """Return the searches that have ended, and search queries again whose batch failed or is late."""
+        """Return the searches that have ended. Search again each query whose batch failed or is late (`_needs_retry`)."""
         now, queries = time.perf_counter(), self._queries
         ended, self._cached, self._queries = self._cached, [], []
         retries: list[_InFlightQuery] = []
@@ -191,7 +191,7 @@ class SearchRunner:
         return ended
 
     def _add_durations(self, now: float) -> None:
-        """Add the durations of ended batches to `seconds` and to the moving average. A late batch counts as ended."""
+        """Add the durations of ended batches to `seconds` and the moving average. A batch past its deadline counts as ended."""
         batches, self._batches = self._batches, []
         for batch in batches:
             if not batch.future.done() and now < batch.deadline:

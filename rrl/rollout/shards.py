@@ -21,10 +21,10 @@ def assign_to_shards(
 ) -> list[list[list[int]]]:
     """Assign requests to data shards, in groups. One worker takes a whole group.
 
-    Requests with the same prompt form a group. The number of these groups is a multiple of the number of all workers; the
-    other requests, those of the shortest prompts, form groups of one. So the workers can share the groups evenly. Long
-    prompts come first, since long questions tend to take more turns: short episodes then fill the slots at the end (longest
-    processing time first, Graham 1969).
+    Requests with the same prompt form a group. If the number of groups is not a multiple of the number of all workers, the
+    remaining groups, those with the shortest prompts, are split into single requests. So the workers can share the work
+    evenly. Long prompts come first, since long questions tend to take more turns: short episodes then fill the slots at the
+    end (longest processing time first, Graham 1969).
 
     Args:
       prompts: prompt of each request.
@@ -38,8 +38,8 @@ def assign_to_shards(
     for index, prompt in enumerate(prompts):
         groups.setdefault(np.asarray(prompt, np.int32).tobytes(), []).append(index)
     ordered = sorted(groups.values(), key=lambda group: -len(prompts[group[0]]))
-    evenly = len(ordered) - len(ordered) % (shards * workers)
-    ordered[evenly:] = [[index] for group in ordered[evenly:] for index in group]
+    whole_groups = len(ordered) - len(ordered) % (shards * workers)
+    ordered[whole_groups:] = [[index] for group in ordered[whole_groups:] for index in group]
     return [ordered[shard::shards] for shard in range(shards)]
 
 

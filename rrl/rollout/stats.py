@@ -34,7 +34,7 @@ class RolloutStats:
     prefilled_tokens: int = 0
     """Prefilled tokens of prompts and observations, without those copied from another slot."""
     searches_failed: int = 0
-    """Failed searches, counted once per episode."""
+    """Failed searches. A search that several episodes share counts once for each of them."""
     not_finite: int = 0
     """Episodes that ended because the logits were not finite (`rrl.data.trajectory.NOT_FINITE`)."""
 

@@ -29,11 +29,11 @@ class TextCodec:
         self.bytes += [b""] * (vocab_size - len(self.bytes))
         self.vocab_size = vocab_size
         """All token ids are below it."""
-        self._cached = functools.lru_cache(CACHED_TEXTS)(self._encode)
+        self._encode_cached = functools.lru_cache(CACHED_TEXTS)(self._encode)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of `text`, without added special tokens. The array is read-only, since it may be cached."""
-        return self._cached(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode(text)
+        return self._encode_cached(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode(text)
 
     def encode_plain(self, text: str) -> np.ndarray:
         """Return the token ids of text from outside, such as a passage: names of special tokens are encoded as ordinary text."""

@@ -154,7 +154,7 @@ class Completion:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings of a request without its own."""
+        """No stop strings: each `Generate` gives its own in `Generate.stops`."""
         return ()
 
     def step(self, episode: Episode, text: str, stop: str) -> StepResult:

@@ -165,7 +165,7 @@ class WorkflowRunner:
         self._scheduler.queue.append((request_number, request))
 
     def _generated(self, request_number: int, trajectory: Trajectory) -> None:
-        """Deliver the result of a `Generate`: the scheduler's `on_finish`."""
+        """Deliver the result of a `Generate`. The scheduler calls this as its `on_finish`."""
         written = "".join(text for role, text in trajectory.segments if role == POLICY)
         stop = trajectory.ended
         at_stop_string = any(stop in strings for strings in self._environment.stop_sets)
@@ -173,7 +173,7 @@ class WorkflowRunner:
         self._deliver(*self._requesters.pop(request_number), Generated(text, stop, trajectory))
 
     def _retrieved(self, requester: Requester, outcome: SearchOutcome) -> None:
-        """Deliver the result of a `Retrieve`: the scheduler's `on_search_done`."""
+        """Deliver the result of a `Retrieve`. The scheduler calls this as its `on_search_done`."""
         assert isinstance(requester, tuple)
         self._deliver(*requester, outcome)
 
