@@ -11,7 +11,7 @@ from ml_collections import ConfigDict, FieldReference
 from rrl.config.renamed import rename_fields
 from rrl.errors import UserError
 
-Fields = TypeVar("Fields")
+Section = TypeVar("Section")
 
 DERIVED = ("total_steps", "vocab_size", "eos_token_id", "pad_token_id")
 """Fields that a run computes from its steps and its tokenizer, so that no config lists them."""
@@ -22,7 +22,7 @@ def fill_defaults(section: ConfigDict, kind: type) -> None:
 
     The command line can only override fields that a locked config contains. Fields without a default are not added, nor are
     fields that hold a dataclass, which are separate sections. A field that may be None accepts a value of any type on the
-    command line, so that `None` is possible; `build` checks the type.
+    command line, so that `None` is possible; `build` checks the type. Such a field must have a default or be in `DERIVED`.
     """
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -40,7 +40,7 @@ def fill_defaults(section: ConfigDict, kind: type) -> None:
             section[field.name] = default
 
 
-def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any) -> Fields:
+def build(kind: type[Section], values: Mapping[str, Any], where: str, **more: Any) -> Section:
     """Build a frozen dataclass from the values of a config section.
 
     Args:
@@ -75,7 +75,7 @@ def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any
     except UserError as error:
         if str(error).startswith(f"{where}."):
             raise
-        # A dataclass names its usual section, such as "optim.lr=..." for the section critic_optim.
+        # The dataclass's error begins with its own section name, such as "optim.lr=..."; here it may be critic_optim.
         usual_section, _, rest = str(error).partition(".")
         text = rest if where.endswith(f"_{usual_section}") else str(error)
         raise UserError(f"{where}.{text}") from error

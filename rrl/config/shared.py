@@ -46,8 +46,8 @@ RUN_ARGUMENTS: Mapping[str, Any] = {
 - policy: folder of the initial policy; "": the config's own.
 - encoder: folder of the text encoder; "": the shipped one in the built-in world, none for a folder.
 - retriever: kind of the retriever; "": scann, or bm25 for a folder without an encoder.
-- control: a run that should not gain. "permuted" gives each trajectory of a batch the reward of a random one; with
-  "search_off" every search returns nothing.
+- control: a negative control, that is a run whose evaluation score should not improve. "permuted" gives each trajectory of a
+  batch the reward of a random one; with "search_off" every search returns nothing.
 """
 
 
@@ -83,8 +83,8 @@ def refuse_unused_with_ablation(args: types.SimpleNamespace, ablation: str, **de
     for name, value in defaults.items():
         if args.ablation == ablation and (given := getattr(args, name)) != value:
             raise UserError(
-                f"config argument {name}={given} has no meaning with ablation={ablation}, which removes what it sets; leave "
-                "one out"
+                f"config argument {name}={given} has no meaning with ablation={ablation}, which removes the part "
+                "that it configures; leave one out"
             )
 
 
@@ -146,7 +146,7 @@ def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recip
         "top_k": 2,
         "top_p": 0.95,
     }
-    # A third more steps than R-Search takes, since groups with equal rewards give no gradient here.
+    # A third more than R-Search's 66 steps, because many groups have equal rewards and give no gradient.
     steps = 90 if args.steps is None else args.steps
     config.train = {
         "steps": steps,

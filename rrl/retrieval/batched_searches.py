@@ -18,9 +18,10 @@ class SearchRequest(NamedTuple):
 
 
 class BatchedSearches:
-    """`Retriever.search` for many threads. A request starts immediately if no search is running; waiting requests share one.
+    """`Retriever.search` for many threads. A request starts immediately if no search is running.
 
-    A search of a hundred queries takes little more time than one of a single query. Their embeddings are computed in one batch.
+    Requests that arrive during a search wait, and the next search answers all of them together. A search of a hundred
+    queries takes little more time than a search of one. Their embeddings are computed in one batch.
     """
 
     def __init__(self, retriever: Retriever, max_queries: int = 1024) -> None:

@@ -31,7 +31,9 @@ def write_corpus(
         path = Path(corpus)
         if path.is_file():
             source = [path.name, path.stat().st_size, path.stat().st_mtime_ns, *options.columns]
+        # Builds of older versions of rrl did not record "skipped". Their corpus is read again.
         unchanged = source is not None and state.get("source") == source and "skipped" in previous
+        # With on_error="refuse", a corpus with broken records must be read again, so that the error is raised.
         if unchanged and (options.on_error == "skip" or not previous["skipped"]):
             return previous
         corpus = iter_passages(path, options.on_error, skipped, empty, options.columns)

@@ -77,7 +77,8 @@ def _drop_counts_of_later_blocks(file: Path, rows: int, block: int) -> None:
     counts = file.read_text(errors="replace").split()[:blocks] if file.is_file() else []
     if len(counts) < blocks or not all(count.isdecimal() for count in counts):
         raise UserError(
-            f"index {file.parent}: damaged, {file.name} lacks the number for a block. Remove that folder and build again."
+            f"index {file.parent}: damaged, {file.name} lacks a block's number of truncated passages. "
+            "Remove that folder and build again."
         )
     file.write_text("".join(f"{count}\n" for count in counts))
 

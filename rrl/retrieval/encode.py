@@ -34,7 +34,7 @@ SEQUENTIAL_TEXTS = 16
 """Up to this many texts are tokenized one after the other; threads would wait for a core while rollouts use them all."""
 
 BATCHES_AHEAD = 2
-"""Batches that are sent to the device before the first result is read back."""
+"""Maximum number of earlier batches whose results have not been read from the device when the next batch is sent."""
 
 OnBatch = Callable[[Int[np.ndarray, "n"], Float[np.ndarray, "n E"]], None]
 """Callback after each batch: the positions of its texts, and their embeddings."""
@@ -125,7 +125,7 @@ class TextEncoder:
         """Return embeddings float32 of sequences of token ids, in their order.
 
         The longest sequences are batched first, and each batch is padded to its longest, so that there is little padding and few
-        programs compile. The next batch is prepared while the device works on the last.
+        programs compile. A batch is prepared while the device works on up to `BATCHES_AHEAD` earlier ones.
         """
         batch = batch or (CPU_BATCH if jax.default_backend() == "cpu" else DEVICE_BATCH)
         embeddings = np.empty((len(ids), self.dim), np.float32)

@@ -107,9 +107,11 @@ class GoldHits:
 def gold_key(questions: Sequence[Question], passages: Iterable[tuple[str, str]]) -> tuple[str, str]:
     """Choose the key by which passages are recognised as gold: `IDS` or `TITLES`.
 
-    Ids are better, because passages may share a title. They are chosen if at least as many questions have gold ids as have gold
-    titles, and some passage of the corpus has a gold id. If the question with that gold id also has gold titles, the passage must
-    have one of them, because ids of another corpus are often the same numbers.
+    Ids are preferred, because passages may share a title. `IDS` is chosen if both hold:
+    - at least as many questions have gold ids as have gold titles;
+    - a passage of the corpus has the gold id of a question. If that question has gold titles and the passage's title is known,
+      the title must be one of them, because ids of another corpus are often the same numbers.
+    Otherwise `TITLES` is chosen, or `IDS` if no question has gold titles; a warning is returned if any question has gold ids.
 
     Args:
       questions: with `gold` and `gold_ids` where the data has them.
@@ -215,7 +217,11 @@ def hits_by_answer(
 
 
 def hits_from_ranks(ranks: Sequence[int]) -> GoldHits:
-    """Return the hits of questions with one gold passage each, at the given rank from 1; 0: it was not retrieved."""
+    """Return the hits of questions with one gold passage each, from the rank of that passage.
+
+    Ranks count from 1; rank 0 means that the gold passage was not retrieved. The number of passages after it is not known, so
+    `retrieved` is the rank, and @K and η_re have no meaning.
+    """
     rows = [[at == rank for at in range(1, rank + 1)] for rank in ranks]
     return _hits(rows, [1] * len(rows))
 
@@ -223,8 +229,8 @@ def hits_from_ranks(ranks: Sequence[int]) -> GoldHits:
 def gold_efficiency(recall: float, passages: float, gold: float) -> float:
     """Return η_re (R2AG, Table A.6): recall per retrieved passage, relative to an oracle that retrieves only the gold passages.
 
-    `passages` is @K, the mean number of retrieved passages; `gold` is the mean number of gold passages. The oracle has 1; the
-    value is 0 if nothing was retrieved.
+    `passages` is @K, the mean number of retrieved passages; `gold` is the mean number of gold passages. The value
+    of the oracle is 1. The value is 0 if nothing was retrieved.
     """
     return (recall / passages) / (1.0 / gold) if passages else 0.0
 

@@ -57,7 +57,9 @@ def count_words(passages: Sequence[Sequence[str]], vocabulary: Vocabulary) -> Po
 
 
 def inverse_frequencies(frequencies: Int[np.ndarray, "W"], passages: int, idf: str) -> Float[np.ndarray, "W"]:
-    """Return the weight of each word, float32, from the number n of the N passages that have it.
+    """Return the inverse document frequency of each word, float32.
+
+    Of the N `passages`, n contain the word (its document frequency, in `frequencies`).
 
     lucene: log(1 + (N - n + 0.5) / (n + 0.5)). okapi, as in rank_bm25's BM25Okapi: log((N - n + 0.5) / (n + 0.5)); a word in more
     than half of the passages would have a negative weight, and gets a quarter of the mean weight instead.

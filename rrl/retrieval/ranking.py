@@ -9,7 +9,7 @@ MARGIN = 8
 """Candidates beyond k that are rescored, so that float32 rounding near rank k cannot lose a passage."""
 
 MAX_RESCORE_ELEMENTS = 16 << 20
-"""Elements of candidates' embeddings that `rescore` reads at once, to bound memory. It reads those of at least one query."""
+"""Elements of candidates' embeddings that `rescore` reads at once, to bound memory. A single query may exceed it."""
 
 NO_PASSAGE = -1
 """Id that fills a ranking of fewer than k passages."""

@@ -53,7 +53,7 @@ class SearchFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RetryPolicy:
-    """Retries and time limit of a search, and how many queries one search has."""
+    """Retries and time limit of a search, and its batch size."""
 
     time_out: float | None = None
     """Time limit of one attempt, in seconds. None: no limit."""
@@ -74,9 +74,9 @@ class RetryPolicy:
 class Retriever:
     """Thread-safe search over one corpus.
 
-    `tokenize`, and `search` with embeddings, use NumPy only and never call JAX, so host callbacks may call them. For an index
-    over embeddings, the device embeds `tokenize(queries)` with `encoder`, and a host callback passes the embeddings to `search`.
-    Everywhere else `search` embeds the queries itself.
+    `tokenize`, and `search` with embeddings, use NumPy only and never call JAX, so host callbacks may call them. Inside a
+    jitted program, the queries of an index over embeddings are embedded on the device: `encoder` embeds `tokenize(queries)`, and
+    a host callback passes the embeddings to `search`. Outside jit, `search` embeds the queries itself.
     """
 
     def __init__(

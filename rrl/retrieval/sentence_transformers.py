@@ -21,7 +21,7 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def read_sentence_transformers(folder: Path) -> dict[str, Any]:
-    """Return the keys of text_encoder.json as read from modules.json and its companion files.
+    """Read settings from modules.json and its companion files; return them by their keys in text_encoder.json.
 
     The result has no prefixes if the files name no prompts.
 
@@ -31,8 +31,8 @@ def read_sentence_transformers(folder: Path) -> dict[str, Any]:
     config = _read_if_present(folder / "config_sentence_transformers.json")
     prompts = config.get("prompts") or {}
     prefixes = {
-        ours: next((prompts[name] for name in theirs if prompts.get(name)), "")
-        for ours, theirs in PREFIXES.items()
+        prefix: next((prompts[name] for name in prompt_names if prompts.get(name)), "")
+        for prefix, prompt_names in PREFIXES.items()
     }
     # Newer versions write empty prompts if none were set.
     given_prefixes = prefixes if any(prefixes.values()) else {}

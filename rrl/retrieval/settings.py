@@ -1,4 +1,4 @@
-"""Read from an encoder's folder how its texts are prepared and pooled, with defaults of known model families.
+"""Read the text settings and the pooling of an encoder from its folder, with defaults for known model families.
 
 Read `read_settings` first.
 """
@@ -100,7 +100,8 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Encod
     text_encoder.json holds the fields of TextSettings, `pooling` (mean or cls), `normalize`, and `family` (a key of
     ENCODER_FAMILIES, with its `task`) in place of prefixes. `given` has the same keys and overrides the file. A key that is
     missing from both is looked up in this order: the files of sentence-transformers; the family (the given one, or the one whose
-    models have the folder's name); the defaults of TextSettings and Pooling.
+    models have the folder's name); the defaults of TextSettings and Pooling. Exception: the prefixes of a given family take
+    precedence over those in the files of sentence-transformers.
 
     Raises:
         UserError: the prefixes are unknown, a key or value is unknown, or the files of sentence-transformers ask for something

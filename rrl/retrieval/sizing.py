@@ -13,10 +13,13 @@ BRUTE_FORCE_BELOW = 20_000
 GB = 10**9
 
 INITIAL_REORDER = 100
-"""Candidates to rescore before the search is tuned to its target recall."""
+"""Initial number of candidates that a search rescores; `tune_recall` may raise it."""
 
-_OVERHEAD = 12
-"""Bytes per passage in addition to its codes: its leaf in ScaNN's tables, its entry in the file of offsets."""
+_PASSAGE_BYTES = 12
+"""Bytes per passage, however often it is stored: its leaf in ScaNN's tables, its entry in the file of offsets."""
+
+_ID_BYTES = 4
+"""Bytes that ScaNN adds to each stored code of a passage, for an int32 id."""
 
 _ACCURACY_LEVELS = ((2, True), (2, False), (4, False), (8, False))
 """(code_dims, spilled) of `ScannConfig`, from the most to the least accurate, which is also from the most to the least memory."""
@@ -54,9 +57,9 @@ def serving_bytes(config: ScannConfig, passages: int, dim: int) -> int:
     if not config.leaves:
         return passages * dim * 4
     copies = 2 if config.spilled else 1
-    bytes_per_passage = copies * (math.ceil(dim / config.code_dims) / 2 + 4)
+    code_bytes = copies * (math.ceil(dim / config.code_dims) / 2 + _ID_BYTES)
     tree_bytes = len(config.parts(passages)) * config.leaves * dim * 4
-    return round(passages * (bytes_per_passage + _OVERHEAD)) + tree_bytes
+    return round(passages * (code_bytes + _PASSAGE_BYTES)) + tree_bytes
 
 
 def training_sample(config: ScannConfig, passages: int) -> int:
@@ -81,7 +84,7 @@ def codes_bytes(config: ScannConfig, passages: int, dim: int) -> int:
     if not config.leaves:
         return 0
     copies = 2 if config.spilled else 1
-    return passages * copies * (math.ceil(dim / config.code_dims) + 4)
+    return passages * copies * (math.ceil(dim / config.code_dims) + _ID_BYTES)
 
 
 def disk_bytes(config: ScannConfig, passages: int, dim: int, characters: int = 700) -> int:

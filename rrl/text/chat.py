@@ -110,6 +110,7 @@ def chat_ids(
         return template_ids(tokenizer, chat_text(tokenizer, prompt, thinking))
     # `template_ids` splits the text at each separator, so that no special token of the messages is encoded as one.
     separator = next(character for character in NONCHARACTERS if character not in messages)
+    # Without a template the two messages are concatenated, and a special token's text may begin in one and end in the other.
     system, user = (prompt.system, prompt.user_message) if prompt.chat else ("", messages)
     system, user = (break_special_tokens(tokenizer, text, separator) for text in (system, user))
     split_prompt = dataclasses.replace(prompt, system=system, before=user, body="", after="")

@@ -1,8 +1,8 @@
 """Encode texts into token ids. Read `text_ids` first.
 
-A question or a document may contain the name of a special token, such as "<|im_end|>". It must then be encoded as plain text.
-- `text_ids` encodes the exact text; the name of a special token becomes that token.
-- `plain_ids` encodes the exact text of users or documents; the name of a special token is encoded as plain text.
+A question or a document may contain the text of a special token, such as "<|im_end|>". It must then be encoded as plain text.
+- `text_ids` encodes the exact text; the text of a special token becomes that token.
+- `plain_ids` encodes the exact text of users or documents; in it, the text of a special token is encoded as plain text.
 - `template_ids` encodes the beginning of a sequence, such as the output of a chat template.
 """
 
@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from rrl.text.characters import replace_lone_surrogates
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode noncharacters, which texts rarely contain. One that the text does not contain can mark where `break_special_tokens`
-splits the name of a special token."""
+"""Unicode noncharacters, which texts rarely contain. `break_special_tokens` inserts one into the text of each special token, to
+mark where to split it; choose one that the text does not contain."""
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
@@ -43,7 +43,7 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
-    """Return token ids of the exact text of a question or a document. Names of special tokens are encoded as plain text."""
+    """Return token ids of the exact text of a question or a document. The texts of special tokens are encoded as plain text."""
     parts = [text_ids(tokenizer, part) for part in _parts_without_special_tokens(tokenizer, text)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

@@ -72,27 +72,24 @@ def score_answers(
 
 def _best_scores(
     predictions: Sequence[str],
-    texts: Sequence[str],
+    normalized_predictions: Sequence[str],
     answers: Sequence[str],
-    gold_texts: Sequence[str],
+    normalized_answers: Sequence[str],
     rule: AnswerRule,
 ) -> AnswerScores:
-    """Return the best scores of the predictions for the gold `answers`.
-
-    `texts` and `gold_texts` are the normalised `predictions` and `answers`. Metrics that must be 0 are not computed.
-    """
+    """Return the best scores of the predictions for the gold `answers`. Metrics that must be 0 are not computed."""
     em = f1 = cem = 0.0
-    for raw, text in zip(predictions, texts):
-        if text and text in gold_texts:
+    for prediction, normalized in zip(predictions, normalized_predictions):
+        if normalized and normalized in normalized_answers:
             return AnswerScores(1.0, 1.0, 1.0)
-        words = frozenset(text.split())
-        for gold, gold_text in zip(answers, gold_texts):
-            shared = not words.isdisjoint(gold_text.split())
-            if shared or not text or not gold_text:
-                em = max(em, _exact(raw, text, gold, gold_text, rule))
-                f1 = max(f1, _f1(raw, text, gold, gold_text, rule))
-            if not cem and (shared or not gold_text or rule.cover == "substring"):
-                cem = _cover(raw, text, gold, gold_text, rule)
+        words = frozenset(normalized.split())
+        for gold, normalized_gold in zip(answers, normalized_answers):
+            shared = not words.isdisjoint(normalized_gold.split())
+            if shared or not normalized or not normalized_gold:
+                em = max(em, _exact(prediction, normalized, gold, normalized_gold, rule))
+                f1 = max(f1, _f1(prediction, normalized, gold, normalized_gold, rule))
+            if not cem and (shared or not normalized_gold or rule.cover == "substring"):
+                cem = _cover(prediction, normalized, gold, normalized_gold, rule)
     return AnswerScores(em, f1, cem)
 
 
@@ -121,15 +118,15 @@ def cover_exact_match(prediction: str, answers: Sequence[str], rule: AnswerRule 
 
 
 _Metric = Callable[[str, str, str, str, AnswerRule], float]
-"""`_exact`, `_f1` or `_cover`: (raw, text, gold, gold_text, rule) -> score. `raw` and `gold` are the prediction and a gold answer
-as they are; `text` and `gold_text` are their normalised forms."""
+"""`_exact`, `_f1` or `_cover`: (prediction, normalized, gold, normalized_gold, rule) -> score. `normalized` and `normalized_gold`
+are the normalised forms of the prediction and of the gold answer `gold`."""
 
 
 def _best(metric: _Metric, prediction: str, answers: Sequence[str], rule: AnswerRule) -> float:
     """Return the metric of the prediction, the maximum over the gold answers."""
     _check_gold(answers)
-    text = rule.normalize(prediction)
-    return max(metric(prediction, text, gold, rule.normalize(gold), rule) for gold in answers)
+    normalized = rule.normalize(prediction)
+    return max(metric(prediction, normalized, gold, rule.normalize(gold), rule) for gold in answers)
 
 
 def _check_gold(answers: Sequence[str]) -> None:
@@ -140,34 +137,38 @@ def _check_gold(answers: Sequence[str]) -> None:
         )
 
 
-def _unnormalized_match(raw: str, gold: str, rule: AnswerRule) -> float:
+def _unnormalized_match(prediction: str, gold: str, rule: AnswerRule) -> float:
     """Return the exact match of the texts before normalisation, up to case and white space.
 
     It is used for a gold answer of only articles or punctuation ("The The", "!!!"), which normalises to nothing: its normalised
     form would equal an empty prediction.
     """
-    raw, gold = (" ".join(rule.canonicalize(text).lower().split()) for text in (raw, gold))
-    return float(raw == gold)
+    prediction, gold = (" ".join(rule.canonicalize(text).lower().split()) for text in (prediction, gold))
+    return float(prediction == gold)
 
 
-def _exact(raw: str, text: str, gold: str, gold_text: str, rule: AnswerRule) -> float:
-    if not gold_text and rule.empty_gold == "unnormalized":
-        return _unnormalized_match(raw, gold, rule)
-    return float(text == gold_text)
+def _exact(prediction: str, normalized: str, gold: str, normalized_gold: str, rule: AnswerRule) -> float:
+    if not normalized_gold and rule.empty_gold == "unnormalized":
+        return _unnormalized_match(prediction, gold, rule)
+    return float(normalized == normalized_gold)
 
 
-def _f1(raw: str, text: str, gold: str, gold_text: str, rule: AnswerRule) -> float:
-    if not gold_text or not text:  # see `AnswerRule.empty_gold`
-        if gold_text or rule.empty_gold == "zero":
+def _f1(prediction: str, normalized: str, gold: str, normalized_gold: str, rule: AnswerRule) -> float:
+    if not normalized_gold or not normalized:  # see `AnswerRule.empty_gold`
+        if normalized_gold or rule.empty_gold == "zero":
             return 0.0
         return (
-            _unnormalized_match(raw, gold, rule)
+            _unnormalized_match(prediction, gold, rule)
             if rule.empty_gold == "unnormalized"
-            else float(text == gold_text)
+            else float(normalized == normalized_gold)
         )
-    if rule.yes_no_exact and text != gold_text and (text in YES_NO or gold_text in YES_NO):
+    if (
+        rule.yes_no_exact
+        and normalized != normalized_gold
+        and (normalized in YES_NO or normalized_gold in YES_NO)
+    ):
         return 0.0
-    predicted, gold_words = text.split(), gold_text.split()
+    predicted, gold_words = normalized.split(), normalized_gold.split()
     if not (shared := _overlap(predicted, gold_words)):
         return 0.0
     f1 = 2 * shared / (len(predicted) + len(gold_words))
@@ -184,13 +185,15 @@ def _overlap(predicted: list[str], gold_words: list[str]) -> int:
     return (Counter(predicted) & Counter(gold_words)).total()
 
 
-def _cover(raw: str, text: str, gold: str, gold_text: str, rule: AnswerRule) -> float:
-    if not gold_text and rule.empty_gold == "unnormalized":
-        return _unnormalized_match(raw, gold, rule)
+def _cover(prediction: str, normalized: str, gold: str, normalized_gold: str, rule: AnswerRule) -> float:
+    if not normalized_gold and rule.empty_gold == "unnormalized":
+        return _unnormalized_match(prediction, gold, rule)
     if rule.cover == "substring":
-        return float(gold_text in text)  # every text contains "", as in FlashRAG's and Search-R1's scripts
-    if not gold_text:
-        return float(text == gold_text)
+        return float(
+            normalized_gold in normalized
+        )  # every text contains "", as in FlashRAG's and Search-R1's scripts
+    if not normalized_gold:
+        return float(normalized == normalized_gold)
     if rule.cover == "words":
-        return float(set(text.split()).issuperset(gold_text.split()))
-    return float(f" {gold_text} " in f" {text} ")
+        return float(set(normalized.split()).issuperset(normalized_gold.split()))
+    return float(f" {normalized_gold} " in f" {normalized} ")

@@ -43,7 +43,7 @@ class AnswerRule:
     empty_gold: Literal["unnormalized", "equal", "zero"] = "unnormalized"
     """How to score a gold answer that normalises to nothing ("The The", "A", "!!!"). "unnormalized": compare the texts before
     normalisation, in lower case, so that an empty prediction never scores. "equal": a prediction that also normalises to nothing
-    is equal to it (SQuAD 2.0). "zero": it is equal for EM, but F1 is 0 (SQuAD 1.1)."""
+    is equal to it (SQuAD 2.0). "zero": as "equal", but F1 is 0 (SQuAD 1.1)."""
     f1_decimals: int | None = None
     """Decimals to which F1 is rounded (R-Search's released code: 2); None: not rounded."""
     canonical_unicode: bool = False

@@ -23,7 +23,7 @@ only `markers`, `in_tags` and `without_tags` accept a heading."""
 MARKER = re.compile(r"<[^<>\s]+>")
 """Matches any marker, opening or closing."""
 
-_ONE_SPAN = re.compile(r"\s*<[^<>\s]+>(.*)<[^<>\s]+>\s*", re.DOTALL)
+_BETWEEN_MARKERS = re.compile(r"\s*<[^<>\s]+>(.*)<[^<>\s]+>\s*", re.DOTALL)
 
 
 def markers(tag: Tag) -> tuple[str, str]:
@@ -115,5 +115,5 @@ def enclosed_content(text: str) -> str | None:
 
     The markers may belong to different tags.
     """
-    match = _ONE_SPAN.fullmatch(text)
+    match = _BETWEEN_MARKERS.fullmatch(text)
     return match[1] if match else None
