@@ -136,7 +136,7 @@ class Recipe(abc.ABC):
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
         """Return one advantage per trajectory, based on `rewards`: by the estimator that `advantage` names.
 
-        `trajectories` are all that a step learns from (N >= 1).
+        `trajectories` are all trajectories of the groups that a step learns from (N >= 1).
         """
         rewards = np.array([t.rewards["total"] for t in trajectories], np.float64)
         return ESTIMATORS[self.advantage](rewards, np.array([t.group for t in trajectories]))

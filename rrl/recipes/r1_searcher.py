@@ -36,7 +36,10 @@ _FOREIGN_TEXT = re.compile("[Aa]ssistant|[\u4e00-\u9fff]")
 
 @dataclasses.dataclass(frozen=True)
 class R1SearcherEnvironment(Stream):
-    """The policy searches inside its thought. A turn ends at `<|end_of_query|>`, at the end of the text, or after 512 tokens."""
+    """The policy searches inside its thought.
+
+    A turn ends at `<|end_of_query|>`, at the end-of-sequence token, or after 512 tokens.
+    """
 
     search: Tag = ("<|begin_of_query|>", "<|end_of_query|>")
     observation: Tag = ("<|begin_of_documents|>", "<|end_of_documents|>")

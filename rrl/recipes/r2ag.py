@@ -267,10 +267,11 @@ class R2AG(Recipe):
             output = parse_output(text)
             searches = tuple(search for search in trajectory.searches if search.turn == turn)
             base = len(self.environment.searched_queries(trajectory.question, output)[0])
-            # Logits that are not finite end the episode within an output. That output is then truncated and has no searches.
-            # An output without any token is not in `outputs`; the last output there is then complete and has searches.
-            broken = trajectory.ended == NOT_FINITE and not searches
-            truncated = turn == len(outputs) - 1 and (trajectory.ended == TRUNCATED or broken)
+            # Logits that are not finite can end the episode within an output. That output is truncated and has no searches.
+            # If they occur before the first token of an output, `outputs` lacks that output. Its last entry is then complete
+            # and has searches.
+            interrupted = trajectory.ended == NOT_FINITE and not searches
+            truncated = turn == len(outputs) - 1 and (trajectory.ended == TRUNCATED or interrupted)
             expansions.append(Expansion(output, searches[:base], searches[base:], truncated))
         return expansions
 

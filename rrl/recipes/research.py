@@ -37,7 +37,7 @@ OPENINGS = ("instruct", "base", "bare")
 
 @dataclasses.dataclass(frozen=True)
 class ReSearchEnvironment(Stream):
-    """A turn ends at `</search>` or at the end of the text. Only `TOKEN_BUDGET` limits searches, turns and results."""
+    """A turn ends at `</search>` or at the end-of-sequence token. Only `TOKEN_BUDGET` limits searches, turns and results."""
 
     observation: Tag = "result"
     max_searches: int = TOKEN_BUDGET

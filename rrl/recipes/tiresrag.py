@@ -33,7 +33,7 @@ from rrl.text.metrics import cover_exact_match, token_f1
 from rrl.text.normalize import RULES
 from rrl.text.spans import Tag, tag_contents
 
-_RULES = (
+_PROMPT_RULES = (
     "You must reason **clearly and completely** inside <think> and </think> before providing any final answer. Always identify "
     "and verify all key entities (e.g., person names, locations, dates, awards) mentioned in the question.",
     "If you are uncertain about an entity or fact, or if the question requires external knowledge, you may use "
@@ -52,7 +52,7 @@ _REFLECTION = (
 INSTRUCT_PROMPT = "\n\n".join(
     (
         "You are a helpful assistant. Answer the given question.",
-        *_RULES,
+        *_PROMPT_RULES,
         "Only after satisfying all the above, give the final answer inside <answer> and </answer>. For example, "
         "<answer>Beijing</answer>.",
         f"After outputting the final answer in <answer></answer>, {_REFLECTION} <answer></answer>.",
@@ -63,7 +63,7 @@ INSTRUCT_PROMPT = "\n\n".join(
 BASE_PROMPT = "\n\n".join(
     (
         "Answer the given question.",
-        *_RULES,
+        *_PROMPT_RULES,
         "Only after satisfying all the above, give the final answer inside <answer> </answer>. For example, "
         "<answer> Beijing </answer>.",
         f"After outputting the final answer in <answer> </answer>, {_REFLECTION} <answer> </answer>.",
@@ -83,7 +83,7 @@ ANSWER_RULE = RULES["tiresrag-r1"]
 class TiresRagEnvironment(Stream):
     """The protocol of section 4.1: a turn does not end at `</answer>`, so the policy may reflect, search and answer again.
 
-    A turn ends at `</search>`, at the end of the text, or after 512 tokens. A turn without a search ends the episode.
+    A turn ends at `</search>`, at the end-of-sequence token, or after 512 tokens. A turn without a search ends the episode.
     """
 
     observation: str = "information"
@@ -262,7 +262,7 @@ class TiresRag(Recipe):
         return saturated(answers, groups, self.filter_low, self.filter_high)
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
-        """Return A' = (A - A^P)·W (4.4)."""
+        """Return A' = (A - P)·W (4.4), with the penalty P of Eq. 7 and the difficulty weight W of Eq. 6."""
         _, groups = np.unique([t.group for t in trajectories], return_inverse=True)
         advantages = ESTIMATORS[self.advantage](_rewards(trajectories, "total"), groups)
         sufficient = _rewards(trajectories, "sufficient")

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 TRANSIENT_STATUSES = (408, 409, 425, 429)
 """HTTP statuses below 500 that are retried. All statuses from 500 on are retried too."""
 MIN_REFUSED_PROMPTS = 8
-"""If at least this many prompts are sent, all are refused and the cache has none, UserError is raised: the settings must be
-wrong."""
+"""If at least this many prompts were sent, the service refused all of them, and no prompt was answered from the cache,
+UserError is raised: the settings must be wrong."""
 
 
 class Endpoint:

@@ -2,7 +2,8 @@
 
 The texts of the prompts are in `rrl.rewards.judge_instructions`.
 
-`parse` returns a score in 0..1, or None if the reply contains no score. Callers count None as 0 and report how often it occurs.
+`parse` returns a score in 0..1, or None if the reply contains no score. Callers report how often None occurs. They count it as 0;
+for `ShortAnswer` they use the score of the whole answer instead.
 """
 
 import dataclasses
@@ -61,6 +62,7 @@ class Sufficiency:
         )
 
     def parse(self, text: str) -> float | None:
+        # The label 0, 1, true or false after "Sufficient Context ...:", but not the start of another number (10, 0.5).
         labels = re.findall(
             r"sufficient[ _]context[^:\n]{0,40}:[\s\"'*]*(?:([01])(?:\.0+)?(?![\d.]*\d)|(true|false)\b)",
             after_thought(text).lower(),

@@ -21,7 +21,7 @@ from rrl.text.metrics import cover_exact_match
 from rrl.text.normalize import normalize_answer, title_key
 
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
-_SENTENCE = re.compile(r"<[^<>]*>|[.!?:\n]+")
+_SENTENCE_BOUNDARY = re.compile(r"<[^<>]*>|[.!?:\n]+")
 
 
 class Oracle:
@@ -103,8 +103,8 @@ def groundedness(question: Question, transcript: Transcript) -> float:
 def word_grounding(question: Question, transcript: Transcript) -> list[tuple[str, bool]]:
     """Return each name and number in the reasoning, and whether it is grounded.
 
-    A number is a word that contains a digit. A name is a word that begins with a capital letter and does not start a sentence.
-    Either is grounded if it appeared in the question or in an earlier document.
+    A number is a word that contains a digit. A name is a word of at least two characters that begins with a capital letter and
+    does not start a sentence. Either is grounded if it appeared in the question or in an earlier document.
     """
     seen = _words(question.text)
     result = []
@@ -129,8 +129,8 @@ def _words(text: str) -> set[str]:
 
 
 def _names_and_numbers(text: str) -> Iterable[str]:
-    """Yield the words of a text that contain a digit, or begin with a capital letter within a sentence."""
-    for sentence in _SENTENCE.split(text):
+    """Yield the numbers and names of a text, as `word_grounding` defines them."""
+    for sentence in _SENTENCE_BOUNDARY.split(text):
         for index, word in enumerate(_WORD.findall(sentence)):
             if any(c.isdigit() for c in word) or (index and len(word) > 1 and word[0].isupper()):
                 yield word

@@ -48,7 +48,8 @@ class CriticConfig:
     False: GAE runs over each context separately (R3-RAG as released). Then a search gets no credit for the answer that it
     makes possible. If lucky guesses are often rewarded, the policy learns to search less."""
     clip: float | None = 0.5
-    """Value clipping: changes of a value beyond this get no gradient (`rrl.rl.values.value_loss`); None: no clipping."""
+    """Value clipping: a value that has moved by more than this towards its return gets no gradient
+    (`rrl.rl.values.value_loss`); None: no clipping."""
     epochs: int = 1
     """Passes over a rollout batch."""
     minibatches: int = 1

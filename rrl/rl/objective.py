@@ -104,8 +104,8 @@ class ObjectiveConfig:
     def extra_names(self) -> tuple[str, ...]:
         """Names of the per-token float32 arrays in an update's microbatches (`Batch.extras`).
 
-        They include the reference's log-probabilities if the KL is in the reward. They are then computed before the update,
-        because the advantages depend on them.
+        If the KL is in the reward, the reference's log-probabilities are among these arrays: the advantages depend on them, so
+        they are computed before the update.
         """
         sampled = ("sampled_logp",) if self.importance_cap is not None else ()
         reference = ("reference_logp",) if self.kl_in_reward else ()

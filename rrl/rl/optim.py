@@ -2,7 +2,7 @@
 
 Muon orthogonalises the update of each weight matrix (Jordan et al., 2024); embeddings, norms and biases use AdamW. The
 decoder stacks its layers on a leading axis, so a parameter of shape [L, D, F] is L matrices: the leading axis is a batch
-axis. An update with a gradient that is not finite is skipped and counted.
+axis. An optimiser step with a gradient that is not finite is skipped and counted.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ class OptimConfig:
 def make_schedule(
     config: OptimConfig, peak: float | None = None
 ) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
-    """Returns the learning rate as a function of the update's number, from 0.
+    """Returns the learning rate as a function of the optimiser step's number, from 0.
 
     The warm-up is (step + 1) / warmup. So the first update has a rate above 0, and the last warm-up step has the peak rate.
 
@@ -157,7 +157,7 @@ def matrix_dimensions(params: Any, rules: MatrixRules = MATRIX_RULES) -> Any:
 def make_optimizer(config: OptimConfig, rules: MatrixRules = MATRIX_RULES) -> optax.GradientTransformation:
     """Builds the optimiser: gradient clipping, then the update rule with its schedule.
 
-    Updates that are not finite are skipped; `skipped_updates` reads their number from the state.
+    Steps with a gradient that is not finite are skipped; `skipped_updates` reads their number from the state.
     """
     rate = make_schedule(config)
 
@@ -250,11 +250,11 @@ def running_mean(mean: Any, params: Any, count: Int[Array, ""] | int) -> Any:
 
 
 def applied_updates(state: optax.OptState) -> int:
-    """Number of updates applied since the start, without skipped ones; the schedule counts these."""
+    """Number of optimiser steps since the start, without skipped ones; the schedule counts these."""
     counts = optax.tree_utils.tree_get_all_with_path(state, "count")
     return max((int(count) for _, count in counts), default=0)
 
 
 def skipped_updates(state: optax.ApplyIfFiniteState) -> Int[Array, ""]:
-    """Number of updates skipped since the start because their gradient was not finite."""
+    """Number of optimiser steps skipped since the start because their gradient was not finite."""
     return state.total_notfinite

@@ -32,7 +32,7 @@ class Packed:
     """First column of each sequence."""
 
     def unpack(self, values: Shaped[np.ndarray, "B T"], lengths: Sequence[int]) -> list[np.ndarray]:
-        """Per-token values of each sequence, in the order of `pack`'s input."""
+        """Per-token values of each sequence, in the order of `pack`'s input. Requires that no sequence was dropped."""
         return [
             values[row, start : start + length]
             for row, start, length in zip(self.row, self.start, lengths, strict=True)
@@ -53,7 +53,10 @@ class Buckets:
     """First column of each sequence."""
 
     def unpack(self, values: Sequence[Shaped[np.ndarray, "B T"]], lengths: Sequence[int]) -> list[np.ndarray]:
-        """Per-token values of each sequence, in the order of `pack_buckets`' input, from the values of all batches."""
+        """Per-token values of each sequence, in the order of `pack_buckets`' input, from the values of all batches.
+
+        Requires that every sequence has a batch.
+        """
         places = zip(self.batch_index, self.row, self.start, lengths, strict=True)
         return [values[batch][row, start : start + length] for batch, row, start, length in places]
 

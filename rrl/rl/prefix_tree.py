@@ -68,18 +68,18 @@ def prefix_trees(trajectories: Sequence[Trajectory], longest: int) -> list[Prefi
     candidates: dict[tuple[str, int], list[_Context]] = {}
     first = 0
     for index, trajectory in enumerate(trajectories):
-        slices = trajectory.contexts
-        key = ("group", trajectory.group) if len(slices) == 1 else ("trajectory", index)
-        candidates.setdefault(key, []).extend(_context(trajectory, tokens, first) for tokens in slices)
+        spans = trajectory.contexts
+        key = ("group", trajectory.group) if len(spans) == 1 else ("trajectory", index)
+        candidates.setdefault(key, []).extend(_context(trajectory, span, first) for span in spans)
         first += len(trajectory.tokens)
     return [tree for contexts in candidates.values() for tree in _trees(contexts, longest)]
 
 
-def _context(trajectory: Trajectory, tokens: slice, first: int) -> _Context:
-    """A context of a trajectory; `first` is the index of the trajectory's first token."""
-    is_policy = trajectory.roles[tokens] == POLICY
+def _context(trajectory: Trajectory, span: slice, first: int) -> _Context:
+    """The context that `span` selects from a trajectory; `first` is the index of the trajectory's first token."""
+    is_policy = trajectory.roles[span] == POLICY
     prompt_length = int(is_policy.argmax()) if is_policy.any() else len(is_policy)
-    return _Context(first + tokens.start, first + tokens.stop, trajectory.tokens[tokens], prompt_length)
+    return _Context(first + span.start, first + span.stop, trajectory.tokens[span], prompt_length)
 
 
 def _trees(contexts: Sequence[_Context], longest: int) -> list[PrefixTree]:

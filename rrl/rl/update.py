@@ -218,8 +218,8 @@ def pack_minibatch(
       config: the objective.
       shards: number of devices over which the rows of a microbatch are split.
       old_logps: log-probabilities that the ratio is taken against; None: `Trajectory.logps`, the
-        sampler's at temperature 1 without truncation. The importance weights use `Trajectory.sampled_logps` instead, which
-        belong to the distribution that tokens were sampled from.
+        sampler's at temperature 1 over the full vocabulary. The importance weights use `Trajectory.sampled_logps` instead:
+        those of the distribution that tokens were sampled from (with temperature, top-k and top-p).
       reference_logps: the reference's log-probabilities; needed if `config.extra_names` contains "reference_logp".
     """
     counts = np.array([t.policy_tokens for t in trajectories], np.int64)
@@ -256,7 +256,7 @@ def _update_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
       importance: mean truncated importance weight; only with `ObjectiveConfig.importance_cap`.
       sampling_logp_diff: mean |trainer's log-probability - sampler's| over policy tokens, measured before the first step. With
         `ObjectiveConfig.importance_cap` over all trajectories (`Updater.__call__`), otherwise over those of the first minibatch.
-      skipped: number of updates skipped since the start of the run.
+      skipped: number of optimiser steps skipped since the start of the run.
     """
     not_summed = ("loss", "grad_norm", "skipped")
     means = [
@@ -294,7 +294,7 @@ class GradientAccumulator:
 
         Args:
           loss: see `Loss`.
-          optimizer: its state must count skipped updates (`rrl.rl.optim.make_optimizer`).
+          optimizer: its state must count skipped steps (`rrl.rl.optim.make_optimizer`).
           sum_names: names of the sums that `loss` returns.
           mesh: devices; None: the default device.
           parallel_microbatches: see `ObjectiveConfig`.
@@ -337,7 +337,7 @@ class GradientAccumulator:
 
         Returns:
           New parameters, new optimiser state, and metrics: the sums by name, "loss" divided by `divisor`, "grad_norm", and
-          "skipped" (updates skipped since the start because their gradient was not finite).
+          "skipped" (optimiser steps skipped since the start because their gradient was not finite).
         """
         # The initial zeros have the same sharding as the outputs of `accumulate`. Otherwise its second call would compile again.
         sharding = jax.tree.leaves(params)[0].sharding

@@ -25,7 +25,7 @@ def value_loss(
       value: current V.
       old_value: V before the update.
       returns: R.
-      clip: largest change of a value that still gets a gradient; None: no clipping.
+      clip: largest change of a value towards its return that still gets a gradient; None: no clipping.
     """
     plain = jnp.square(value - returns)
     if clip is None:

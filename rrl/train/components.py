@@ -38,7 +38,10 @@ class TrainComponents:
 
 
 def load_components(settings: TrainSettings, log: TimedLog, workdir: pathlib.Path) -> TrainComponents:
-    """Load models, corpus and questions. A large index is stored in `workdir`."""
+    """Load models, corpus and questions.
+
+    `workdir` stores the index over the embeddings of a large corpus, so that a resumed run searches the same index.
+    """
     mesh, compute = settings.mesh.make(), settings.compute
     device = mesh.devices.flat[0]
     backend = compute.backend(device.platform, settings.train.objective.share_prefixes)

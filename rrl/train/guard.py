@@ -57,7 +57,7 @@ class Guard:
 
     @property
     def sees_collapse(self) -> bool:
-        """Whether the last step showed a sign of collapse."""
+        """Whether any sign of collapse was present when its metric was last checked."""
         return any(self._streaks.values())
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str:

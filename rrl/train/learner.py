@@ -68,7 +68,7 @@ class UpdateResult:
     metrics: dict[str, float]
     """Metrics of the update, with the prefixes "train/" (policy) and "critic/"."""
     finite: bool = True
-    """False if a gradient was not finite, so that its update was skipped."""
+    """False if a gradient was not finite, so that its optimiser step was skipped."""
 
 
 def _commit_to_devices(tree: PyTree) -> PyTree:
@@ -221,12 +221,12 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the last update that was not skipped; 0 before the first."""
-        taken = applied_updates(self._opt_state)
-        return float(self._schedule(taken - 1)) if taken else 0.0
+        """The learning rate of the policy's last optimiser step that was not skipped; 0 before the first."""
+        applied = applied_updates(self._opt_state)
+        return float(self._schedule(applied - 1)) if applied else 0.0
 
     @property
     def _skipped(self) -> list[float]:
-        """Numbers of skipped updates since the start of the run: of the policy, and of the critic if there is one."""
+        """Numbers of skipped optimiser steps since the start of the run: of the policy, and of the critic if there is one."""
         critic_opt_states = [opt_state for _, opt_state in self._critic_state]
         return [float(skipped_updates(state)) for state in (self._opt_state, *critic_opt_states)]

@@ -38,8 +38,8 @@ def train(
         config: settings of the run.
         recipe: prompt, environment, rewards and advantages.
         task: training and held-out questions.
-        models: the initial policy and the models around it. At the end the decoder holds the final policy's
-            parameters; if `config.average_last` is above 0, these are the mean over the last updates.
+        models: the initial policy, its rollout engine, the critic and the models that score. At the end the decoder holds
+            the final policy's parameters; if `config.average_last` is above 0, these are the mean over the last updates.
         workdir: gets config.json, checkpoints, metrics and trajectories for the report.
         identity: what identifies the run besides `config` (models, data). A workdir of a run with another identity
             is refused.

@@ -109,9 +109,10 @@ class TrainSettings:
             require_folder("reader", settings.reader)
         if settings.judge is not None:
             settings.judge.check()
+        # Each of these calls raises UserError if what it reads is wrong. The results are not needed yet.
         settings.rewards.load()
         encoder_folder(settings.retriever)
-        settings.retriever.identity()  # raises UserError if its index is broken
+        settings.retriever.identity()
         path = settings.data.path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
             raise UserError(f"data={path!r} is not a folder; give one, or miniwiki for the built-in world")
