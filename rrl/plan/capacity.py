@@ -36,6 +36,7 @@ class CapacityPlan:
     topology: Topology
     mesh: Mesh | AbstractMesh
     config: DecoderConfig
+    """Architecture of the policy."""
     config_source: str
     """Where `config` comes from: a config.json or a published model."""
     parameters: float
@@ -77,13 +78,13 @@ def plan_capacity(
     Args:
       config: of the form of configs/rsearch_grpo.py.
       topology: name of a topology, such as v5e:4x4.
-      tokens: tokens of the mean trajectory, for the time of a step; 0: half the context.
-      policy_tokens: tokens of it that the policy samples; 0: a quarter.
+      tokens: number of tokens of the mean trajectory, for the time of a step; 0: half the context.
+      policy_tokens: how many of these the policy samples; 0: a quarter of them.
       progress: receives one line per compiled program.
 
     Raises:
-      UserError: an unknown topology, libtpu is missing, mesh sizes whose product is not the number of chips, or no shape for the
-        policy.
+      UserError: an unknown topology, libtpu is missing, mesh sizes whose product is not the number of chips, or a policy of
+        unknown architecture.
     """
     settings = TrainSettings.parse(config)
     policy, source = policy_shape(settings.policy)
@@ -137,10 +138,10 @@ def plan_mesh(settings: TrainSettings, policy: DecoderConfig, chips: Topology) -
         raise UserError(f"{error}; set --config.mesh.data, .fsdp and .tensor") from error
     shards = data_shards(mesh)
     for name in ("rows", "oversubscribed_slots"):
-        if (slots := getattr(settings.rollout, name)) % shards:
+        if (count := getattr(settings.rollout, name)) % shards:
             raise UserError(
-                f"rollout.{name}={slots} must be a multiple of data x fsdp = {shards} of the mesh; "
-                f"give --config.rollout.{name}={-(-slots // shards) * shards} or another config.mesh"
+                f"rollout.{name}={count} must be a multiple of data x fsdp = {shards} of the mesh; "
+                f"give --config.rollout.{name}={-(-count // shards) * shards} or another config.mesh"
             )
     return mesh
 
@@ -148,8 +149,9 @@ def plan_mesh(settings: TrainSettings, policy: DecoderConfig, chips: Topology) -
 def default_mesh(config: DecoderConfig, chips: int, rows: int) -> dict[str, int]:
     """Return the sizes of a mesh.
 
-    tensor: the largest number of chips that divides the kv heads evenly, so that no part of the KV cache is duplicated. fsdp: as
-    many of the other chips as divide the rows of the rollout. data: the rest.
+    - tensor: the greatest common divisor of `chips` and the number of kv heads, so that no part of the KV cache is duplicated.
+    - fsdp: the greatest common divisor of the remaining factor, chips / tensor, and the rows of the rollout.
+    - data: the rest.
     """
     tensor = math.gcd(config.kv_heads, chips)
     fsdp = math.gcd(chips // tensor, rows)

@@ -27,9 +27,9 @@ class Workload:
     """The assumed mean trajectory. A run reports the real one as `tokens/...` in its metrics."""
 
     tokens: int
-    """All its tokens."""
+    """Number of its tokens."""
     policy_tokens: int
-    """Tokens that the policy samples, one per decode step."""
+    """How many of them the policy samples, one per decode step."""
 
     @classmethod
     def of(cls, settings: TrainSettings, tokens: int = 0, policy_tokens: int = 0) -> "Workload":
@@ -61,7 +61,7 @@ def forward_flops(config: DecoderConfig, tokens: float, keys: float, with_logits
     """Return the FLOPs of a forward pass.
 
     Args:
-      config: shape of the decoder.
+      config: architecture of the decoder.
       tokens: number of tokens.
       keys: mean number of keys that a token attends to in a layer without a window.
       with_logits: number of tokens whose logits are computed.
@@ -88,18 +88,19 @@ class StepCounts:
     tokens: float
     """Tokens of all trajectories."""
     policy_tokens: float
-    """Tokens of them that the policy samples."""
+    """Those among them that the policy samples."""
     mean_keys: float
     """Mean number of keys that a token attends to in a layer without a window."""
     decode_steps: float
-    """Number of decode steps if all rows are always busy: a lower bound."""
+    """Number of decode steps if every row of the rollout is always busy: a lower bound. A decode step samples one token in each
+    busy row."""
     prefills: float
     """Number of prefills if each one is full: a lower bound."""
     microbatches: float
 
     @classmethod
     def of(cls, settings: TrainSettings, workload: Workload, shards: int) -> "StepCounts":
-        """Count for a run whose rows are split over `shards` devices."""
+        """Count for a run whose batches are split over `shards` devices."""
         episodes = settings.train.questions * settings.train.samples
         tokens, policy_tokens = float(episodes * workload.tokens), float(episodes * workload.policy_tokens)
         objective = settings.train.objective
@@ -131,7 +132,7 @@ def step_costs(
 
     Args:
       settings: the run.
-      config: shape of the policy.
+      config: architecture of the policy.
       mesh: devices, which may be abstract.
       workload: the mean trajectory.
       remat: rematerialisation of the backward pass.
@@ -198,8 +199,8 @@ def _critic_update_cost(
 ) -> StepCost:
     """Return the cost of the critic's gradients and of its values before the update.
 
-    `body` is the critic's shape, `size` its number of parameters, and `received` the size of the collectives' results on one chip
-    in the update of one microbatch, in bytes.
+    `body` is the critic's architecture, `size` its number of parameters, and `received` the size of the collectives' results on
+    one chip in the update of one microbatch, in bytes.
     """
     forward = forward_flops(body, counts.tokens, counts.mean_keys, 0.0)  # without logits
     passes = critic.epochs * UPDATE_PASSES[remat] + 1  # plus 1 for the values before the update

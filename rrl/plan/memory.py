@@ -69,7 +69,8 @@ def _state_memory(settings: TrainSettings, model: ModelShapes, mesh: Mesh | Abst
 def compiled_temporaries(compiled: list[CompiledProgram], cache: float) -> dict[str, float]:
     """Return phase -> bytes beside the arguments, as compiled. `compiled` begins with the rollout.
 
-    The temporaries of a compiled rollout include the KV cache, which is reported as a separate part.
+    The temporaries of a compiled rollout include the KV cache. It is reported as a separate part, and is subtracted here. After
+    a refusal the bytes are only read from the compiler's message, and nothing is subtracted.
     """
     temporaries = {program.name: program.temporary_bytes for program in compiled}
     if not compiled[0].refusal:
@@ -92,10 +93,13 @@ def estimated_temporaries(
     if critic is not None and settings.train.critic is not None:
         counts = [parameter_count(part) for part in (critic.params, critic.fixed)]
         body = settings.train.critic.decoder_config(model.config)
-        of_critic = _model_temporaries(
+        critic_temporaries = _model_temporaries(
             settings, body, mesh, remat=remat, parameters=sum(counts), trained=counts[0]
         )
-        temporaries |= {"critic update": of_critic["update"], "critic step": of_critic["optimiser step"]}
+        temporaries |= {
+            "critic update": critic_temporaries["update"],
+            "critic step": critic_temporaries["optimiser step"],
+        }
     return temporaries
 
 
@@ -107,8 +111,11 @@ def cache_bytes(config: DecoderConfig, rows: float, positions: float, itemsize: 
 def cache_device_bytes(
     config: DecoderConfig, rows: int, context: int, itemsize: int, mesh: Mesh | AbstractMesh
 ) -> float:
-    """Return the bytes of the KV cache on one device: rows are split over (data, fsdp), kv heads over tensor if they divide
-    evenly."""
+    """Return the bytes of the KV cache on one device.
+
+    `rows` is the number of cached sequences: the rollout's rows and oversubscribed slots. They are split over (data, fsdp), and
+    kv heads over tensor if they divide evenly.
+    """
     positions = -(-context // BLOCK) * BLOCK
     head_shards = mesh.shape["tensor"] if config.kv_heads % mesh.shape["tensor"] == 0 else 1
     return cache_bytes(config, rows, positions, itemsize) / data_shards(mesh) / head_shards
@@ -135,7 +142,7 @@ def _model_temporaries(
 
     Args:
       settings: the run.
-      config: shape of the model.
+      config: architecture of the model.
       mesh: devices, which may be abstract.
       remat: rematerialisation of the backward pass.
       parameters: number of parameters.

@@ -1,4 +1,4 @@
-"""Find the shape of a policy, also before its model is downloaded. Read `policy_shape` first."""
+"""Find the architecture of a policy, also before its model is downloaded. Read `policy_shape` first."""
 
 import pathlib
 from collections.abc import Mapping
@@ -67,15 +67,14 @@ model is downloaded."""
 
 
 def policy_shape(folder: str) -> tuple[DecoderConfig, str]:
-    """Return the shape of a policy and its source: the config.json of its folder, or the published model of that name."""
+    """Return the architecture of a policy and its source: the config.json of its folder, or the published model of that name."""
     if (shipped(folder) / "config.json").is_file():
         return read_decoder_config(folder), f"{folder}/config.json"
     for name, fields in PUBLISHED.items():
         if pathlib.Path(folder).name.startswith(name):
-            return DecoderConfig.from_hf(
-                fields
-            ), f"the published shape of {name}; the folder {folder} does not exist"
+            source = f"the published architecture of {name}; there is no {folder}/config.json"
+            return DecoderConfig.from_hf(fields), source
     raise UserError(
         f"policy={folder!r} is not a Hugging Face folder (no config.json), and its name is not that of a "
-        f"model with a known shape ({', '.join(PUBLISHED)}); give another policy"
+        f"model with a known architecture ({', '.join(PUBLISHED)}); give another policy"
     )

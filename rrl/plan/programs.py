@@ -55,7 +55,7 @@ class CompiledProgram:
 def compile_rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Compile the episode loop with its host callback, without a query encoder."""
     environment = settings.recipe.environment
-    # Only the number of states of the automaton matters here, so a vocabulary of one empty token is enough.
+    # Of the automaton that finds stop strings, only the number of states matters here. A vocabulary of one empty token is enough.
     automaton = compile_stops(environment.stops, [b""])
     programs = RolloutPrograms(
         model.graph,
@@ -73,8 +73,8 @@ def compile_rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> 
         params,
         None,  # state of the query encoder
         replicated(key.shape, key.dtype, mesh),
-        replicated(table, jnp.int32, mesh),
-        replicated((), jnp.int32, mesh),
+        replicated(table, jnp.int32, mesh),  # (state, token id) -> next state
+        replicated((), jnp.int32, mesh),  # index of the worker
     )
     return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE_SCOPE, "prefill": PREFILL_SCOPE})
 

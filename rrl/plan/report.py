@@ -72,8 +72,10 @@ def _programs(plan: CapacityPlan) -> list[str]:
             "by XLA"
         )
         for part, kinds in program.traffic.items():
-            sent = "; ".join(f"{t.count:.0f} {kind} {_bytes(t.bytes)}" for kind, t in kinds.items()) or "none"
-            lines.append(f"  collectives of one {part}, per device: {sent}")
+            results = (
+                "; ".join(f"{t.count:.0f} {kind} {_bytes(t.bytes)}" for kind, t in kinds.items()) or "none"
+            )
+            lines.append(f"  collectives of one {part}, per device: {results}")
     return [*lines, f"  ({FLOPS_NOTE})"] if lines else []
 
 

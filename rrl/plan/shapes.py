@@ -1,4 +1,4 @@
-"""The models of a run as shapes on a mesh, without arrays. Read `ModelShapes` first."""
+"""The models of a run as abstract arrays: shapes, dtypes and shardings on a mesh, nothing allocated. Read `ModelShapes` first."""
 
 import dataclasses
 import math
@@ -62,7 +62,7 @@ class ModelShapes:
         """Return the shapes for a run. Nothing is allocated.
 
         Args:
-          config: shape of the policy.
+          config: architecture of the policy.
           settings: the run.
           mesh: devices, which may be abstract.
           compute: dtypes and rematerialisation, as returned by `ComputeConfig.for_platform`.
@@ -102,7 +102,7 @@ def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMes
     """Return the state of an optimiser as shapes on the mesh."""
     state = jax.eval_shape(make_optimizer(optim).init, params)
     return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         state,
         optimizer_shardings(state, mesh),
     )

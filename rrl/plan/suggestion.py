@@ -21,7 +21,7 @@ def suggest_change(plan: CapacityPlan) -> str:
     parts = plan.memory[plan.largest_phase]
     excess = sum(parts.values()) - available
     state = sum(parts.get(part, 0.0) for part in STATE)
-    # The state alone does not fit, or it takes more than two thirds of the memory.
+    # The state alone does not fit, or it is more than two thirds of what the phase needs.
     if state > available or state > 2 * (sum(parts.values()) - state):
         return _reduce_state(plan, state)
     if plan.largest_phase != "rollout":

@@ -206,7 +206,7 @@ def _token(text: str, logp: float) -> str:
 
 
 def _observation(text: str, trajectory: Trajectory) -> str:
-    """Return an observation with its titles in bold and gold titles marked."""
+    """Return an observation with its titles in bold and gold titles marked. A title is found by the format "(Title: T) text"."""
     text = text.strip()
     titles = sorted(
         {title for search in trajectory.searches for title in search.titles}, key=len, reverse=True

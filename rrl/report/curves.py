@@ -108,7 +108,7 @@ def plot_training(
                     fontsize=8,
                     color=INK,
                 )
-        _finish(axis, legend=len(axis.get_legend_handles_labels()[1]) > 1)
+        _add_legend_or_note(axis, legend=len(axis.get_legend_handles_labels()[1]) > 1)
     for axis in axes[len(panels) :]:
         axis.remove()
     if window:
@@ -159,7 +159,7 @@ def plot_spread(
         for index, (name, seeds) in enumerate(loaded.items()):
             label = f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
             window = max(window, band(axis, seeds, metric, x, label, COLOURS[index % len(COLOURS)]))
-        _finish(axis, legend=len(loaded) <= ARMS_IN_PANEL_LEGEND)
+        _add_legend_or_note(axis, legend=len(loaded) <= ARMS_IN_PANEL_LEGEND)
     lines: Sequence[Any] = next((axis.get_lines() for axis in axes if axis.get_lines()), [])
     caption = band_caption(max(map(len, loaded.values()), default=1), window)
     if len(loaded) > ARMS_IN_PANEL_LEGEND and lines:
@@ -251,7 +251,7 @@ def _rows(source: MetricsSource) -> MetricRows:
     return rows
 
 
-def _finish(axis: Any, legend: bool) -> None:
+def _add_legend_or_note(axis: Any, legend: bool) -> None:
     if not axis.lines:
         axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", color=QUIET, fontsize=9)
     elif legend:

@@ -1,4 +1,5 @@
-// List, filters and keyboard control for a page of trajectories. Without this script the page shows all trajectories in a row.
+// List, filters and keyboard control for a page of trajectories. Without this script the page shows all of them, one below the
+// other.
 "use strict";
 const slots = [...document.querySelectorAll(".slot")];
 const links = [...document.querySelectorAll("#list a")];

@@ -67,7 +67,11 @@ def segments_of(
 
 
 def _new_text(previous_prompt: str, policy_text: str, prompt: str) -> str:
-    """Return the text of a context's prompt that is neither in the previous prompt nor in the policy's last text."""
+    """Return what is new in the prompt of an episode's next context.
+
+    The prefix and the suffix that it shares with the previous prompt are removed. If the rest repeats the policy's last text,
+    only what follows that text is returned.
+    """
     start = _common_prefix(previous_prompt, prompt)
     end = len(prompt) - _common_prefix(previous_prompt[start:][::-1], prompt[start:][::-1])
     added = prompt[start:end]
@@ -148,7 +152,10 @@ def _cut_tokens(tokens: Sequence[tuple[str, float]], start: int, stop: int) -> t
 
 
 def _token_texts(trajectory: Trajectory, token_bytes: Sequence[bytes]) -> list[list[tuple[str, float]]]:
-    """Return (text, log-probability) of the tokens of each segment. A character of several tokens belongs to the last one."""
+    """Return (text, log-probability) of the tokens of each segment.
+
+    A character whose bytes are spread over several tokens belongs to the last of them.
+    """
     roles = np.asarray(trajectory.roles)
     starts = [0, *(np.flatnonzero(np.diff(roles)) + 1).tolist(), len(roles)]
     token_texts: list[list[tuple[str, float]]] = []

@@ -20,6 +20,10 @@ from rrl.text.normalize import title_key
 
 BOX_WIDTH, BOX_GAP, LINE_HEIGHT, PADDING = 216, 74, 15, 8
 """In pixels: width of a box, gap between boxes (it contains the circle), height of a line of text, padding in a box."""
+_VERTEX_GAP, _EMPTY_WIDTH, _MARGIN = 12, 30, 4
+"""In pixels: gap between boxes of one column, width of a column without boxes, margin on the left and on the right."""
+_CAPTION_HEIGHT = 34
+"""In pixels: space for the captions of circles in a low tree."""
 LINE_CHARACTERS = 32
 """Characters in a line of a box."""
 GOLD, AGAIN, OTHER = "hit", "again", "miss"
@@ -83,19 +87,24 @@ def draw_tree(question: str, expansions: Sequence[Expansion], gold: Sequence[str
     """Return the SVG of one tree."""
     levels = vertices(expansions, gold)
     root = _wrapped(question)
-    heights = [sum(v.height for v in level) + 12 * max(len(level) - 1, 0) for level in levels]
-    height = max([LINE_HEIGHT * len(root) + 2 * PADDING, *heights, 60]) + 34
+    heights = [sum(v.height for v in level) + _VERTEX_GAP * max(len(level) - 1, 0) for level in levels]
+    height = max([LINE_HEIGHT * len(root) + 2 * PADDING, *heights, 60]) + _CAPTION_HEIGHT
     middle = height / 2
-    width = BOX_WIDTH + sum(BOX_GAP + (BOX_WIDTH if level else 30) for level in levels) + 8
+    width = (
+        BOX_WIDTH + sum(BOX_GAP + (BOX_WIDTH if level else _EMPTY_WIDTH) for level in levels) + 2 * _MARGIN
+    )
     parts = [
         _box(
-            4, middle - (LINE_HEIGHT * len(root) + 2 * PADDING) / 2, [(line, "root") for line in root], "root"
+            _MARGIN,
+            middle - (LINE_HEIGHT * len(root) + 2 * PADDING) / 2,
+            [(line, "root") for line in root],
+            "root",
         )
     ]
-    right_ends = [(4 + BOX_WIDTH, middle)]
-    x, found = 4 + BOX_WIDTH, set[str]()
+    right_ends = [(_MARGIN + BOX_WIDTH, middle)]
+    x, found = _MARGIN + BOX_WIDTH, set[str]()
     for number, (expansion, level) in enumerate(zip(expansions, levels, strict=True)):
-        circle_x = x + BOX_GAP / 2 - 4
+        circle_x = x + BOX_GAP / 2 - 4  # a little nearer to the boxes on its left
         parts += [_edge(start, y, circle_x, middle) for start, y in right_ends]
         found |= {title_key(title) for vertex in level for title, _ in vertex.documents}
         complete = {title_key(title) for title in gold} <= found
@@ -106,9 +115,9 @@ def draw_tree(question: str, expansions: Sequence[Expansion], gold: Sequence[str
             parts.append(_edge(circle_x, middle, x, centre, "dashed" if vertex.predicted else ""))
             parts.append(_box(x, y, vertex.lines, vertex.mark))
             right_ends.append((x + BOX_WIDTH, centre))
-            y += vertex.height + 12
+            y += vertex.height + _VERTEX_GAP
         parts.append(_expansion_shape(circle_x, middle, number + 1, expansion, complete))
-        x += BOX_WIDTH if level else 30
+        x += BOX_WIDTH if level else _EMPTY_WIDTH
     label = f"Retrieval tree of the question: {question}"
     return (
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" role="img" '
@@ -119,7 +128,7 @@ def draw_tree(question: str, expansions: Sequence[Expansion], gold: Sequence[str
 def write_trees(
     trajectories: Sequence[Trajectory], recipe: R2AG, path: str | pathlib.Path, title: str = "Retrieval trees"
 ) -> None:
-    """Write a page with the trees of these trajectories, which may have been read from a file."""
+    """Write a page with the trees of these trajectories, which need no tokens. `recipe` splits their text into expansions."""
     trees = "\n".join(_tree(trajectory, recipe) for trajectory in trajectories)
     full = [t.metrics["full_recall"] for t in trajectories if "full_recall" in t.metrics]
     head = f"{len(trajectories)} tree{'' if len(trajectories) == 1 else 's'}"

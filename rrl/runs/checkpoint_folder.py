@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 _TEMPORARY = "*.orbax-checkpoint-tmp*"
 """Pattern of the names that Orbax gives checkpoints until they are complete."""
 _COMMITTED = "commit_success.txt"
-"""File that Orbax writes last into the folder of a step, before it gives the folder its final name."""
+"""File that marks a committed checkpoint. Orbax writes it last, before it gives the folder of the step its final name."""
 _STEP_METADATA = "_CHECKPOINT_METADATA"
-"""File in a step's folder: JSON with the time of the commit."""
+"""JSON file in a step's folder. Orbax 0.12 and later also write the time of the commit into it."""
 _ITEM_FILES = ("state/_METADATA", "metadata/metadata")
 """One file of each part (arrays, metadata) of a checkpoint. A checkpoint that lacks one of them cannot be read."""
 _MAX_FILES = 64
@@ -58,9 +58,9 @@ def complete_steps(folder: pathlib.Path) -> tuple[list[int], dict[int, str]]:
 def _missing_file(folder: pathlib.Path) -> str:
     """Return the first file that a step's folder lacks to be a complete checkpoint; "" if it lacks none."""
     if not (folder / _COMMITTED).is_file():
-        try:  # Orbax before 0.12 writes only _COMMITTED; later versions also record the commit in _STEP_METADATA
-            known = json.loads((folder / _STEP_METADATA).read_bytes())
-            committed = known["commit_timestamp_nsecs"]
+        try:  # either mark proves the commit: the file, or the time in the metadata
+            step_metadata = json.loads((folder / _STEP_METADATA).read_bytes())
+            committed = step_metadata["commit_timestamp_nsecs"]
         except (OSError, ValueError, LookupError, TypeError):
             committed = None
         if not committed:

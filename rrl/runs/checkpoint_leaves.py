@@ -25,7 +25,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def leaf_name(path: tuple[Any, ...], where: str = "") -> str:
-    """Return the name of a leaf on disk, without its number."""
+    """Return the name of a leaf on disk, without its number. `where` is the path of the tree that `path` starts from."""
     return where + jax.tree_util.keystr(path).replace("/", "_")
 
 
@@ -53,10 +53,13 @@ def refuse_other_shapes(folder: pathlib.Path, abstract: Mapping[str, Any]) -> No
 
 @contextlib.contextmanager
 def explain_read_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Turn any error while reading a checkpoint into a UserError that names its folder and the fix."""
+    """Turn an error while reading a checkpoint into a UserError that names its folder and the fix.
+
+    UserError, MemoryError and RuntimeError (JAX's own errors) pass through unchanged.
+    """
     try:
         yield
-    except (UserError, MemoryError, RuntimeError):  # JAX's own errors are RuntimeErrors
+    except (UserError, MemoryError, RuntimeError):
         raise
     except Exception as error:  # TensorStore raises a bare Exception for a truncated array
         reason = " ".join(str(error).split())[:200]

@@ -22,7 +22,7 @@ from rrl.retrieval.retriever import Retriever
 from rrl.runs.retriever import RetrieverConfig, load_retriever, load_retriever_encoder
 
 HELD_OUT_SPLITS = tuple(split for split in SPLITS if split != "train")
-"""Splits of the built-in world that share no name with training."""
+"""Splits of the built-in world whose entity names do not occur in the training split."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,10 @@ def innermost_user_error(error: BaseException) -> BaseException:
 
 
 def _overrides(argv: Sequence[str], values: flags.FlagValues) -> tuple[Any, dict[str, str]]:
-    """Return the config without overrides (None if there is none), and the text of each `--config.a.b=VALUE` by name."""
+    """Return the config without overrides, and name -> text of each `--config.a.b=VALUE`.
+
+    The config is None if `argv` has no override or no `--config`.
+    """
     matches = [re.match(r"--?(?:no)?(config\.[^=]+)(?:=(.*))?", arg, re.DOTALL) for arg in argv]
     overrides = {match[1]: match[2] or "" for match in matches if match}
     flag = next((index for index, arg in enumerate(argv) if re.match(r"--?config(=|$)", arg)), None)

@@ -28,7 +28,7 @@ from rrl.stopping import RunStopped, ServiceUnavailable
 EXIT_USER_ERROR = 2
 """Exit code for errors that the user must fix: wrong input, or a workdir that cannot be written. A restart does not help."""
 EXIT_COLLAPSED = 3
-"""Exit code of a run that its guard ended."""
+"""Exit code of a training run that ended itself because it collapsed (`rrl.train.guard`)."""
 EXIT_TRY_AGAIN = 42
 """Exit code of a run that saved and ended because a service (a judge, a reader) did not answer. The same command continues it.
 xpk restarts a job on 42 and on 127 to 255; Slurm requeues on the codes that its RequeueExit lists."""

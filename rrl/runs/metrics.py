@@ -44,8 +44,8 @@ class MetricsWriter:
 
     Attributes:
       past: lines of the run before it resumed, which remain in the file; the same in all processes.
-      removed: lines of steps up to S that were removed; the same in all processes. They are evaluations that were done after the
-        checkpoint; the run may write them again instead of repeating the evaluations.
+      removed: lines of steps up to S that were removed; the same in all processes. They are evaluations whose lines were written
+        after the checkpoint. The run may write these lines again instead of repeating the evaluations.
       lines: number of lines in the file.
     """
 
@@ -72,11 +72,11 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         existing = _lines_of(path) if path.exists() else []
-        # Drop duplicate lines before the truncation to `resume_lines`, which would otherwise remove other lines.
+        # `resume_lines` counts each line once, but a file that was copied or edited may repeat lines.
         unique = list({json.dumps(line): line for line in existing}.values())
-        known = [line for line in unique if line["step"] <= resume_step]
-        end = len(known) if resume_lines is None else resume_lines
-        self.past, self.removed = known[:end], known[end:]
+        up_to_step = [line for line in unique if line["step"] <= resume_step]
+        end = len(up_to_step) if resume_lines is None else resume_lines
+        self.past, self.removed = up_to_step[:end], up_to_step[end:]
         self.lines = len(self.past)
         self._file: pathlib.Path | None = None
         self._board: EventFile | None = None

@@ -31,7 +31,7 @@ def write_model_files(
         config: shape of the model.
         tokenizer: its tokenizer.
         card: recipe card; None if the run has none.
-        initial_model: its folder; None if the run had none. An export reads the frozen parameters from it,
+        initial_model: folder of the initial model; None if the run had none. An export reads the frozen parameters from it,
             because checkpoints do not contain them.
     """
     folder = pathlib.Path(workdir, MODEL_FILES)

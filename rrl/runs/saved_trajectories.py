@@ -106,7 +106,7 @@ def as_json(trajectory: Trajectory, tokens: bool = True) -> dict[str, Any]:
 
 
 def from_json(record: dict[str, Any]) -> Trajectory:
-    """Return the trajectory that `as_json` converted. A curriculum's own kind of question (R2AG) becomes a plain `Question`."""
+    """Return the trajectory that `as_json` converted. Questions of a subclass (R2AG's curriculum) become a plain `Question`."""
     arrays = {name: np.array(record[name]["values"], record[name]["dtype"]) for name in _ARRAYS}
     turn_rewards = record["turn_rewards"]
     converted: dict[str, Any] = {

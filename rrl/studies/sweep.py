@@ -106,7 +106,7 @@ def plot_sweep(
     rows: Sequence[Mapping[str, Any]],
     png: Path,
 ) -> None:
-    """Plot metrics with their intervals over the values, and below them coverage and costs.
+    """Plot metrics with their intervals over the values in the first panel, and each coverage and cost in another.
 
     Values that are not numbers become separate points instead of a line.
     """

@@ -134,7 +134,7 @@ def test_a_plan_for_gpus_is_an_estimate_and_the_report_marks_it():
     assert found.parameters == pytest.approx(7.616e9, rel=1e-3)
     text = report(found)
     assert "AN ESTIMATE: counted, not compiled" in text
-    assert "the published shape of Qwen2.5-7B" in text
+    assert "the published architecture of Qwen2.5-7B" in text
     assert "IT FITS (an estimate)" in text
     assert "links not counted" in text  # traffic is known only from compiled programs
     assert "attention=cudnn" in text

@@ -30,7 +30,7 @@ def analyze(
 ) -> QueueResult:
     """Execute the missing runs of an analysis and write table.md, table.csv and plot.png into `folders.out`.
 
-    The files are also written if a signal ended the runs.
+    The files are also written if a run failed or a signal ended the runs, unless no row is finished.
 
     Args:
       what: name of the analysis; see `rrl.studies.analyses.catalogue.ANALYSES`.

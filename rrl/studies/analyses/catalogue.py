@@ -23,7 +23,7 @@ class Analysis:
     source: str
     """The papers' figures and tables."""
     varies: str = ""
-    """What is varied in the evaluation: "steps" (the method's own step limit, see `STEP_LIMITS`), "top_k",
+    """What is varied in the evaluation: "steps" (the method's own step limit, see `points.STEP_LIMITS`), "top_k",
     "retriever", or "" for nothing."""
     values: tuple[str, ...] = ()
     policies: tuple[str, ...] = (f"rsearch@{SHIPPED_POLICY}",)
@@ -52,7 +52,7 @@ TRAINING_ARMS: Mapping[str, Arm] = {
     },
     "tiresrag_reinforce": _with_argument("tiresrag", "estimator=reinforce_pp"),
 }
-"""The arms of the reproduction, and further arms that only analyses use. Their sizes are the same."""
+"""The arms of the reproduction, and further arms that only analyses use. The latter have as many updates as the arm they vary."""
 REWARD_CURVES = {
     "reward/total": "reward",
     "reward/answer": "answer reward",

@@ -38,9 +38,9 @@ def plot_analysis(
         name for name in (*RATE_TITLES, *COST_TITLES) if any(name in row.costs_and_coverage for row in rows)
     ]
     logged = {name for runs in logs.values() for lines in runs for line in lines for name in line}
-    curves = [name for name in analysis.curves if name in logged]
+    curve_names = [name for name in analysis.curves if name in logged]
     columns = 3
-    count = len(metrics) + len(costs_and_coverage) + len(curves)
+    count = len(metrics) + len(costs_and_coverage) + len(curve_names)
     title = f"{analysis.title} ({analysis.source}): {rows[0].runs[0].card.dataset}"
     figure, axes = new_figure(-(-count // columns), columns, title)
     panels = iter(axes)
@@ -60,7 +60,7 @@ def plot_analysis(
         # The axis starts at 0 and leaves a margin of 10 % above the highest point.
         axis.set_ylim(0, 1.1 * axis.dataLim.y1 or 1)
     smoothed = 0
-    for name in curves:
+    for name in curve_names:
         axis = next(panels)
         style_axis(axis, analysis.curves[name])
         for arm, runs in logs.items():
@@ -68,7 +68,7 @@ def plot_analysis(
         legend_below(axis)
     for axis in panels:
         axis.set_axis_off()
-    if curves:
+    if curve_names:
         add_caption(figure, band_caption(max(map(len, logs.values()), default=1), smoothed))
     save_figure(figure, png)
 

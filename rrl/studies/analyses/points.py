@@ -40,8 +40,8 @@ class EvaluationOptions:
     policies: Sequence[str] = ()
     """METHOD@FOLDER, or the FOLDER of a policy whose recipe card names the method; default: the analysis's policies."""
     values: Sequence[str] = ()
-    """Values of what is varied; default: the analysis's values. Outside the built-in world, a retriever that needs an encoder is
-    KIND@FOLDER."""
+    """Values of what is varied; default: the analysis's values. Outside the built-in world, give a retriever with an encoder as
+    KIND@FOLDER, with the folder of the encoder."""
     arguments: Sequence[str] = ()
     """Further arguments of configs/eval.py, such as questions=100. A reader is passed only to recipes that need one; in the
     built-in world their default is the shipped reader."""
@@ -76,7 +76,7 @@ def evaluation_points(
         raise UserError(
             f"values={','.join(options.values)}: nothing is varied in {analysis.title!r}; leave them out"
         )
-    _refuse_set_arguments(analysis, options.arguments)
+    _refuse_reserved_arguments(analysis, options.arguments)
     methods = [method for method, _ in systems]
     points, planned = [], {}
     for method, folder in systems:
@@ -96,7 +96,7 @@ def evaluation_points(
     return points, planned
 
 
-def _refuse_set_arguments(analysis: Analysis, arguments: Sequence[str]) -> None:
+def _refuse_reserved_arguments(analysis: Analysis, arguments: Sequence[str]) -> None:
     """Raise UserError for arguments of configs/eval.py that the analysis sets itself."""
     names = {"method", "policy", *({analysis.varies} & {"top_k", "retriever"})}
     if wrong := [argument for argument in arguments if argument.partition("=")[0].strip() in names]:

@@ -19,7 +19,7 @@ ARM_ARGUMENTS = {
 training of the cold start.
 
 Two other forms of arm are allowed: any `NAME=VALUE` argument of the config, and the path of another config file. The other config
-receives the same arguments and may add one more (`configs/search_r1.py:control=permuted`).
+file receives the arguments of the compared config, and the arm may add one (`configs/search_r1.py:control=permuted`).
 """
 
 
@@ -89,7 +89,8 @@ def config_of_arm(arm: str, config: str) -> tuple[str, str]:
     """Return the config of an arm, and the argument that the arm adds."""
     file, arguments = split_config(arm)
     if file.endswith(".py"):
-        return ":".join([file, *config.split(":", 1)[1:]]), ",".join(arguments.values())
+        added = ",".join(arguments.values())  # each value is "name=value"
+        return ":".join([file, *config.split(":", 1)[1:]]), added
     return config, ARM_ARGUMENTS.get(arm, arm)
 
 
@@ -100,15 +101,15 @@ def commands(run: ArmRun, config: str, cold_start: str, minutes: float) -> list[
     """
     if run.arm != SFT:
         arm_config, argument = config_of_arm(run.arm, config)
-        return [_train(arm_config, run.workdir, f"seed={run.seed}", argument)]
+        return [_train_command(arm_config, run.workdir, f"seed={run.seed}", argument)]
     folder = run.workdir / "sft"
     # minutes=0 would mean no limit. The cold start's default seed is 0, which seed + 1 never repeats.
     sft_config = with_arguments(cold_start, f"seed={run.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")
     return [
         ["launch/sft.py", f"--config={sft_config}", f"--workdir={folder}"],
-        _train(config, run.workdir, "steps=0", f"policy={folder / 'model'}"),
+        _train_command(config, run.workdir, "steps=0", f"policy={folder / 'model'}"),
     ]
 
 
-def _train(config: str, workdir: pathlib.Path, *more: str) -> list[str]:
+def _train_command(config: str, workdir: pathlib.Path, *more: str) -> list[str]:
     return ["launch/train.py", f"--config={with_arguments(config, *more)}", f"--workdir={workdir}"]

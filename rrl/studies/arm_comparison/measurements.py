@@ -86,7 +86,11 @@ def grpo_measurements(run: ArmRun, runs: Sequence[ArmRun], metric: str = "em") -
 
 
 def evaluation_curve(run: ArmRun, runs: Sequence[ArmRun]) -> list[dict[str, Any]]:
-    """Return the evaluation lines of a run. The supervised arm has two: GRPO's first one and its own last one."""
+    """Return the evaluation lines of a run.
+
+    The supervised arm has two: GRPO's first one and its own last one. The latter gets GRPO's minutes, and step 1, since the arm's
+    steps are not comparable.
+    """
     lines = [line for line in read_metrics(run.metrics) if "eval/em" in line]
     if run.arm == SFT:
         grpo = _grpo_run(run, runs)

@@ -81,10 +81,12 @@ def _without_config(command: Sequence[str]) -> list[str]:
 
 
 def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
-    """Return the settings of a manifest, extended by the fields that were added since.
+    """Return the settings of a manifest with all fields that today's config has.
 
-    Fields that were added to a stored section have their defaults. For sections that the manifest lacks, the
-    values are those that its command resolves to today. None if that command is no longer valid.
+    Fields in the manifest have their stored values. New fields get their defaults (`with_defaults`). New fields without a default
+    get the values that the command of the manifest resolves to today.
+
+    None if that command is no longer valid.
     """
     flags = [part.removeprefix("--config") for part in manifest.command if part.startswith("--config")]
     if not flags or not flags[0].startswith("="):

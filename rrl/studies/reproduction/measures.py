@@ -100,8 +100,8 @@ def higher_recall_at_equal_passages(results: ReproductionResults, runs: Sequence
     """The first run has a higher full recall than the second with as many passages (R2AG, Table 1: "under comparable k").
 
     The first run is a tree of searches; the second searches once, with the question. If the tree retrieved k passages for a
-    question, the first k passages of the single search count. If k exceeds the largest number of passages that the single search
-    retrieved for any question, only that many passages of the tree count.
+    question, the first k passages of the single search count. The single search is limited to m passages (m is the largest number
+    that it returned for any question), so only the first m passages of the tree count.
     """
     (single,) = results.evaluations(runs[1])
     refuse_incomparable({runs[0]: results.evaluations(runs[0])[0], runs[1]: single})

@@ -28,8 +28,7 @@ class PlannedRun:
     config: str
     """Config file with arguments; "{out}" stands for the folder of all runs."""
     minutes: float
-    """Estimated minutes on one core of the slower machine that measured the published page; a faster
-    machine took half as long."""
+    """Estimated minutes on one core of the slower of two measured machines; the faster one took half as long."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Config fields that are overridden: dotted name -> value."""
     needs: tuple[str, ...] = ()

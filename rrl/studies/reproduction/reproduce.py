@@ -25,7 +25,8 @@ def reproduce(
 ) -> QueueResult:
     """Execute the missing runs of the claims, store their measurements and write the page.
 
-    The page covers all stored measurements. It is also written if a signal ended the runs.
+    The page covers all stored measurements. It is also written if a run failed or a signal ended the
+    runs, unless nothing is stored.
 
     Args:
       out: folder of the runs.

@@ -25,7 +25,7 @@ class EvaluationResult:
     """Values per question by name: "em" and "f1" in [0, 1], "searches" (their number) and "tokens" (the number
     that the policy wrote)."""
     titles: Sequence[Sequence[str]]
-    """For each question, the titles of the passages that all its searches returned, best first."""
+    """For each question, the titles of the passages that its searches returned: search by search, best first in each."""
     gold: Sequence[Sequence[str]]
     """For each question, the titles of the gold passages."""
     questions_sha256: str = ""
@@ -80,7 +80,7 @@ class ReproductionResults:
 
     seeds: Sequence[int]
     read_evaluation: Callable[[str], EvaluationResult]
-    """Full name of a run, with its seed -> its evaluation."""
+    """Full name of a run, with its seed -> its evaluation. (The function of the same name in this module reads a folder.)"""
     read_training: Callable[[str], Sequence[Mapping[str, float]]]
     """Full name of a run, with its seed -> the lines of its metrics.jsonl."""
 
