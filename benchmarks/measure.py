@@ -107,7 +107,8 @@ class PeerProcess:
     def __init__(self, python: str, script: str, *arguments: str) -> None:
         file = pathlib.Path(__file__).parent / "peers" / script
         environment = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-        # `prepare_host` sets NPROC to enlarge the thread pool of our callbacks. That pool would slow a peer.
+        # `prepare_host` sets NPROC, which enlarges XLA's thread pool for our host callbacks. A peer that inherited it would be
+        # slower.
         environment.pop("NPROC", None)
         self._process = subprocess.Popen(
             [python, str(file), *arguments],
@@ -167,7 +168,7 @@ def machine() -> str:
     device = jax.devices()[0]
     kind = device.device_kind
     if device.platform == "cpu":
-        # On a CPU, these kernels are available exactly if a C++ compiler is.
+        # On a CPU, the attention kernels are available if and only if there is a C++ compiler.
         compiler = "with" if can_attend(jnp.float32, LANES) else "without"
         kind = f"{len(os.sched_getaffinity(0))} cores, {compiler} a C++ compiler"
     versions = []

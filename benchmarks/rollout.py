@@ -1,9 +1,10 @@
 """Measures rollout speed: `python -m benchmarks.rollout [--only=NAME] [--rounds=5] [--hf_python=PYTHON] [--tunix_python=PYTHON]`;
 rows go to RESULTS.md.
 
-Each comparison runs both sides in turn on the same random Qwen2-shaped model. Lengths are fixed, since the end of sequence is
-never sampled. The first round compiles and is not counted. On a GPU or TPU a published shape is measured too
-(`benchmarks.accelerator`).
+Each comparison runs its sides in turn on the same model. The first round compiles and is not counted. The model is random, has
+Qwen2's shape and never samples the end of sequence, so that each section sets the lengths. Only `training` uses the shipped
+policy, whose episodes end by themselves. "Rows" are the sequences that decode together (`EngineConfig.rows`). On a GPU or TPU a
+published shape is measured too (`benchmarks.accelerator`).
 """
 
 import argparse
@@ -95,7 +96,7 @@ def group(args: argparse.Namespace) -> SectionResult:
                 engine.run(params, requests, environment, KEY)
             return (time.perf_counter() - began) / 5
 
-        sides[f"{samples} of a prompt"] = run
+        sides["1 sample" if samples == 1 else f"{samples} samples"] = run
     times = interleave(sides, args.rounds)
     one, eight = medians(times).values()
     row = BenchmarkRow(

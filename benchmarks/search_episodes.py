@@ -18,7 +18,8 @@ from rrl.rollout.protocol import Append, Finish, Restart, SearchFor
 class FixedTurns:
     """Search episodes of fixed lengths.
 
-    With `reprefill`, each turn clears the context and prefills the whole history again.
+    With `reprefill`, each turn clears the context and prefills as many tokens as the whole history has. These are random, which
+    does not change the time.
     """
 
     searches: int
@@ -106,7 +107,7 @@ def _compare(
 ) -> tuple[list[BenchmarkRow], dict[str, list[float]]]:
     """Return the rows of one size, and the seconds of all runs. `used` has the Python of each peer library."""
     turns = FixedTurns(searches)
-    what = f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds"
+    what = f"episodes of {searches} searches (64 sampled, 384 observation tokens per turn), batch {batch}, seconds"
     target = "4x at 4 turns, growing" if searches == 4 else ""
     sides = _our_sides(turns, batch)
     with peers(random_model(), used, batch, turns.histories[-1], turns.turn_tokens) as (started, missing):

@@ -30,7 +30,7 @@ DRAFT_TOKENS = 1
 NOTES = [
     "An episode prefills its prompt and observations, except for a prefix that it shares with another sample of its "
     "question. It attends to a longer context than the peer. Its time includes the end of the batch, when some rows have no "
-    "questions left. Draft tokens are guesses of the next token, from what all rows have read and written; if a guess is "
+    "questions left. Draft tokens are guesses of the next token by prompt lookup in the texts of all rows; if a guess is "
     "right, one step yields two tokens, the same ones that two steps would yield. The peer yields one token per step.",
 ]
 

@@ -105,7 +105,7 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
     table = []
     shipped = DecoderConfig.from_hf(read_config(TINY))
     wide = dataclasses.replace(shipped, vocab_size=8192, hidden=512, heads=8, kv_heads=2, mlp=1536)
-    for name, config in (("the shipped policy's shape", shipped), ("512 wide, 8,192 tokens", wide)):
+    for name, config in (("the shipped policy's shape", shipped), ("width 512, vocabulary 8,192", wide)):
         # The peer, a Qwen2 of transformers, always has this head dimension.
         config = dataclasses.replace(config, head_dim=config.hidden // config.heads)
         rows, length, prompt = 16, 512, 64
@@ -194,7 +194,7 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
         table.append(
             BenchmarkRow(
                 f"log-probabilities and gradient, {rows} x {length} tokens, vocabulary of 151,936, 0.5B shape: GiB "
-                "beside the arguments",
+                "of temporary memory",
                 f"{temporary_gib[0]:.2f}",
                 f"all logits at once {temporary_gib[1]:.2f}",
                 f"{temporary_gib[0] / temporary_gib[1]:.2f}",
@@ -263,9 +263,9 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Compare groups whose samples share their prompt in a row with one copy of the prompt per sample.
+    """Compare packing the prompt once per group, shared by its samples, with packing it once per sample.
 
-    The rows show the seconds, and in parentheses the token positions of all rows, padding included.
+    The table shows the seconds, and in parentheses the token positions of all packed rows, padding included.
     """
     config = DecoderConfig.from_hf(read_config(TINY))
     groups, samples, output = 8, 8, 128

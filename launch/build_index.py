@@ -73,7 +73,10 @@ _FLAGS_BY_KIND = (
 
 
 class StageProgress:
-    """Prints a progress line per stage, with passages/s and remaining time, at least every five seconds."""
+    """Prints a progress line per stage, with passages/s and remaining time, at least every five seconds.
+
+    While the total is unknown, it prints a line every 100,000 passages instead, without the remaining time.
+    """
 
     def __init__(self) -> None:
         self._stage = ""
@@ -96,7 +99,7 @@ class StageProgress:
                     self._update(self._stage, self._done, self._total)
 
     def _update(self, stage: str, done: int, total: int) -> None:
-        """Store the progress and print a line if one is due: with an unknown total, every 100,000 passages."""
+        """Store the progress and print a line if one is due."""
         from rrl.runs.progress import Progress
 
         self._done, self._total = done, total
@@ -177,4 +180,4 @@ def main(_: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    launcher.run(main, callbacks=False)
+    launcher.run(main, callbacks=False)  # no rollout, hence no host callbacks

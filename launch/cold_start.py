@@ -12,7 +12,9 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder of the run (default: runs/ and the config's name). An existing run is continued."
+    "workdir",
+    None,
+    "Folder of the run (default: runs/, file name of the config, arguments). An existing run is continued.",
 )
 flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
 flags.mark_flags_as_required(["config"])

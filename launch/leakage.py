@@ -64,4 +64,4 @@ def main(_: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    launcher.run(main, callbacks=False)
+    launcher.run(main, callbacks=False)  # no rollout, hence no host callbacks

@@ -14,7 +14,7 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "Folder of the run (default: runs/ and the config's name without miniwiki_). An existing run is continued.",
+    "Folder of the run (default: runs/, file name of the config without miniwiki_, arguments). An existing run is continued.",
 )
 flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
 flags.mark_flags_as_required(["config"])
@@ -30,4 +30,4 @@ def main(_: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    launcher.run(main, callbacks=False)
+    launcher.run(main, callbacks=False)  # no rollout, hence no host callbacks

@@ -15,7 +15,7 @@ from rrl.runs import launcher
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file of the run, with its arguments after a colon.", lock_config=True
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run (default: runs/NAME).")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run (default: runs/ and the config's `name`).")
 _SHOWN = flags.DEFINE_integer("shown", 60, "Number of trees on the page.", lower_bound=1)
 flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
 flags.mark_flags_as_required(["config"])

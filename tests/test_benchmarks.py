@@ -147,7 +147,7 @@ def test_episodes_are_measured_without_peers(results, without_peers):
     rollout.main(["--only=episodes", "--batch=8", "--rounds=1", *peers])
     text = results.read_text()
     for searches, batch, most in ((2, 2, 1.9), (4, 2, 3.1), (4, 8, 3.1)):
-        row = f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds |"
+        row = f"episodes of {searches} searches (64 sampled, 384 observation tokens per turn), batch {batch}, seconds |"
         own = [line for line in text.splitlines() if row in line and "this engine" in line]
         assert len(own) == 1 and f"x (at most {most}x, the ratio of prefilled tokens)" in own[0]
     # Tunix is not measured with the largest batch.

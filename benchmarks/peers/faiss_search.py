@@ -29,7 +29,7 @@ for line in sys.stdin:
         if kind == "ivf":
             ivf.nprobe = int(numbers[0])
         began = time.perf_counter()
-        _, found = index.search(queries, k)
+        _, ids = index.search(queries, k)
         answer = {"seconds": time.perf_counter() - began}
-        np.save(sys.argv[1] + "/found.npy", found)
+        np.save(sys.argv[1] + "/found.npy", ids)
     print(json.dumps(answer), flush=True)

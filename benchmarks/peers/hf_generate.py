@@ -1,11 +1,11 @@
 """Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW. Each line of input is answered with the seconds as JSON.
 
 - `sample CACHE` samples NEW tokens after each prompt.
-- `greedy` writes the most probable NEW tokens and returns them.
+- `greedy` decodes NEW tokens greedily after each prompt and returns them.
 - `turns CACHE A B C ...` runs prompts of the lengths A, B, C, ... in turn, and samples NEW tokens after each. This is a loop that
-  reads the whole history again at every turn. PROMPT is the longest length.
+  prefills the whole history at every turn. PROMPT is the longest length.
 - `uncut CACHE LIMIT A B C ...` does the same with LIMIT tokens per turn, as a loop that cuts the text of a turn afterwards.
-- `kept CACHE A B C ...` keeps the cache and reads only new tokens, which needs texts of equal length.
+- `kept CACHE A B C ...` keeps the cache and prefills only new tokens, which needs texts of equal length.
 - `below T U V ...` returns how far these tokens, one per prompt, lie below the best logit, in standard deviations of the logits.
 
 CACHE is dynamic or static. On a GPU, transformers compiles the decode step of a static cache.

@@ -25,8 +25,8 @@ for line in sys.stdin:
         print(json.dumps({"versions": f"{name}, {model.device}"}))
     else:
         began = time.perf_counter()
-        found = model.encode(texts, batch_size=32, convert_to_numpy=True, show_progress_bar=False)
+        embeddings = model.encode(texts, batch_size=32, convert_to_numpy=True, show_progress_bar=False)
         took = time.perf_counter() - began
-        np.save(sys.argv[2] + ".npy", found)
+        np.save(sys.argv[2] + ".npy", embeddings)
         print(json.dumps({"seconds": took}))
     sys.stdout.flush()

@@ -33,25 +33,26 @@ class DatasetConfig:
     """The questions of an evaluation, and the corpus that is searched."""
 
     path: str = MINIWIKI
-    """A question file, a folder with question files and a corpus, or "miniwiki": the built-in world, a generated wiki with
-    questions (`rrl.miniwiki`)."""
+    """A question file, a folder with question files and a corpus, or "miniwiki": the built-in data, which
+    consist of generated worlds with passages and questions (`rrl.miniwiki`)."""
     corpus: str = ""
     """File with the passages, for a question file; the question file itself if its questions contain their passages."""
     truth: str = ""
     """File with the gold answers, for a question file without them (MultiHop-RAG)."""
     split: str = ""
-    """Split of a folder: train, dev, test or questions; "": the first that exists of test, dev, questions, train. Split of the
-    built-in world: test or dev; "": test."""
+    """Split of a folder: train, dev, test or questions; "": the first that exists of test, dev, questions, train. Split of
+    miniwiki: test or dev; "": test."""
     questions: int = 0
-    """Number of questions, drawn without replacement. 0: all; the built-in world then has 720."""
+    """Number of questions, drawn without replacement. 0: all; miniwiki then has 720."""
     seed: int = 1
-    """Seed of the draw of `questions`, and of the built-in world."""
+    """Seed of the draw of `questions`, and of miniwiki."""
     worlds: int = 8
-    """Number of built-in worlds. The defaults of this field and the next two are those of the held-out questions in training."""
+    """Number of worlds in miniwiki; their passages form one corpus. The defaults of this field and the next two are those of the
+    held-out questions in training."""
     world_size: int = 200
-    """Passages in one built-in world."""
+    """Passages in one world of miniwiki."""
     per_kind: int = 144
-    """Questions of each kind in the built-in world if `questions` is 0."""
+    """Questions of each kind in miniwiki, over all worlds, if `questions` is 0."""
     on_error: RunOnError = "refuse"
     """How to handle broken records, as in training (`rrl.runs.datasets.DataConfig`)."""
 
@@ -122,7 +123,7 @@ def load_dataset(
     log(f"{name}: {len(questions)} questions")
     if not searches:
         return Dataset(name, questions)
-    if passages and (missing := _without_gold(questions, passages)):
+    if passages and (missing := _count_gold_not_in_corpus(questions, passages)):
         log(
             f"warning: for {missing} questions the corpus has no gold passage, by title or id; "
             f"check that {corpus} is the corpus of these questions"
@@ -206,8 +207,8 @@ def _read_file(config: DatasetConfig, with_passages: bool) -> _NamedData:
     return path.name, questions, Path(config.corpus).name, load_passages(config.corpus, on_error)
 
 
-def _without_gold(questions: Sequence[Question], passages: Sequence[Passage]) -> int:
-    """Return the number of questions that have gold passages, none of which is in the corpus."""
+def _count_gold_not_in_corpus(questions: Sequence[Question], passages: Sequence[Passage]) -> int:
+    """Return the number of questions that have gold passages of which the corpus has none."""
     titles, ids = {title_key(passage.title) for passage in passages}, {passage.id for passage in passages}
     return sum(
         bool(q.gold or q.gold_ids)

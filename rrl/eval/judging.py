@@ -34,7 +34,7 @@ class Judgements:
     short_scores: Mapping[str, AnswerScores | None] = dataclasses.field(default_factory=dict)
     """Scores of the short form of each answer, by id (`score_short_answers`); empty unless the method has long answers."""
     file_name: str = ""
-    """Name of the file of the verdicts. The lines of timing.jsonl with the judge's seconds name this file."""
+    """Name of the file of the verdicts. In timing.jsonl it marks the lines with this judge's seconds."""
 
 
 def verdicts_file(folder: Path, identity: Mapping[str, Any], answers: Mapping[str, str]) -> Path:

@@ -163,7 +163,7 @@ def _unknown_question(
 ) -> UserError:
     """Return the error for a prediction that matches none of the `count` questions."""
     what = f"id {prediction.id!r}" if by_id else f"question {prediction.question!r:.80}"
-    too_often = "" if by_id else ", or occurs more often than there"
+    too_often = "" if by_id else ", or occurs more often in the predictions than among these"
     remedy = ", or match by their texts with --match=question" if by_id and prediction.question else ""
     return UserError(
         f"{predictions_file}, {prediction.place}: {what} is not among the {count} questions of {questions_file}{too_often}. "

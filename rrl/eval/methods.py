@@ -82,7 +82,7 @@ class AnsweringMethod(Protocol):
     def check(
         self, engine: Engine, questions: Sequence[Question], on_error: RunOnError, log: Callable[[str], None]
     ) -> None:
-        """Log how many questions are too long for the context.
+        """Check the method and the questions before any is answered. May log how many questions do not fit the context.
 
         Raises UserError for a question that is too long if `on_error` is "stop" (see `rrl.data.records.RunOnError`).
         """

@@ -34,7 +34,7 @@ OPTIONAL_COMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "gold passages": ("gold_sha256",),
     "numerics": ("compute",),
 }
-"""Settings that are equal in comparable results, among those that have them: name -> fields of the card."""
+"""Further settings that are equal in comparable results, if the results have them: name of the setting -> fields of the card."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,10 @@ class ResultCard:
     corpus: str
     """Name or file of the corpus; "" if nothing is searched."""
     corpus_sha256: str
-    """`rrl.data.passages.fingerprint`, as in an index's manifest; "" if nothing is searched."""
+    """`rrl.data.passages.fingerprint`, as in an index's manifest; "" if nothing is searched, or if a search service does
+    not identify its corpus."""
     passages: int
-    """Number of passages in the corpus."""
+    """Number of passages in the corpus; 0 if nothing is searched, or if it is not known."""
     retriever: Mapping[str, Any]
     """Settings that determine the hits: kind, encoder with its hash, settings. Empty if nothing is searched."""
     top_k: int

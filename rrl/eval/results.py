@@ -21,7 +21,7 @@ class ResultLines:
     def __init__(self, path: Path, allowed: Iterable[str]) -> None:
         """Read the ids in the file, or create it.
 
-        Raises UserError, with the line, for one that is not an object with an id, and for an id that is repeated or not in
+        Raises UserError, which names the line, if a line is not an object with an id, or if its id is repeated or not in
         `allowed`. Raises SaveError if the file cannot be written.
         """
         self.path = path
@@ -50,7 +50,7 @@ def drop_partial_line(path: Path) -> None:
 
 
 def _ids(path: Path, allowed: set[str]) -> set[str]:
-    """Return the ids in a file. Raises UserError, with the line, for one that is missing, repeated or not `allowed`."""
+    """Return the ids in a file. Raises UserError, which names the line, for an id that is missing, repeated or not `allowed`."""
     first: dict[str, int] = {}
     remedy = "remove that line, and its question is answered again"
     for number, record in read_json_lines(path, remedy):
@@ -73,8 +73,8 @@ def _ids(path: Path, allowed: set[str]) -> set[str]:
 def read_lines(path: Path, *fields: str, types: Mapping[str, type] = _NO_TYPES) -> list[dict[str, Any]]:
     """Return the records of a JSON-lines file; [] if it does not exist.
 
-    Raises UserError, with the line, for one that is not a JSON object, lacks one of `fields`, or has a value of another type than
-    in `types`, which maps fields to types in `_TYPE_NAMES`.
+    Raises UserError, which names the line, if a line is not a JSON object, lacks one of `fields`, or has a value of another type
+    than in `types`, which maps fields to types in `_TYPE_NAMES`.
     """
     if not path.exists():
         return []

@@ -49,7 +49,7 @@ class _Questions:
 
     file: str
     in_predictions: bool
-    """Whether `file` is the prediction file, whose predictions are in the order of its questions."""
+    """Whether `file` is the prediction file. Its questions and predictions are then in the same order."""
     all: Sequence[Question]
     is_scored: Sequence[bool]
     """Whether each question is scored (`scorable`)."""

@@ -121,8 +121,8 @@ def compare_scores(scores: Scores, baseline: Scores, *, seed: int = 0, level: fl
 
 def as_text(summary: Mapping[str, Any]) -> str:
     """Return a report as text."""
-    percent = f"{100 * summary['level']:g} %"
-    rows = [("", "mean", f"{percent} interval")]
+    level = f"{100 * summary['level']:g} %"
+    rows = [("", "mean", f"{level} interval")]
     rows += [
         (name, f"{100 * interval['mean']:.1f}", f"{100 * interval['low']:.1f} – {100 * interval['high']:.1f}")
         for name, interval in summary["metrics"].items()
@@ -138,7 +138,7 @@ def as_text(summary: Mapping[str, Any]) -> str:
             lines += ["", *table([(title, "questions", *names), *body])]
     for name, heading in RETRIEVAL_GROUPS:
         if values := summary.get(name):
-            lines += ["", *_retrieval_lines(values, heading, percent, summary.get(f"{name}_intervals", {}))]
+            lines += ["", *_retrieval_lines(values, heading, level, summary.get(f"{name}_intervals", {}))]
             if by := summary.get(f"{name}_by"):
                 lines.append(f"by {by}")
     if warning := summary.get("retrieval_warning"):
@@ -153,7 +153,7 @@ def as_text(summary: Mapping[str, Any]) -> str:
     for name, test in summary.get("against", {}).items():
         lines += [
             "",
-            f"{name} against {summary['against_file']}: {100 * test['difference']:+.1f} ({percent} interval "
+            f"{name} against {summary['against_file']}: {100 * test['difference']:+.1f} ({level} interval "
             f"{100 * test['low']:+.1f} – {100 * test['high']:+.1f}), p = {test['p']:.4g} ({test['test']}); "
             f"better on {test['better']}, worse on {test['worse']}, the same on {test['same']}",
         ]
@@ -168,9 +168,12 @@ def report_warnings(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _retrieval_lines(
-    metrics: Mapping[str, float], title: str, percent: str, intervals: Mapping[str, Mapping[str, float]]
+    metrics: Mapping[str, float], title: str, level: str, intervals: Mapping[str, Mapping[str, float]]
 ) -> list[str]:
-    """Return a table with a row per metric and a column per rank, the interval of the mean, and the values without a rank."""
+    """Return a table with a row per metric and a column per rank, the interval of the mean, and the values without a rank.
+
+    `level` is the confidence level as text, such as "95 %".
+    """
     names = [name for name in metrics if f"{name}@{CUTS[0]}" in metrics]
     body = [
         [name, *(f"{100 * metrics[name + cut]:.1f}" for cut in ("", *(f"@{k}" for k in CUTS)))]
@@ -178,7 +181,7 @@ def _retrieval_lines(
     ]
     head = [title, "all", *(f"@{k}" for k in CUTS)]
     if intervals:
-        head.insert(2, f"{percent} interval")
+        head.insert(2, f"{level} interval")
         for row in body:
             interval = intervals[row[0]]
             row.insert(2, f"{100 * interval['low']:.1f} – {100 * interval['high']:.1f}")

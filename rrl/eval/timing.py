@@ -44,7 +44,7 @@ def append_timing(
 
 
 def read_timing(workdir: Path) -> list[dict[str, Any]]:
-    """Return the lines. Raises UserError, with the line, for one that `append_timing` did not write."""
+    """Return the lines. Raises UserError, which names the line, if `append_timing` cannot have written it."""
     return read_lines(workdir / FILE, "questions", types=_FIELD_TYPES)
 
 

@@ -72,12 +72,13 @@ class Agent:
 
         Args:
           policy: the folder. If it holds a recipe card, the card states how the policy was trained.
-          recipe: name of a recipe, or a recipe object. The recipe that the card names gets the card's settings; another
-            name overrides the whole card, and a recipe object overrides its recipe.
+          recipe: name of a recipe, or a recipe object. If the card has this name, the settings of the recipe are the
+            card's. If the card has another name, the whole card is ignored. With an object, the card gives only the
+            defaults of `top_k` and `context`.
           index: an index folder, or a retriever. If None, every search returns no passages.
           encoder: folder of the query encoder, for an index over embeddings.
-          reader: folder of a model that answers from the evidence alone (R-Search, Eq. 4). Its answer
-            is only shown.
+          reader: folder of a model that answers from what the policy collected. For R2AG (its generator) this
+            is the trajectory's `answer`; for R-Search (Eq. 4, from the evidence alone) it is `reader_answer`.
           temperature: sampling temperature; 0 is greedy.
           top_k: passages per search; None: as in the card, or 3 without a card.
           context: maximum tokens of a trajectory; None: as in the card, or `DEFAULT_CONTEXT` without a card.
@@ -100,7 +101,7 @@ class Agent:
         config = EngineConfig(
             rows=rows,
             context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_context),
-            wake_threshold=min(rows, 16),  # `rows` slots never reach a larger threshold
+            wake_threshold=min(rows, 16),  # counts slots that have ended a turn: at most `rows`
             top_k=top_k or card.top_k,
         )
         check_tags(recipe, tokenizer)
