@@ -18,6 +18,8 @@ per-token KL in the reward is not published; it is 0.001, as for the other recip
 Llama-3.1-8B-Instruct (prompt=instruct). Its retriever is BGE-large-en-v1.5 over KILT's Wikipedia.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from rrl.config.shared import (
@@ -30,6 +32,29 @@ from rrl.config.shared import (
 
 QUESTIONS = {1: 350, 2: 8148}
 """Stage -> number of training questions; one epoch over them."""
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "rollout": {
+        "rows": 256,
+        "context": 16384,
+        "wake_threshold": 16,
+        "prefill_tokens": 2048,
+        "top_k": 3,
+        "top_p": 1.0,
+    },
+    "train": {"questions": 64, "samples": 16, "temperature": 1.0, "eval_every": 20},
+    "objective": {
+        "kl_coef": 0.001,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "minibatches": 4,
+        "row_lengths": (2048, 4096, 8192, 16384),
+        "microbatch_tokens": 32768,
+    },
+    "optim": {"name": "adamw", "lr": 2e-6, "clip_norm": 1.0, "b2": 0.999},
+}
+"""Sections with the paper's settings, for size=3b and size=7b."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -56,34 +81,10 @@ def get_config(arg: str = "") -> ConfigDict:
         if args.steps is None:
             config.train.update({"steps": 28, "eval_every": 14})
     else:
-        config.recipe = recipe
-        config.recipe.environment = {}
-        config.rollout = {
-            "rows": 256,
-            "context": 16384,
-            "wake_threshold": 16,
-            "prefill_tokens": 2048,
-            "top_k": 3,
-            "top_p": 1.0,
-        }
-        config.train = {
-            "steps": QUESTIONS[args.stage] // 64 if args.steps is None else args.steps,
-            "questions": 64,
-            "samples": 16,
-            "temperature": 1.0,
-            "seed": args.seed,
-            "eval_every": 20,
-            "permute_rewards": args.control == "permuted",
-        }
-        config.objective = {
-            "kl_coef": 0.001,
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "minibatches": 4,
-            "row_lengths": (2048, 4096, 8192, 16384),
-            "microbatch_tokens": 32768,
-        }
-        config.optim = {"name": "adamw", "lr": 2e-6, "clip_norm": 1.0, "b2": 0.999}
+        config.recipe = recipe | {"environment": {}}
+        config.update(PUBLISHED)
+        config.train.steps = QUESTIONS[args.stage] // 64 if args.steps is None else args.steps
+        config.train.update({"seed": args.seed, "permute_rewards": args.control == "permuted"})
     if args.stage == 2:
         # The guard takes a mean reward at or below this for a sign of collapse (`rrl.train.guard`). It is the lowest possible
         # reward: all trajectories are malformed. A base model can start close to it. In stage 1 the lowest reward is the guard's

@@ -4,8 +4,9 @@ Softmax is in float32. N = K * G query heads share K key heads. Time and group a
 each (row, kv head) is one matrix product.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,16 +15,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rrl.models.config import NO_WINDOW
 
-ReadGroups = tuple[Int[Array, "G P/G"] | None, Int[Array, "G P/G"]]
-"""(order, needed): G groups of entries that read the cache together. An entry is one sequence of a step's batch.
-
-`order` holds the indices of each group's entries. `needed` holds the number of blocks that each of them reads, in descending
-order. If `order` is None, all P entries form one group in the order of the batch, and `needed` [1, 1] holds the largest
-number."""
 MIN_QUERY_BLOCK = 32
 MAX_QUERY_BLOCKS = 8
 """Training processes queries in blocks. A block computes scores only for keys up to its own end, which saves nearly half of
 them. Smaller blocks save more and fit in the CPU's cache; more blocks take longer to compile."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["order", "needed"], meta_fields=["batch_sizes"]
+)
+@dataclasses.dataclass(frozen=True)
+class ReadGroups:
+    """G groups of entries that read the cache together. An entry is one sequence of a step's batch."""
+
+    order: Int[Array, "G P/G"] | None
+    """Indices of each group's entries. None: all P entries form one group in the order of the batch."""
+    needed: Int[Array, "G P/G"]
+    """Number of blocks that each of them reads, in descending order; without `order` the largest number, [1, 1]."""
+    batch_sizes: tuple[int, ...] = ()
+    """Allowed numbers of entries that read a block together, in descending order. Each is the batch size of a matrix product."""
 
 
 class Window(NamedTuple):
@@ -158,13 +168,11 @@ softmax_attention.defvjp(_forward, _backward)
 
 def cache_attention(
     q: Float[Array, "P T N H"],
-    k: Float[Array, "L blocks R K slot H"],
-    v: Float[Array, "L blocks R K slot H"],
+    keys_values: tuple[Float[Array, "L blocks R K slot H"], Float[Array, "L blocks R K slot H"]],
     layer: Int[Array, ""],
     positions: Int[Array, "P T"],
     rows: Int[Array, "P"] | None,
     groups: ReadGroups,
-    readers: Sequence[int],
     *,
     slots_last: bool = False,
     window: Int[Array, ""] | None = None,
@@ -172,84 +180,125 @@ def cache_attention(
     """Attention over one layer of a cache: each query attends to the slots up to its own position.
 
     Reads the cache block by block with a running softmax (Milakov & Gimelshein 2018), for one group of entries at a time
-    (`rrl.models.cache.KVCache.read_groups`). All `readers[0]` entries of a group read the first blocks together. As soon as at
-    most `readers[1]` entries need further blocks, only these continue, and so on. A block beyond a query's position adds exact
-    zeros, so the result does not depend on how many blocks are read. Hence an entry's result is bitwise independent of the
-    other entries, if the matrix products of all batch sizes in `readers` are bitwise equal.
+    (`rrl.models.cache.KVCache.read_groups`). All `batch_sizes[0]` entries of a group read the first blocks together. As soon as
+    at most `batch_sizes[1]` entries need further blocks, only these continue, and so on. A block beyond a query's position adds
+    exact zeros, so the result does not depend on how many blocks are read. Hence an entry's result is bitwise independent of the
+    other entries, if the matrix products of all `batch_sizes` are bitwise equal.
 
     Args:
         q: queries, already scaled.
-        k: keys of all layers; [L, blocks, R, K, H, slot] with `slots_last`.
-        v: values of all layers.
+        keys_values: keys and values of all layers; with `slots_last` the keys are [L, blocks, R, K, H, slot].
         layer: which layer to read.
         positions: position of each query.
         rows: cache row of each of the P entries, the sequences of the batch; None: entry p reads row p.
         groups: from `KVCache.read_groups`.
-        readers: allowed numbers of entries that read a block together, in descending order. Each is the batch size of a matrix
-            product.
-        slots_last: layout of `k`.
+        slots_last: layout of the keys.
         window: number of slots that a query of this layer attends to at most, its own included. Blocks before the windows of
             all queries of a group are not read. None: no limit.
     """
     time, heads, width = q.shape[1:]
-    kv_heads, slots = v.shape[3:5]
-    score_axes = "PKTGH,PKHS->PKTGS" if slots_last else "PKTGH,PKSH->PKTGS"
+    kv_heads = keys_values[1].shape[3]
     grouped = jnp.swapaxes(q.reshape(-1, time, kv_heads, heads // kv_heads, width), 1, 2)
-    order, needed = groups
 
     def attend_group(entries: Array | None, needed: Array) -> Float[Array, "P/G K T G H"]:
         batch_sizes: tuple[int, ...]
         if entries is None:
-            queries, last_slot, cache_rows, batch_sizes = grouped, positions, rows, (len(q),)
+            queries, batch_sizes = _GroupQueries(grouped, positions, rows), (len(q),)
         else:
             cache_rows = entries if rows is None else rows[entries]
-            queries, last_slot, batch_sizes = grouped[entries], positions[entries], tuple(readers)
-
-        def one_block(state: tuple[Array, ...], count: int) -> tuple[Array, ...]:
-            index, peak, total, weighted_sum = state
-            which = slice(None) if cache_rows is None else cache_rows[:count]
-            keys, values = (part[layer, index, which].astype(q.dtype) for part in (k, v))
-            scores = jnp.einsum(score_axes, queries[:count], keys, preferred_element_type=jnp.float32)
-            slot = index * slots + jnp.arange(slots)
-            mask = slot <= last_slot[:count, :, None]
-            if window is not None:
-                mask &= slot > last_slot[:count, :, None] - window
-            scores = jnp.where(mask[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
-            higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
-            weights, shrink = jnp.exp(scores - higher), jnp.exp(peak - higher)
-            if window is not None:
-                # In a block before the window, all scores are the mask's, and so is the peak: exp(0) = 1.
-                weights = jnp.where(mask[:, None, :, None, :], weights, 0.0)
-            added = jnp.einsum(
-                "PKTGS,PKSH->PKTGH", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+            queries, batch_sizes = (
+                _GroupQueries(grouped[entries], positions[entries], cache_rows),
+                groups.batch_sizes,
             )
-            total = total * shrink + weights.sum(axis=-1, keepdims=True)
-            return index + 1, higher, total, weighted_sum * shrink + added
+        read = functools.partial(
+            _attend_block, queries, keys_values, layer, slots_last=slots_last, window=window
+        )
+        return _read_blocks(read, queries, needed, batch_sizes, keys_values[1].shape[4], window)
 
-        shape = queries.shape[:-1]
-        peak = jnp.full((*shape, 1), jnp.finfo(jnp.float32).min)
-        sums = jnp.zeros((*shape, 1), jnp.float32), jnp.zeros((*shape, width), jnp.float32)
-        first = jnp.int32(0) if window is None else jnp.min(jnp.maximum(last_slot - window + 1, 0)) // slots
-        index, state = first, (peak, *sums)
-        # Entries are sorted by need. While needed[next_count] > index, more than next_count entries still need block `index`.
-        for count, next_count in zip(batch_sizes, (*batch_sizes[1:], 0), strict=True):
-            index, *updated = jax.lax.while_loop(
-                lambda state, next_count=next_count: needed[next_count] > state[0],
-                functools.partial(one_block, count=count),
-                (index, *(part[:count] for part in state)),
-            )
-            state = tuple(
-                jnp.concatenate([new, old[count:]]) for new, old in zip(updated, state, strict=True)
-            )
-        _, total, weighted_sum = state
-        # The largest weight is 1, so the total is at least 1. If no block was read, the total and the output are 0.
-        return (weighted_sum / jnp.maximum(total, 1.0)).astype(q.dtype)
-
-    if order is None:
-        out = attend_group(None, needed[0])
-    elif len(order) == 1:
-        out = attend_group(order[0], needed[0])[jnp.argsort(order[0])]
+    if groups.order is None:
+        out = attend_group(None, groups.needed[0])
+    elif len(groups.order) == 1:
+        out = attend_group(groups.order[0], groups.needed[0])[jnp.argsort(groups.order[0])]
     else:
-        out = jax.lax.map(lambda group: attend_group(*group), (order, needed)).reshape(grouped.shape)
-        out = out[jnp.argsort(order.ravel())]
+        out = jax.lax.map(lambda group: attend_group(*group), (groups.order, groups.needed)).reshape(
+            grouped.shape
+        )
+        out = out[jnp.argsort(groups.order.ravel())]
     return jnp.swapaxes(out, 1, 2).reshape(q.shape)
+
+
+class _GroupQueries(NamedTuple):
+    """The queries of a group of entries that read the cache together."""
+
+    q: Float[Array, "E K T G H"]
+    last_slot: Int[Array, "E T"]
+    """Last slot that each query attends to: its own position."""
+    rows: Int[Array, "E"] | None
+    """Cache row of each entry; None: entry e reads row e."""
+
+
+RunningSoftmax = tuple[Array, Array, Array, Array]
+"""(next block, largest score so far, sum of weights, weighted sum of values); the last three are per query and head."""
+
+
+def _read_blocks(
+    read: Callable[..., RunningSoftmax],
+    queries: _GroupQueries,
+    needed: Int[Array, "E"],
+    batch_sizes: Sequence[int],
+    slots: int,
+    window: Int[Array, ""] | None,
+) -> Float[Array, "E K T G H"]:
+    """Attend to all blocks that a group needs. `read` is `_attend_block` of the group's queries, `slots` the size of a block."""
+    shape, width = queries.q.shape[:-1], queries.q.shape[-1]
+    peak = jnp.full((*shape, 1), jnp.finfo(jnp.float32).min)
+    sums = jnp.zeros((*shape, 1), jnp.float32), jnp.zeros((*shape, width), jnp.float32)
+    index = (
+        jnp.int32(0) if window is None else jnp.min(jnp.maximum(queries.last_slot - window + 1, 0)) // slots
+    )
+    state = (peak, *sums)
+    # Entries are sorted by need. While needed[next_count] > index, more than next_count entries still need block `index`.
+    for count, next_count in zip(batch_sizes, (*batch_sizes[1:], 0), strict=True):
+        index, *updated = jax.lax.while_loop(
+            lambda state, next_count=next_count: needed[next_count] > state[0],
+            functools.partial(read, count=count),
+            (index, *(part[:count] for part in state)),
+        )
+        state = tuple(jnp.concatenate([new, old[count:]]) for new, old in zip(updated, state, strict=True))
+    _, total, weighted_sum = state
+    # The largest weight is 1, so the total is at least 1. If no block was read, the total and the output are 0.
+    return (weighted_sum / jnp.maximum(total, 1.0)).astype(queries.q.dtype)
+
+
+def _attend_block(
+    queries: _GroupQueries,
+    keys_values: tuple[Array, Array],
+    layer: Int[Array, ""],
+    state: RunningSoftmax,
+    count: int,
+    *,
+    slots_last: bool,
+    window: Int[Array, ""] | None,
+) -> RunningSoftmax:
+    """Attend to the next block of the first `count` entries of a group."""
+    index, peak, total, weighted_sum = state
+    slots = keys_values[1].shape[4]
+    which = slice(None) if queries.rows is None else queries.rows[:count]
+    keys, values = (part[layer, index, which].astype(queries.q.dtype) for part in keys_values)
+    score_axes = "PKTGH,PKHS->PKTGS" if slots_last else "PKTGH,PKSH->PKTGS"
+    scores = jnp.einsum(score_axes, queries.q[:count], keys, preferred_element_type=jnp.float32)
+    slot = index * slots + jnp.arange(slots)
+    mask = slot <= queries.last_slot[:count, :, None]
+    if window is not None:
+        mask &= slot > queries.last_slot[:count, :, None] - window
+    scores = jnp.where(mask[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
+    higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+    weights, shrink = jnp.exp(scores - higher), jnp.exp(peak - higher)
+    if window is not None:
+        # In a block before the window, all scores are the mask's, and so is the peak: exp(0) = 1.
+        weights = jnp.where(mask[:, None, :, None, :], weights, 0.0)
+    added = jnp.einsum(
+        "PKTGS,PKSH->PKTGH", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
+    total = total * shrink + weights.sum(axis=-1, keepdims=True)
+    return index + 1, higher, total, weighted_sum * shrink + added

@@ -79,22 +79,22 @@ class KVCache:
         """Number of rows R."""
         return self.k.shape[2]
 
-    def read_groups(self, positions: Int[Array, "P T"], readers: Sequence[int] = ()) -> ReadGroups:
-        """Divides the P entries into groups of `readers[0]` entries that read the cache together (`cache_attention`).
+    def read_groups(self, positions: Int[Array, "P T"], batch_sizes: Sequence[int] = ()) -> ReadGroups:
+        """Divides the P entries into groups of `batch_sizes[0]` entries that read the cache together (`cache_attention`).
 
         Entries are sorted by the number of blocks that they read, the largest first, so that short entries do not wait for long
         ones. An entry reads the blocks up to its last position below S. The entries are not sorted and form one group in three
-        cases: `readers` is empty or (P,); `readers[0]` does not divide P; or the CPU kernel is used, which reads each entry
-        separately. If rows are split over devices, each device groups its own entries.
+        cases: `batch_sizes` is empty or (P,); `batch_sizes[0]` does not divide P; or the CPU kernel is used, which reads each
+        entry separately. If rows are split over devices, each device groups its own entries.
         """
 
         def on_device(positions: Array) -> ReadGroups:
             needed = jnp.max(jnp.where(positions < self.slots, positions // BLOCK + 1, 0), axis=1)
-            ungrouped = self.cpu_kernel or not readers
-            if ungrouped or len(needed) % readers[0] or tuple(readers) == (len(needed),):
-                return None, jnp.max(needed)[None, None]
-            order = jnp.argsort(-needed).reshape(-1, readers[0])
-            return order, needed[order]
+            ungrouped = self.cpu_kernel or not batch_sizes
+            if ungrouped or len(needed) % batch_sizes[0] or tuple(batch_sizes) == (len(needed),):
+                return ReadGroups(None, jnp.max(needed)[None, None])
+            order = jnp.argsort(-needed).reshape(-1, batch_sizes[0])
+            return ReadGroups(order, needed[order], tuple(batch_sizes))
 
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
@@ -111,7 +111,6 @@ class KVCache:
         positions: Int[Array, "P T"],
         rows: Int[Array, "P"] | None,
         groups: ReadGroups,
-        readers: Sequence[int],
         reads: bool = True,
     ) -> tuple[Float[Array, "P T N H"], "KVCache"]:
         """Writes keys and values of new tokens into one layer of the cache. Each new token attends to its row up to itself.
@@ -126,43 +125,69 @@ class KVCache:
             positions: slot of each token; tokens at positions >= S are not written.
             rows: cache row of each entry; None: entry p is row p.
             groups: from `read_groups`.
-            readers: see `read_groups`.
             reads: False: only writes, and returns q instead of the attention's output.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            out, pair = _attend_on_device(
-                (self.k, self.v), layer, q, k, v, positions, rows, groups, readers, self, reads
-            )
-            return out, dataclasses.replace(self, k=pair[0], v=pair[1])
+            return self._attend_on_device(layer, q, k, v, positions, rows, groups, reads)
         spec = fit("cache", PartitionSpec(*CACHE_AXES), self.k.shape, mesh)
         entries = PartitionSpec(ROW_AXES)
         heads = PartitionSpec(ROW_AXES, None, spec[3], None)
         per_device = self.rows // data_shards(mesh)
 
         def on_device(
-            pair: KeyValue,
-            layer: Array,
-            q: Array,
-            k: Array,
-            v: Array,
-            positions: Array,
-            rows: Array | None,
-            groups: ReadGroups,
-        ) -> tuple:
+            arrays: KeyValue, layer: Array, rows: Array | None, *new: Any
+        ) -> tuple[Array, KeyValue]:
+            q, k, v, positions, groups = new
+            local = dataclasses.replace(self, k=arrays[0], v=arrays[1])
             local_rows = None if rows is None else rows - jax.lax.axis_index(ROW_AXES) * per_device
-            return _attend_on_device(
-                pair, layer, q, k, v, positions, local_rows, groups, readers, self, reads
-            )
+            out, local = local._attend_on_device(layer, q, k, v, positions, local_rows, groups, reads)
+            return out, (local.k, local.v)
 
         mapped = jax.shard_map(
             on_device,
-            in_specs=(spec, PartitionSpec(), heads, heads, heads, entries, entries, entries),
+            in_specs=(spec, PartitionSpec(), entries, heads, heads, heads, entries, entries),
             out_specs=(heads, spec),
             check_vma=False,
         )
-        out, pair = mapped((self.k, self.v), layer, q, k, v, positions, rows, groups)
-        return out, dataclasses.replace(self, k=pair[0], v=pair[1])
+        out, (keys, values) = mapped((self.k, self.v), layer, rows, q, k, v, positions, groups)
+        return out, dataclasses.replace(self, k=keys, v=values)
+
+    def _attend_on_device(
+        self,
+        layer: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        positions: Array,
+        rows: Array | None,
+        groups: ReadGroups,
+        reads: bool,
+    ) -> tuple[Array, "KVCache"]:
+        """`attend` on one device, which holds this cache or a part of it."""
+        block = jnp.where(positions < self.slots, positions // BLOCK, self.k.shape[1])
+        row = (jnp.arange(len(q)) if rows is None else rows)[:, None]
+        every, slot = slice(None), positions % BLOCK
+        key_index = (every, every, slot) if self.slots_last else (every, slot)
+
+        def write(old: Array, index: tuple[Any, ...], new: Array) -> Array:
+            return old.at[layer, block, row, *index].set(new.astype(old.dtype), mode="drop")
+
+        # A masked slot has weight 0, but 0 * NaN is NaN: a NaN or infinite value would spread to queries that do not see its
+        # slot. Therefore such a value is stored as 0 and its key as NaN. Its scores are then NaN. The mask replaces them for
+        # queries that do not see the slot, so only queries that see it become NaN.
+        finite = jnp.isfinite(v).all(axis=-1, keepdims=True)
+        k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+        pair = write(self.k, key_index, k), write(self.v, (every, slot), v)
+        cache = dataclasses.replace(self, k=pair[0], v=pair[1])
+        if not reads:
+            return q, cache
+        if self.cpu_kernel:
+            return cpu_attention(q, *pair, layer, positions, rows, self.slots), cache
+        window = jnp.asarray(self.windows, jnp.int32)[layer] if self.windows else None
+        slots_last = self.slots_last
+        out = cache_attention(q, pair, layer, positions, rows, groups, slots_last=slots_last, window=window)
+        return out, cache
 
     def copy_rows(
         self,
@@ -201,45 +226,6 @@ class KVCache:
         )
         k, v = mapped((self.k, self.v), source, target, begin, end)
         return dataclasses.replace(self, k=k, v=v)
-
-
-def _attend_on_device(
-    pair: KeyValue,
-    layer: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    rows: Array | None,
-    groups: ReadGroups,
-    readers: Sequence[int],
-    cache: KVCache,
-    reads: bool,
-) -> tuple[Array, KeyValue]:
-    """`KVCache.attend` on one device; `pair` is the device's part of the arrays of `cache`."""
-    block = jnp.where(positions < cache.slots, positions // BLOCK, pair[0].shape[1])
-    row = (jnp.arange(len(q)) if rows is None else rows)[:, None]
-    every, slot = slice(None), positions % BLOCK
-    key_index = (every, every, slot) if cache.slots_last else (every, slot)
-
-    def write(old: Array, index: tuple[Any, ...], new: Array) -> Array:
-        return old.at[layer, block, row, *index].set(new.astype(old.dtype), mode="drop")
-
-    # A masked slot has weight 0, but 0 * NaN is NaN: a NaN or infinite value would spread to queries that do not see its slot.
-    # Therefore such a value is stored as 0 and its key as NaN. Its scores are then NaN. The mask replaces them for queries that
-    # do not see the slot, so only queries that see it become NaN.
-    finite = jnp.isfinite(v).all(axis=-1, keepdims=True)
-    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
-    pair = write(pair[0], key_index, k), write(pair[1], (every, slot), v)
-    if not reads:
-        return q, pair
-    if cache.cpu_kernel:
-        return cpu_attention(q, *pair, layer, positions, rows, cache.slots), pair
-    window = jnp.asarray(cache.windows, jnp.int32)[layer] if cache.windows else None
-    out = cache_attention(
-        q, *pair, layer, positions, rows, groups, readers, slots_last=cache.slots_last, window=window
-    )
-    return out, pair
 
 
 def _copy_blocks(

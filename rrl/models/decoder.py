@@ -245,7 +245,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "P T"],
         cache: KVCache,
         rows: Int[Array, "P"] | None = None,
-        readers: Sequence[int] = (),
+        attention_batches: Sequence[int] = (),
     ) -> tuple[Float[Array, "P T D"], KVCache]:
         """Continues sequences whose past is in the cache.
 
@@ -255,7 +255,7 @@ class Decoder(nnx.Module):
             cache: holds keys and values of the past.
             rows: cache row of each entry (sequence); None: entry p is row p, and P = R. Two entries may be consecutive chunks of
                 the same row. The second chunk then attends to the first one too.
-            readers: allowed numbers of entries that read a cache block together, in descending order
+            attention_batches: allowed numbers of entries that read a cache block together, in descending order
                 (`rrl.models.attention.cache_attention`). On a CPU, `rrl.rollout.cpu.shape_probe` finds numbers that give bitwise
                 equal results. (): all entries read every block that the longest entry needs.
 
@@ -265,7 +265,7 @@ class Decoder(nnx.Module):
         if self._uses_cpu_kernel(cache):
             x, cache = self._run_cpu_kernel(tokens, positions, cache, rows)
             return normalize(self, "norm", x), cache
-        start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, readers)
+        start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, attention_batches)
         layers = jnp.arange(self.config.layers), stacked
         (x, cache), _ = jax.lax.scan(lambda carry, layer: (one_layer(carry, *layer), None), start, layers)
         return normalize(self, "norm", x), cache
@@ -277,12 +277,12 @@ class Decoder(nnx.Module):
         positions: Int[Array, "P T"],
         cache: KVCache,
         rows: Int[Array, "P"] | None = None,
-        readers: Sequence[int] = (),
+        attention_batches: Sequence[int] = (),
     ) -> KVCache:
         """Returns the same cache as `extend`, without hidden states: the last layer only writes its keys and values."""
         if self._uses_cpu_kernel(cache):
             return self._run_cpu_kernel(tokens, positions, cache, rows, last_layer_attends=False)[1]
-        start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, readers)
+        start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, attention_batches)
 
         def weights_of(index: Array | int) -> nnx.State:
             return jax.tree.map(
@@ -337,7 +337,7 @@ class Decoder(nnx.Module):
         positions: Array,
         cache: KVCache,
         rows: Array | None,
-        readers: Sequence[int],
+        attention_batches: Sequence[int],
     ) -> tuple[tuple[Hidden, KVCache], Callable, nnx.State]:
         """Prepares a loop over the layers.
 
@@ -345,7 +345,10 @@ class Decoder(nnx.Module):
             The initial carry (input of the first layer, cache); the loop's body, a function (carry, layer number, layer
             weights) -> carry; and the weights of all layers, stacked.
         """
-        rotary, groups = rotation_by_layer(self.config, positions), cache.read_groups(positions, readers)
+        rotary, groups = (
+            rotation_by_layer(self.config, positions),
+            cache.read_groups(positions, attention_batches),
+        )
         sliding_layers = self._sliding_layers()
         graph, stacked = nnx.split(self.layers)
         # With few tokens per row the activations are smaller than the weights, so the weights stay split over fsdp.
@@ -358,7 +361,7 @@ class Decoder(nnx.Module):
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal cache
-                out, cache = cache.attend(index, q, k, v, positions, rows, groups, readers, reads)
+                out, cache = cache.attend(index, q, k, v, positions, rows, groups, reads)
                 return out
 
             slides = None if sliding_layers is None else sliding_layers[index]

@@ -5,6 +5,13 @@ second layer attends to positions where this written token equals the current to
 (Olsson et al., 2022). From a random start, a model with a million parameters needs some million tokens to find this circuit.
 Only then does it learn to answer from a passage in its context. With this initialisation it starts with a rough circuit and
 refines it.
+
+In detail, head i of the first layer attends to the token offsets[i] back. Its q and k biases are the same vector, but q's is
+rotated by the offset, so that after RoPE their product is largest there. A model without biases gets the vector from a constant
+that is added to all embeddings. The head writes a random projection of the token to the residual stream. The first head of group
+j in the second layer attends to positions where head j mod len(offsets) of the first layer wrote the projection of the current
+token, and copies the tokens at these positions to the residual stream.
+
 Initial attention that resembles trained attention is called mimetic initialisation (Trockman and Kolter, 2023).
 """
 
@@ -14,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rrl.errors import UserError
+from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.rope import frequencies
 
@@ -35,13 +43,7 @@ def init_induction_heads(
     gain: float = 2.5,
     copied: float = 1.0,
 ) -> None:
-    """Writes induction heads into the first two layers of a new decoder, in place.
-
-    Head i of the first layer attends to the token offsets[i] back. Its q and k biases are the same vector, but q's is
-    rotated by the offset, so that after RoPE their product is largest there. A model without biases gets the vector from a
-    constant that is added to all embeddings. The head writes a random projection of the token to the residual stream. The
-    first head of group j in the second layer attends to positions where head j mod len(offsets) of the first layer wrote the
-    projection of the current token, and copies the tokens at these positions to the residual stream.
+    """Writes induction heads into the first two layers of a new decoder, in place (see the module's docstring).
 
     Args:
         decoder: without norms of q and k (Qwen2, Llama). Other layers, and heads without an offset, are not changed.
@@ -57,45 +59,29 @@ def init_induction_heads(
         UserError: the model has norms of q and k or fewer than two layers, or there are too many offsets.
     """
     c, layers = decoder.config, decoder.layers
-    max_offsets = min(c.heads, (c.hidden - (not c.qkv_bias)) // c.head_dim - 1)
-    if c.qk_norm or c.layers < 2 or not 1 <= len(offsets) <= max_offsets:
-        raise UserError(
-            f"offsets={tuple(offsets)}: induction heads need a model without norms of q and k (qwen2, llama), at least two "
-            f"layers, and 1 to {max_offsets} offsets (limited by heads and hidden size); this model is {c.model_type} with "
-            f"{c.layers} layers"
-        )
-    rng, group = np.random.default_rng(seed), c.heads // c.kv_heads
-    p = {name: np.array(getattr(layers, name)[...], np.float32) for name in ("q", "k", "v", "o")}
-    frequency = frequencies(c)
+    _check_offsets(decoder, offsets)
+    rng = np.random.default_rng(seed)
+    names = ("q", "k", "v", "o", *(("q_bias", "k_bias") if c.qkv_bias else ()))
+    p = {name: np.array(getattr(layers, name)[...], np.float32) for name in names}
     scale = float(np.std(np.asarray(decoder.embedding[...])))
     # The subspaces for reading a token, for each head's output, and for the constant are orthogonal.
     width = (1 + len(offsets)) * c.head_dim
     basis = _orthonormal(rng, c.hidden, width + (not c.qkv_bias))
     read, *write = np.split(basis[:, :width], 1 + len(offsets), axis=1)
-    if c.qkv_bias:
-        p |= {name: np.array(getattr(layers, name)[...], np.float32) for name in ("q_bias", "k_bias")}
-    else:
+    if not c.qkv_bias:
         _add_constant(decoder, basis[:, -1], _CONSTANT * scale)
 
-    def set_for_all_tokens(name: str, head: int, value: np.ndarray) -> None:
-        """Sets q or k of a head in the first layer to `value` for all tokens."""
-        p[name][0, :, head] *= 0.1  # the part that depends on the token becomes small
-        if c.qkv_bias:
-            p[f"{name}_bias"][0, head] = value
-        else:
-            # `size` is the constant component after RMSNorm. Before RMSNorm, in standard deviations of the embeddings, this
-            # component is _CONSTANT and the other D - 1 are about 1.
-            size = _CONSTANT / np.sqrt(1 + (_CONSTANT**2 - 1) / c.hidden)
-            p[name][0, :, head] += np.outer(basis[:, -1], value / size)
-
     # First layer: the attended position does not depend on the tokens.
+    frequency, group = frequencies(c), c.heads // c.kv_heads
     amplitude = bias * (frequency > _FAST)  # of each pair of dimensions
     for head, offset in enumerate(offsets):
         angle = -offset * frequency
-        set_for_all_tokens("q", head, np.concatenate([np.cos(angle) * amplitude, np.sin(angle) * amplitude]))
+        query = np.concatenate([np.cos(angle) * amplitude, np.sin(angle) * amplitude])
+        _set_for_all_tokens(p, c, "q", head, query, basis[:, -1])
         p["o"][0, head] = noted * scale * write[head].T
     for kv in range(-(-len(offsets) // group)):
-        set_for_all_tokens("k", kv, np.concatenate([amplitude, np.zeros_like(amplitude)]))
+        key = np.concatenate([amplitude, np.zeros_like(amplitude)])
+        _set_for_all_tokens(p, c, "k", kv, key, basis[:, -1])
         p["v"][0, :, kv] = read
 
     # Second layer: q projects the current token as the first layer does; k reads the first layer's output.
@@ -109,6 +95,32 @@ def init_induction_heads(
         p["o"][1, head] = copied * scale * copy.T
     for name, value in p.items():
         getattr(layers, name)[...] = jnp.asarray(value, getattr(layers, name)[...].dtype)
+
+
+def _check_offsets(decoder: Decoder, offsets: Sequence[int]) -> None:
+    """Raises UserError if the model cannot hold induction heads with these offsets."""
+    c = decoder.config
+    max_offsets = min(c.heads, (c.hidden - (not c.qkv_bias)) // c.head_dim - 1)
+    if c.qk_norm or c.layers < 2 or not 1 <= len(offsets) <= max_offsets:
+        raise UserError(
+            f"offsets={tuple(offsets)}: induction heads need a model without norms of q and k (qwen2, llama), at least two "
+            f"layers, and 1 to {max_offsets} offsets (limited by heads and hidden size); this model is {c.model_type} with "
+            f"{c.layers} layers"
+        )
+
+
+def _set_for_all_tokens(
+    p: dict[str, np.ndarray], c: DecoderConfig, name: str, head: int, value: np.ndarray, constant: np.ndarray
+) -> None:
+    """Sets q or k of a head in the first layer to `value` for all tokens; `constant`: the direction that all embeddings share."""
+    p[name][0, :, head] *= 0.1  # the part that depends on the token becomes small
+    if c.qkv_bias:
+        p[f"{name}_bias"][0, head] = value
+    else:
+        # `size` is the constant component after RMSNorm. Before RMSNorm, in standard deviations of the embeddings, this
+        # component is _CONSTANT and the other D - 1 are about 1.
+        size = _CONSTANT / np.sqrt(1 + (_CONSTANT**2 - 1) / c.hidden)
+        p[name][0, :, head] += np.outer(constant, value / size)
 
 
 def _add_constant(decoder: Decoder, direction: np.ndarray, size: float) -> None:

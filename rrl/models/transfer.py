@@ -134,12 +134,7 @@ def load_module(
     Raises:
         UserError: a tensor is missing, unexpected, or has the wrong shape or dtype; or the weights are quantized.
     """
-    if quantized := read_config(folder).get("quantization_config"):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise UserError(
-            f"{folder}: config.json has a quantization_config (quant_method={method!r}), and quantized weights are not "
-            "supported; give the folder of the float32, bfloat16 or float16 model"
-        )
+    _refuse_quantized(folder)
     graph, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))
     placements = {} if mesh is None else shardings(state, mesh, RULES)
@@ -171,15 +166,32 @@ def load_module(
         elif not target.entry.stacked:
             tensor = target.read(weights, stored_names[target.entry.hf_name])
             arrays[target] = jax.block_until_ready(_convert(target, tensor))
+    arrays |= zip(stacked, _read_layers(stacked, weights, stored_names), strict=True)
+    filled = {path: variable.replace(arrays[targets[path]]) for path, variable in flat.items()}
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _refuse_quantized(folder: str | Path) -> None:
+    """Raises UserError if the folder's config.json says that its weights are quantized."""
+    if quantized := read_config(folder).get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise UserError(
+            f"{folder}: config.json has a quantization_config (quant_method={method!r}), and quantized weights are not "
+            "supported; give the folder of the float32, bfloat16 or float16 model"
+        )
+
+
+def _read_layers(
+    stacked: tuple[_Target, ...], weights: SafetensorsFolder, stored_names: Mapping[str, str]
+) -> tuple[jax.Array, ...]:
+    """Reads the parameters that have one tensor per layer in the folder, layer by layer."""
     stacks = _zeros(stacked)
     for layer in range(stacked[0].shape[0]):
         tensors = tuple(
             target.read(weights, stored_names[target.entry.hf_name.format(layer)]) for target in stacked
         )
         stacks = jax.block_until_ready(_write_layer(stacked, stacks, tensors, np.int32(layer)))
-    arrays |= zip(stacked, stacks, strict=True)
-    filled = {path: variable.replace(arrays[targets[path]]) for path, variable in flat.items()}
-    return nnx.merge(graph, nnx.from_flat_state(filled))
+    return stacks
 
 
 def tensor_shapes(model: nnx.Module, table: Sequence[TensorMap]) -> dict[str, tuple[int, ...]]:

@@ -44,7 +44,7 @@ class DecodeSettings:
     widths: Sequence[int]
     """Allowed numbers of rows of a step, largest first. A step has the smallest number that holds all decoding slots, or the
     largest if none does; the rows are split evenly over the devices."""
-    readers: Sequence[int] = ()
+    attention_batches: Sequence[int] = ()
     """Allowed batch sizes of attention over one cache block, largest first. The rows form groups of the largest size. A whole
     group reads the first blocks. Only rows with long contexts need later blocks, so the batch shrinks to the smaller sizes
     there (`rrl.models.attention.cache_attention`). (): all rows read as many blocks as the row with the longest context."""
@@ -231,7 +231,7 @@ def decode_step(
         positions=jnp.where(decoding[:, None], positions, settings.context),
         cache=cache,
         rows=slots,
-        readers=tuple(count for count in settings.readers if count <= width),
+        attention_batches=tuple(count for count in settings.attention_batches if count <= width),
     )
     # A row writes its samples in order, as long as each equals the draft token at its place.
     writing, written = decoding, []

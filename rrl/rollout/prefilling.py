@@ -26,7 +26,7 @@ class PrefillSettings:
     divides the number of chunks of a reply."""
     max_copies: int
     """Maximum number of chunks of a data shard that copy a prefix, before or after prefilling."""
-    readers: Sequence[int] = ()
+    attention_batches: Sequence[int] = ()
     """As in `DecodeSettings`."""
     learn_drafts: bool = False
     """Whether to update the draft tables with the prefilled tokens."""
@@ -95,7 +95,11 @@ def _prefill_chunks(
             before = jnp.full((len(header.slot), RECENT_TOKENS), NO_TOKEN, jnp.int32)
             drafts = drafts.update(preceding_tokens(before, tokens), tokens, valid)
         cache = model.prefill(
-            tokens, positions=positions, cache=cache, rows=header.slot, readers=settings.readers
+            tokens,
+            positions=positions,
+            cache=cache,
+            rows=header.slot,
+            attention_batches=settings.attention_batches,
         )
         return done + count, cache, drafts
 

@@ -106,8 +106,8 @@ class RolloutPrograms:
         # The shape probe may replace the next four before a loop is built.
         self.widths: tuple[int, ...] = (self.decode_rows,)
         """`DecodeSettings.widths`."""
-        self.readers: tuple[int, ...] = ()
-        """`DecodeSettings.readers`."""
+        self.attention_batches: tuple[int, ...] = ()
+        """`DecodeSettings.attention_batches`."""
         self.step_tokens = self.decode_rows * (config.draft_tokens + 1) if config.draft_tokens else 0
         """`DecodeSettings.step_tokens`."""
         self.chunk_counts: tuple[int, ...] = (self.sizes.chunks_per_prefill,)
@@ -122,7 +122,7 @@ class RolloutPrograms:
             context=self.config.context,
             wake_threshold=self.sizes.wake_threshold * self.shards,
             widths=self.widths,
-            readers=self.readers,
+            attention_batches=self.attention_batches,
             step_tokens=self.step_tokens,
         )
 
@@ -133,7 +133,7 @@ class RolloutPrograms:
             context=self.config.context,
             chunk_counts=self.chunk_counts,
             max_copies=self.sizes.max_copies,
-            readers=(1,) if self.single_cpu else (),
+            attention_batches=(1,) if self.single_cpu else (),
             learn_drafts=self.step_tokens > 0,
         )
 
@@ -257,8 +257,8 @@ class RolloutPrograms:
             steps = listed(
                 [f"{width} rows x {tokens_per_row(self.step_tokens, width)} tokens" for width in self.widths]
             )
-        if self.readers:
-            steps += f", which read cache blocks of {BLOCK} tokens for {listed(self.readers)} rows together"
+        if self.attention_batches:
+            steps += f", which read cache blocks of {BLOCK} tokens for {listed(self.attention_batches)} rows together"
         chunks = f"{listed(self.chunk_counts)} chunks x {self.sizes.chunk_tokens} tokens"
         return (
             f"{self.workers} rollout workers, each with {self.slots} slots x {self.sizes.context} tokens: decode steps of "

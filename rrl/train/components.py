@@ -6,6 +6,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from rrl.models.decoder import Decoder
@@ -76,18 +77,7 @@ def load_components(settings: TrainSettings, log: TimedLog, workdir: pathlib.Pat
     add_lora(decoder, settings.lora, rngs=nnx.Rngs(settings.train.seed))
     if mesh.size > 1:
         nnx.update(decoder, shard(nnx.state(decoder), mesh))
-    reader = None
-    if settings.reader:
-        log(f"reader {settings.reader}")
-        reader_model = load_language_model(
-            settings.reader,
-            "reader",
-            context=settings.reader_rollout.context,
-            dtype=jnp.dtype(compute.dtype),
-            param_dtype=jnp.dtype(compute.dtype),
-            mesh=mesh if mesh.size > 1 else None,
-        )
-        reader = Reader(*reader_model, settings.reader_rollout, mesh=mesh)
+    reader = _load_reader(settings, mesh, log)
     train_data, held_out = load_datasets(
         settings.data, settings.retriever, log, settings.rollout.search_seconds, workdir
     )
@@ -98,3 +88,20 @@ def load_components(settings: TrainSettings, log: TimedLog, workdir: pathlib.Pat
         log(f"judge: {settings.judge.judge.kind}")
         judge = settings.judge.load([*task.train, *task.held_out], compute, mesh)
     return TrainComponents(decoder, tokenizer, engine, reader, task, judge, value_model)
+
+
+def _load_reader(settings: TrainSettings, mesh: Mesh, log: TimedLog) -> Reader | None:
+    """Load the model that answers from evidence or documents; None if the run has none."""
+    if not settings.reader:
+        return None
+    log(f"reader {settings.reader}")
+    dtype = jnp.dtype(settings.compute.dtype)
+    decoder, tokenizer = load_language_model(
+        settings.reader,
+        "reader",
+        context=settings.reader_rollout.context,
+        dtype=dtype,
+        param_dtype=dtype,
+        mesh=mesh if mesh.size > 1 else None,
+    )
+    return Reader(decoder, tokenizer, settings.reader_rollout, mesh=mesh)

@@ -42,8 +42,8 @@ def sample_and_score(
     """Sample and score the episodes of a training step.
 
     Rounds of episodes are sampled until `config.questions` groups are informative (DAPO's dynamic sampling; see
-    `informative_group_ids`), or `config.rounds` rounds are done. The result depends only on the arguments and on the
-    curriculum's state. This function updates that state.
+    `informative_group_ids`), or `config.rounds` rounds are done. The result depends on the arguments and the curriculum's state
+    alone; that state is updated.
 
     Args:
         config: settings of the run.
@@ -52,7 +52,7 @@ def sample_and_score(
         params: parameters of the policy.
         recipe: prompts, environment and rewards.
         curriculum: selects the questions, and learns from the scored trajectories of each round.
-        scoring: models that the rewards use.
+        scoring: models and functions that the rewards use.
     """
     began = time.perf_counter()
     key = jax.random.fold_in(jax.random.key(config.seed), step)
@@ -82,9 +82,8 @@ def sample_and_score(
             apply_overlong_penalty(sampled, *config.overlong)
         if config.permute_rewards:
             # Permute before groups are selected: a selection by the true rewards would leak them into the control.
-            permute_rewards(
-                sampled, np.random.default_rng((config.seed, step, *([round_index] if round_index else [])))
-            )
+            seed = (config.seed, step, *([round_index] if round_index else []))
+            permute_rewards(sampled, np.random.default_rng(seed))
         for trajectory in sampled:
             trajectory.group += group_count
         group_count += len({trajectory.group for trajectory in sampled})

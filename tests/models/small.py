@@ -36,9 +36,11 @@ def run(decoder, tokens, positions, segment_ids=None):
     return decoder(tokens, positions=positions, segment_ids=segment_ids)
 
 
-@functools.partial(nnx.jit, static_argnames="readers")
-def extend(decoder, tokens, positions, cache, rows=None, readers=()):
-    return decoder.extend(tokens, positions=positions, cache=cache, rows=rows, readers=readers)
+@functools.partial(nnx.jit, static_argnames="attention_batches")
+def extend(decoder, tokens, positions, cache, rows=None, attention_batches=()):
+    return decoder.extend(
+        tokens, positions=positions, cache=cache, rows=rows, attention_batches=attention_batches
+    )
 
 
 @nnx.jit

@@ -128,28 +128,30 @@ def test_the_layout_with_slots_last_gives_the_same_outputs(past):
     np.testing.assert_array_equal(found[0][1].k, found[1][1].k.swapaxes(-1, -2))
 
 
-@pytest.mark.parametrize("readers", [(), (1,)])
-def test_prefill_gives_the_same_cache_as_extend(readers):
+@pytest.mark.parametrize("attention_batches", [(), (1,)])
+def test_prefill_gives_the_same_cache_as_extend(attention_batches):
     decoder, at, rows = make(SMALL), jnp.arange(24).reshape(3, 8), jnp.array([1, 1, 0])
     empty = KVCache.create(SMALL, 3, 40)
-    _, extended = extend(decoder, draw(SMALL, 3, 8), at, empty, rows, readers)
+    _, extended = extend(decoder, draw(SMALL, 3, 8), at, empty, rows, attention_batches)
     prefilled = nnx.jit(
-        lambda decoder, tokens: decoder.prefill(tokens, positions=at, cache=empty, rows=rows, readers=readers)
+        lambda decoder, tokens: decoder.prefill(
+            tokens, positions=at, cache=empty, rows=rows, attention_batches=attention_batches
+        )
     )(decoder, draw(SMALL, 3, 8))
     for one, other in ((extended.k, prefilled.k), (extended.v, prefilled.v)):
         assert one.any()
         np.testing.assert_allclose(one, other, **TOLERANCE)
 
 
-@pytest.mark.parametrize("readers", [(1,), (2,), (3, 1), (6, 4, 2, 1)])
-def test_reading_the_cache_in_groups_does_not_change_the_bits(readers):
+@pytest.mark.parametrize("attention_batches", [(1,), (2,), (3, 1), (6, 4, 2, 1)])
+def test_reading_the_cache_in_groups_does_not_change_the_bits(attention_batches):
     decoder, past = make(SMALL), 3 * BLOCK
     _, cache = extend(decoder, draw(SMALL, 6, past), places(6, past), KVCache.create(SMALL, 6, past + 8))
     at = jnp.array([40, past, past + 8, BLOCK, 5, 2 * BLOCK - 1])[:, None]  # the third entry is padding
     token = draw(SMALL, 6, 1, seed=1)
     for rows in (None, jnp.array([3, 0, 1, 5, 4, 2])):
         whole, one = extend(decoder, token, at, cache, rows)
-        grouped, other = extend(decoder, token, at, cache, rows, readers=readers)
+        grouped, other = extend(decoder, token, at, cache, rows, attention_batches=attention_batches)
         for first, second in ((whole, grouped), (one.k, other.k), (one.v, other.v)):
             assert jnp.isfinite(second).all()
             if first is whole:
@@ -177,8 +179,8 @@ def test_a_window_across_blocks_gives_the_same_outputs_in_one_pass_and_from_the_
         np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("readers", [(2,), (3, 1)])
-def test_reading_windows_of_rows_in_groups_does_not_change_the_bits(readers):
+@pytest.mark.parametrize("attention_batches", [(2,), (3, 1)])
+def test_reading_windows_of_rows_in_groups_does_not_change_the_bits(attention_batches):
     decoder, past = make(SLIDING), 4 * BLOCK
     _, cache = extend(decoder, draw(SLIDING, 6, past), places(6, past), KVCache.create(SLIDING, 6, past + 8))
     at = jnp.array([40, past, past + 8, BLOCK, 3 * BLOCK, 2 * BLOCK - 1])[
@@ -186,7 +188,7 @@ def test_reading_windows_of_rows_in_groups_does_not_change_the_bits(readers):
     ]  # the third entry is padding
     token = draw(SLIDING, 6, 1, seed=1)
     whole, _ = extend(decoder, token, at, cache)
-    grouped, _ = extend(decoder, token, at, cache, readers=readers)
+    grouped, _ = extend(decoder, token, at, cache, attention_batches=attention_batches)
     alone = [extend(decoder, token[i : i + 1], at[i : i + 1], cache, jnp.array([i]))[0][0] for i in range(6)]
     assert jnp.isfinite(grouped).all()
     kept = np.array([0, 1, 3, 4, 5])
@@ -206,11 +208,12 @@ def test_blocks_before_the_window_are_not_read_from_the_cache():
 def test_read_groups_are_sorted_by_length_and_know_each_entrys_blocks():
     cache = KVCache.create(SMALL, 6, 4 * BLOCK)
     at = jnp.array([40, 3 * BLOCK, 4 * BLOCK, BLOCK, 5, 4 * BLOCK])[:, None]
-    order, needed = cache.read_groups(at, (2, 1))
-    assert order.tolist() == [[1, 3], [0, 4], [2, 5]] and needed.tolist() == [[4, 2], [1, 1], [0, 0]]
+    groups = cache.read_groups(at, (2, 1))
+    assert groups.order.tolist() == [[1, 3], [0, 4], [2, 5]]
+    assert groups.needed.tolist() == [[4, 2], [1, 1], [0, 0]] and groups.batch_sizes == (2, 1)
     for all_at_once in ((), (4,), (6,)):
-        order, needed = cache.read_groups(at, all_at_once)
-        assert order is None and needed.tolist() == [[4]]
+        groups = cache.read_groups(at, all_at_once)
+        assert groups.order is None and groups.needed.tolist() == [[4]]
 
 
 def test_chunks_of_one_text_may_be_prefilled_together():

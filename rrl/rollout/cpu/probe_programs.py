@@ -40,7 +40,11 @@ class DecodeOutput(NamedTuple):
 
 
 def compile_decode(
-    programs: RolloutPrograms, params: PyTree, step_tokens: int, width: int, readers: tuple[int, ...]
+    programs: RolloutPrograms,
+    params: PyTree,
+    step_tokens: int,
+    width: int,
+    attention_batches: tuple[int, ...],
 ) -> Callable[[Int[np.ndarray, "width turn"] | None], DecodeOutput]:
     """Compile the decoding of the first `width` slots, with exactly `width` rows per step.
 
@@ -57,7 +61,7 @@ def compile_decode(
         context=context,
         wake_threshold=count,
         widths=(width,),
-        readers=readers,
+        attention_batches=attention_batches,
         step_tokens=step_tokens,
     )
 

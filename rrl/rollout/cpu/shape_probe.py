@@ -42,8 +42,8 @@ class ProbeResult(NamedTuple):
 
     widths: tuple[int, ...]
     """Batch sizes of a decode step: how many rows it may compute."""
-    readers: tuple[int, ...]
-    """Batch sizes of attention (`DecodeSettings.readers`): how many rows may read a cache block in one matrix product."""
+    attention_batches: tuple[int, ...]
+    """How many rows may read a cache block in one matrix product of attention (`DecodeSettings.attention_batches`)."""
     chunk_counts: tuple[int, ...]
     """Numbers of chunks that are prefilled together."""
     step_tokens: int
@@ -59,7 +59,7 @@ def configure_shapes(programs: RolloutPrograms, params: PyTree) -> None:
     fewer_rows = programs.decode_rows >= MIN_PROBED_ROWS and not programs.weights_dominate
     if programs.single_cpu and (fewer_rows or programs.step_tokens):
         result = probe_shapes(programs, params)
-        programs.widths, programs.readers, programs.chunk_counts, programs.step_tokens = result
+        programs.widths, programs.attention_batches, programs.chunk_counts, programs.step_tokens = result
     if programs.config.draft_tokens and not programs.step_tokens:
         log.warning(
             "rollout.draft_tokens=%d is ignored: on this processor correct drafts would change the bits of later tokens",
@@ -131,16 +131,16 @@ def _validated(
     if stored is None or set(stored) != set(ProbeResult._fields):
         return None
     valid = []
-    for name, candidates in (("widths", rows), ("readers", rows), ("chunk_counts", chunks)):
+    for name, candidates in (("widths", rows), ("attention_batches", rows), ("chunk_counts", chunks)):
         counts = stored[name]
         if not isinstance(counts, list) or counts != [count for count in candidates if count in counts]:
             return None
         valid.append(tuple(count for count in candidates if count in counts))
-    widths, readers, chunk_counts = valid
+    widths, attention_batches, chunk_counts = valid
     complete = widths[:1] == (rows[0],) and chunk_counts[:1] == (chunks[0],)
     if not complete or stored["step_tokens"] not in (0, step_tokens):
         return None
-    return ProbeResult(widths, readers, chunk_counts, int(stored["step_tokens"]))
+    return ProbeResult(widths, attention_batches, chunk_counts, int(stored["step_tokens"]))
 
 
 def _probe(
@@ -173,13 +173,19 @@ def _probe_decode(
     pool: concurrent.futures.Executor,
     deadline: _Deadline,
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return (widths, readers); None if correct draft tokens change bits."""
+    """Return (widths, attention_batches); None if correct draft tokens change bits."""
     candidates = _decode_candidates(programs, params, rows)
     if not (candidates or step_tokens):
         return (rows[0],), ()
 
-    def compiled(width: int, readers: tuple[int, ...]) -> Callable[[np.ndarray], DecodeOutput] | None:
-        return compile_decode(programs, params, step_tokens, width, readers) if deadline.has_time() else None
+    def compiled(
+        width: int, attention_batches: tuple[int, ...]
+    ) -> Callable[[np.ndarray], DecodeOutput] | None:
+        return (
+            compile_decode(programs, params, step_tokens, width, attention_batches)
+            if deadline.has_time()
+            else None
+        )
 
     largest = pool.submit(compile_decode, programs, params, step_tokens, rows[0], ())
     compiling = [pool.submit(compiled, *candidate) for candidate in candidates]
@@ -197,14 +203,14 @@ def _probe_decode(
         if is_same
     ]
     widths = tuple(dict.fromkeys([rows[0], *(width for width, _ in same)]))
-    readers = next((readers for width, readers in same if width == rows[0]), ())
-    return widths, readers
+    attention_batches = next((attention_batches for width, attention_batches in same if width == rows[0]), ())
+    return widths, attention_batches
 
 
 def _decode_candidates(
     programs: RolloutPrograms, params: PyTree, rows: list[int]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the (width, readers) pairs to compare with the largest shape, which is (rows[0], ())."""
+    """Return the (width, attention_batches) pairs to compare with the largest shape, which is (rows[0], ())."""
     if len(rows) == 1:
         return []
     if programs.uses_cpu_attention(nnx.merge(programs.graph, params).dtype):

@@ -76,7 +76,7 @@ def made(entries, time, group, kv_heads, width, seed=0):
 def test_cache_attention_equals_that_of_xla(compiled, entries, time, group, kv_heads, width):
     q, k, v, at, rows = made(entries, time, group, kv_heads, width)
     layer, groups = jnp.int32(1), KVCache(k, v, SLOTS, slots_last=True).read_groups(at)
-    expected = jax.jit(lambda: cache_attention(q, k, v, layer, at, rows, groups, (), slots_last=True))()
+    expected = jax.jit(lambda: cache_attention(q, (k, v), layer, at, rows, groups, slots_last=True))()
     found = jax.jit(lambda: cpu_attention(q, k, v, layer, at, rows, SLOTS))()
     real = np.asarray(at < SLOTS)
     np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=1e-6)
@@ -469,7 +469,7 @@ def test_the_kernels_run_without_avx512(compiled, tmp_path, monkeypatch):
         )
     q, k, v, at, rows = made(4, 21, 2, 2, 32)
     groups = KVCache(k, v, SLOTS, slots_last=True).read_groups(at)
-    expected = cache_attention(q, k, v, jnp.int32(1), at, rows, groups, (), slots_last=True)
+    expected = cache_attention(q, (k, v), jnp.int32(1), at, rows, groups, slots_last=True)
     found = cpu_attention(q, k, v, jnp.int32(1), at, rows, SLOTS)
     real = np.asarray(at < SLOTS)
     np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ from rrl.rollout.engine import Engine
 from tests.rollout.world import make_world
 
 CONFIG = EngineConfig(rows=32, context=192, wake_threshold=8, prefill_tokens=128, workers=1, draft_tokens=1)
-STORED = {"widths": [32, 8], "readers": [], "chunk_counts": [4], "step_tokens": 64}
+STORED = {"widths": [32, 8], "attention_batches": [], "chunk_counts": [4], "step_tokens": 64}
 KEY = "0" * 32
 
 
@@ -132,8 +132,8 @@ def test_other_machines_and_libraries_have_another_key(world, monkeypatch):
         {"widths": []},
         {"widths": 32},
         {"widths": [32, "8"]},
-        {"readers": [5]},
-        {"readers": None},
+        {"attention_batches": [5]},
+        {"attention_batches": None},
         {"chunk_counts": []},
         {"chunk_counts": [2]},
         {"step_tokens": 32},

@@ -47,8 +47,12 @@ def test_steps_of_fewer_rows_change_no_bits(world, oversubscribed_slots, compile
     )
     params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
     results, whole = (engine.run(params, requests, environment, KEY) for engine in (narrowed, wide))
-    assert (wide.programs.widths, wide.programs.readers, wide.programs.chunk_counts) == ((32,), (), (4,))
-    shapes = narrowed.programs.widths, narrowed.programs.readers, narrowed.programs.chunk_counts
+    assert (wide.programs.widths, wide.programs.attention_batches, wide.programs.chunk_counts) == (
+        (32,),
+        (),
+        (4,),
+    )
+    shapes = narrowed.programs.widths, narrowed.programs.attention_batches, narrowed.programs.chunk_counts
     if shapes == ((32,), (), (4,)):
         pytest.skip("on this processor all smaller shapes change bits")
     assert narrowed.stats.row_steps == wide.stats.row_steps
@@ -75,13 +79,13 @@ def test_shapes_that_change_bits_are_not_used(world, monkeypatch, function, size
         return original(model, tokens * (len(tokens) != size), **others)
 
     def wrong_attention(q, *others, **named):
-        readers = others[6]
-        return original(q, *others, **named) * (1 + 1e-5 * (size in readers))
+        groups = others[4]
+        return original(q, *others, **named) * (1 + 1e-5 * (size in groups.batch_sizes))
 
     monkeypatch.setattr(owner, function, wrong_attention if function == "cache_attention" else wrong_at_size)
     engine = Engine(decoder, tokenizer, CONFIG)
     configure_shapes(engine.programs, nnx.state(decoder))
-    configured = engine.programs.widths, engine.programs.readers, engine.programs.chunk_counts
+    configured = engine.programs.widths, engine.programs.attention_batches, engine.programs.chunk_counts
     for used, most in zip(configured, allowed, strict=True):  # other shapes may change bits on this processor
         assert set(used) <= set(most)
     assert configured[0][0] == 32 and configured[2][0] == 4
@@ -131,7 +135,7 @@ def test_if_the_weights_dominate_only_drafts_are_probed(world, monkeypatch):
         programs = Engine(decoder, tokenizer, config).programs
         configure_shapes(programs, nnx.state(decoder))
         assert programs.workers == 1 and shapes == probed
-        configured = programs.widths, programs.readers, programs.chunk_counts, programs.step_tokens
+        configured = programs.widths, programs.attention_batches, programs.chunk_counts, programs.step_tokens
         assert configured == ((32,), (), (4,), 64 * draft_tokens)
 
 
