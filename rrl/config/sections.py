@@ -22,7 +22,7 @@ def fill_defaults(section: ConfigDict, kind: type) -> None:
 
     The command line can only override fields that a locked config contains. Fields without a default are not added, nor are
     fields that hold a dataclass, which are separate sections. A field that may be None accepts a value of any type on the
-    command line, so that `None` is possible; `build` checks the type. Such a field must have a default or be in `DERIVED`.
+    command line, so that `None` is possible; `build` checks the type.
     """
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -34,7 +34,8 @@ def fill_defaults(section: ConfigDict, kind: type) -> None:
             if field.name in section:
                 default = section[field.name]
                 del section[field.name]
-            default = FieldReference(default, field_type=object)
+            if default is not dataclasses.MISSING:
+                default = FieldReference(default, field_type=object)
         is_section = dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(default)
         if field.name not in (*section, *DERIVED) and default is not dataclasses.MISSING and not is_section:
             section[field.name] = default

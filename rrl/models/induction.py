@@ -50,17 +50,15 @@ def init_induction_heads(
         seed: of the random projections.
         offsets: how many tokens back each head of the first layer attends.
         bias: norm of each rotated pair in the first layer's biases; its square scales the attention scores.
-        noted: size of the projection that the first layer writes to the residual stream, in standard deviations of the
-            embeddings.
+        noted: size of the projection that the first layer writes, in standard deviations of the embeddings.
         gain: scale of the second layer's queries and keys; its square scales the attention scores.
         copied: size of the token that the second layer copies to its output, in standard deviations of the embeddings.
 
     Raises:
         UserError: the model has norms of q and k or fewer than two layers, or there are too many offsets.
     """
-    c, layers = decoder.config, decoder.layers
     _check_offsets(decoder, offsets)
-    rng = np.random.default_rng(seed)
+    c, layers, rng = decoder.config, decoder.layers, np.random.default_rng(seed)
     names = ("q", "k", "v", "o", *(("q_bias", "k_bias") if c.qkv_bias else ()))
     p = {name: np.array(getattr(layers, name)[...], np.float32) for name in names}
     scale = float(np.std(np.asarray(decoder.embedding[...])))

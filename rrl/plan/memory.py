@@ -69,12 +69,11 @@ def _state_memory(settings: TrainSettings, model: ModelShapes, mesh: Mesh | Abst
 def compiled_temporaries(compiled: list[CompiledProgram], cache: float) -> dict[str, float]:
     """Return phase -> bytes beside the arguments, as compiled. `compiled` begins with the rollout.
 
-    The temporaries of a compiled rollout include the KV cache. It is reported as a separate part, and is subtracted here. After
-    a refusal the bytes are only read from the compiler's message, and nothing is subtracted.
+    The temporaries of a rollout include the KV cache, also those in the message of a compiler that refuses it. It is reported as
+    a separate part, and is subtracted here.
     """
     temporaries = {program.name: program.temporary_bytes for program in compiled}
-    if not compiled[0].refusal:
-        temporaries["rollout"] -= cache
+    temporaries["rollout"] = max(temporaries["rollout"] - cache, 0.0)
     return temporaries
 
 

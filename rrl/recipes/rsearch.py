@@ -84,13 +84,16 @@ class RSearch(Recipe):
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        return 0.0, 1.0 + self.uninformative_spread
+        evidence = self.evidence_weight + self.reader_weight if self.use_evidence else 0.0
+        return 0.0, 1.0 + self.answer_weight + evidence
 
     @property
     def uninformative_spread(self) -> float:
-        """If the answers of a group have equal F1, only the rewards for format and evidence differ: together by at most this."""
-        evidence = self.evidence_weight + self.reader_weight if self.use_evidence else 0.0
-        return self.answer_weight + evidence
+        """What format and evidence can make a group's totals differ if its answers have equal F1.
+
+        It is the same without evidence, so that "w/o evidence" (Table 3) leaves out groups by the same rule.
+        """
+        return self.answer_weight + (self.evidence_weight + self.reader_weight)
 
     def prompt(self, question: Question) -> str:
         instruction = self.instruction

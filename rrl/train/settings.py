@@ -167,13 +167,8 @@ class TrainSettings:
 def _train_config(values: Mapping[str, Any], recipe: Recipe) -> RLConfig:
     """Return the settings of the RL run itself, with those of its objective, optimisers and guard."""
     steps = values["train"]["steps"]
-    objective_values = dict(values["objective"])
-    spread = objective_values.get("drop_spread")
-    if isinstance(spread, str):
-        if spread != "auto":
-            raise UserError(f"objective.drop_spread={spread!r} must be a number, None, or auto")
-        objective_values["drop_spread"] = recipe.uninformative_spread
-    objective = build(ObjectiveConfig, objective_values, "objective")
+    spread = resolve_drop_spread(values["objective"].get("drop_spread"), recipe)
+    objective = build(ObjectiveConfig, {**values["objective"], "drop_spread": spread}, "objective")
     critic = _critic_config(values, steps)
     warmup = critic.warmup_steps if critic else 0
     total = max(steps - warmup, 1) * objective.optimizer_steps
@@ -186,6 +181,13 @@ def _train_config(values: Mapping[str, Any], recipe: Recipe) -> RLConfig:
         critic=critic,
         guard=build(GuardConfig, values["guard"], "guard"),
     )
+
+
+def resolve_drop_spread(spread: Any, recipe: Recipe) -> Any:
+    """Return `objective.drop_spread`, with the recipe's own value for "auto". Raises UserError for another string."""
+    if isinstance(spread, str) and spread != "auto":
+        raise UserError(f"objective.drop_spread={spread!r} must be a number, None, or auto")
+    return recipe.uninformative_spread if spread == "auto" else spread
 
 
 def _check_advantage(recipe: Recipe, default: str, train: RLConfig) -> None:

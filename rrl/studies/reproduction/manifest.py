@@ -16,6 +16,7 @@ from rrl.config.renamed import new_name, rename_stored
 from rrl.errors import UserError
 from rrl.eval.settings import with_defaults as eval_defaults
 from rrl.files import atomic_stream
+from rrl.recipes.catalogue import make_recipe
 from rrl.runs.launcher import load_config
 from rrl.sft import stages
 from rrl.studies.reproduction.plan import PlannedRun
@@ -135,7 +136,10 @@ def _first_difference(stored: Any, current: Any, name: str = "") -> str:
 
 
 def resolved_settings(run: PlannedRun) -> dict[str, Any]:
-    """Return all fields of the config that the run's command resolves to today, as JSON values."""
+    """Return all fields of the config that the run's command resolves to today, as JSON values.
+
+    `objective.drop_spread="auto"` is resolved too: it stands for a number that depends on other fields.
+    """
     file = Path(run.config.partition(":")[0])
     if not file.is_file():
         raise UserError(f"config file {file} does not exist; start in the root folder of the repository")
@@ -147,7 +151,12 @@ def resolved_settings(run: PlannedRun) -> dict[str, Any]:
 def _settings(_: bytes, config: str, *overrides: str) -> str:
     """Return the resolved config as JSON. The bytes of the file are part of the cache key, so an edited
     file is read again."""
-    return json.dumps(load_config(config, overrides).to_dict(), sort_keys=True, default=str)
+    settings = load_config(config, overrides).to_dict()
+    if (objective := settings.get("objective", {})).get("drop_spread") == "auto":
+        fields = dict(settings["recipe"])
+        recipe = make_recipe(fields.pop("name"), fields, fields.pop("environment", {}))
+        objective["drop_spread"] = train_settings.resolve_drop_spread("auto", recipe)
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def manifest_file(run: PlannedRun, out: Path) -> Path:
