@@ -32,6 +32,7 @@ def check(sizes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, expected)
 
 
+@pytest.mark.slow
 def test_a_mesh_with_three_axes_gives_the_update_of_one_device():
     check((2, 2, 2))
 

@@ -259,6 +259,7 @@ def test_the_kl_in_the_reward_is_summed_from_each_token_on_and_then_whitened():
         )
 
 
+@pytest.mark.slow
 def test_with_the_kl_in_the_reward_the_update_reuses_the_references_log_probabilities():
     objective = ObjectiveConfig(
         kl_coef=0.5, kl_estimator="k1", kl_in="reward", row_lengths=(64,), minibatches=2

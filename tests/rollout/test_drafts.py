@@ -123,6 +123,7 @@ def test_more_drafts_workers_or_slots_give_the_same_trajectories(world, runs, si
     assert_same(runs["some"][0], engine.run(nnx.state(decoder), requests, SCRIPTED, KEY), size_tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [

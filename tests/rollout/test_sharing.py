@@ -73,6 +73,7 @@ def test_a_sample_of_a_group_is_bitwise_equal_to_one_alone(world, grouped):
         assert_same(engine.run(nnx.state(decoder), [batch[index]], ONE_TURN, KEY), [grouped[0][index]])
 
 
+@pytest.mark.slow
 def test_the_reference_loop_and_a_mesh_share_prompts_too(world, grouped):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)

@@ -255,6 +255,7 @@ def start(*flags):
     )
 
 
+@pytest.mark.slow
 def test_wrong_input_ends_with_one_error_line_and_writes_nothing(tmp_path):
     done = start(f"--out={tmp_path / 'out'}", f"--page={tmp_path / 'page.md'}", "--only=magic")
     assert done.returncode == 2 and "error: only=magic is unknown" in done.stderr

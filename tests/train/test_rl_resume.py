@@ -207,6 +207,7 @@ def test_a_finished_run_only_writes_its_report_again(parts, whole):
     assert again.seconds == first.seconds
 
 
+@pytest.mark.slow
 def test_a_finished_run_continues_when_its_steps_are_raised(parts, tmp_path):
     run(parts, tmp_path, dataclasses.replace(CONFIG, steps=2, eval_every=1))
     longer, params = run(parts, tmp_path, CONFIG)
@@ -226,6 +227,7 @@ def test_the_error_for_another_config_names_the_field(parts, whole):
         run(parts, whole[0], dataclasses.replace(CONFIG, samples=5))
 
 
+@pytest.mark.slow
 def test_a_collapsed_run_ends_at_its_last_good_checkpoint(parts, tmp_path):
     guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), checkpoint_every=1)
     outcome, params = run(parts, tmp_path / "poor", guarded, poor_from=5)  # steps 3 and 4

@@ -457,6 +457,7 @@ def test_the_kernels_are_compiled_once(compiled, tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_the_kernels_run_without_avx512(compiled, tmp_path, monkeypatch):
     """Compiles for the compiler's default instruction set."""
     monkeypatch.setattr(kernel, "NATIVE", "-w")
@@ -487,6 +488,7 @@ def test_the_kernels_run_without_avx512(compiled, tmp_path, monkeypatch):
         np.testing.assert_array_equal(part[:, 0, 0], whole[:, 0, 0])
 
 
+@pytest.mark.slow
 def test_a_compiled_library_needs_no_compiler(compiled, tmp_path, monkeypatch, caplog):
     first = kernel._compiled_library(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))

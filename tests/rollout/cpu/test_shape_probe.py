@@ -61,6 +61,7 @@ def test_steps_of_fewer_rows_change_no_bits(world, oversubscribed_slots, compile
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "size", "allowed"),
     [
