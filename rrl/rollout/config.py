@@ -36,8 +36,8 @@ class EngineConfig:
     log-probabilities. With the same value, log-probabilities must not depend on which draft tokens are proposed. On one CPU
     the engine checks this before the first run; if the check fails, it logs a warning and uses no drafts."""
     max_wait_steps: int = 8
-    """Maximum number of decode steps for which a paused slot waits while others decode. It is doubled if there are
-    oversubscribed slots, and divided by four while a query is being embedded."""
+    """Maximum number of decode steps between two calls of the scheduler while any slot is paused, or waits for a search or a
+    request. It is doubled if there are oversubscribed slots, and divided by four while a query is being embedded."""
     workers: int = 0
     """On one CPU: workers that share the rows and the requests, each on its own core. 0 chooses: one worker for all cores if
     reading the weights dominates a decode step, else one per core with at least eight rows each

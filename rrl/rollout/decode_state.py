@@ -20,7 +20,8 @@ class DecodeState(NamedTuple):
     position: Int[Array, "slots"]
     """Cache position at which `pending` will be written."""
     recent: Int[Array, "slots recent"]
-    """The last RECENT_TOKENS tokens that were prefilled or sampled. The last of them, `pending`, is not in the cache yet."""
+    """The last RECENT_TOKENS tokens of the slot's last prefill request and of what was sampled since; NO_TOKEN in place of each
+    missing one. The last of them, `pending`, is not in the cache yet."""
     stop_state: Int[Array, "slots"]
     """State of the stop automaton within this turn."""
     seed: Int[Array, "slots"]

@@ -1,4 +1,4 @@
-"""Decoding on the device: all slots write until the scheduler is needed. Read `decode` first.
+"""Decoding on the device: slots write until the scheduler is needed. Read `decode` first.
 
 Pure functions of a `RolloutState`. The jitted episode loop and the host-driven reference loop use the same functions. A decode
 step computes a batch of slots; each row of the batch is one slot.
@@ -82,7 +82,7 @@ def sample_tokens(
     """Sample one token after each of the T tokens of a row.
 
     If the samples before sample t equal the draft tokens, sample t is the one that decoding one token per step would give. All
-    are sampled in one call, so that the bits of a token do not depend on its index. The CPU kernel (`rrl.models.cpu.layers`)
+    are sampled in one call, so that the bits of a log-probability do not depend on t. The CPU kernel (`rrl.models.cpu.layers`)
     samples if it computed the layers over this cache.
     """
     count, time, hidden_size = hidden.shape

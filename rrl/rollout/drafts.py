@@ -28,7 +28,7 @@ _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 
 class NgramDrafts(NamedTuple):
-    """The last token that followed each n-gram, per data shard."""
+    """The last token that followed each n-gram, per data shard. N-grams across the start of a prefill chunk are not recorded."""
 
     table: Int[Array, "shards entries"]
     """The next token + 1; 0: unknown."""

@@ -138,7 +138,7 @@ class EpisodeState:
         logps: np.ndarray | None,
         sampled_logps: np.ndarray | None,
     ) -> None:
-        """Add a segment of the current turn. Without log-probabilities, they are 0."""
+        """Add a segment of the current turn. If `logps` or `sampled_logps` is None, its values are 0."""
         zeros = np.zeros(len(ids), np.float32)
         self._ids.append(np.asarray(ids, np.int32))
         self._roles.append(np.full(len(ids), role, np.int8))

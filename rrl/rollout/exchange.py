@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 DECODING, PAUSED, BLOCKED, OFF = 0, 1, 2, 3
-"""Status of a slot. DECODING: the policy writes. PAUSED: the scheduler has work to do for it. BLOCKED: the scheduler waits for
-something else, a search or the next request. OFF: no request is left. `status <= PAUSED` means DECODING or PAUSED."""
+"""Status of a slot. DECODING: the policy writes. PAUSED: the scheduler has work to do for it, or its text is being
+prefilled, or its query is being embedded. BLOCKED: it waits for a search or for the next request. OFF: no request is left.
+`status <= PAUSED` means DECODING or PAUSED."""
 
 STOP_EOS, STOP_TURN, STOP_CONTEXT, STOP_NOT_FINITE = -1, -2, -3, -4
 """Why a slot paused, if not at a stop string: end-of-sequence token, token limit of the turn, end of the context, logits that
@@ -68,8 +69,8 @@ class PrefillChunk(NamedTuple):
     last_3: Any
     last_2: Any
     pending: Any
-    """The last tokens of the slot's text; NO_TOKEN if the text is shorter. `pending` is not prefilled: the first decode step
-    of the turn computes it."""
+    """The last tokens of the prefill request; NO_TOKEN in place of each missing one. `pending` is not prefilled: the first
+    decode step of the turn computes it."""
 
     @classmethod
     def of(cls, chunks: Any) -> "PrefillChunk":
@@ -102,7 +103,7 @@ class ExchangeSizes:
     query_tokens: int
     """Width of the query encoder's input; 0 without an encoder."""
     max_wait_steps: int = 8
-    """Decode steps that a paused slot waits at most while others decode."""
+    """Maximum number of decode steps between two exchanges while any slot is PAUSED or BLOCKED."""
 
     @property
     def chunk_tokens(self) -> int:

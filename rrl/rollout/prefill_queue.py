@@ -120,6 +120,7 @@ class PrefillQueue:
         )
         text = np.concatenate([held_tokens, request.tokens])
         source, shared, ready = self._prefixes.find_source(slot, text, held)
+        # Chunks of this slot would be prefilled before such a copy, so it must cover the whole text.
         after_prefill = not ready and shared == len(text) and self._prefixes.prefill_completes(source, shared)
         if not (ready or after_prefill) or (source != slot and copies == self._sizes.max_copies):
             return None

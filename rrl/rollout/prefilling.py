@@ -92,6 +92,7 @@ def _prefill_chunks(
         valid = offsets < header.length[:, None]
         positions = jnp.where(valid, header.start[:, None] + offsets, settings.context)
         if settings.learn_drafts:
+            # The tokens before a chunk are not sent with it.
             before = jnp.full((len(header.slot), RECENT_TOKENS), NO_TOKEN, jnp.int32)
             drafts = drafts.update(preceding_tokens(before, tokens), tokens, valid)
         cache = model.prefill(

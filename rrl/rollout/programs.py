@@ -315,8 +315,9 @@ class RolloutPrograms:
     def _prefill_model(self, model: Decoder, params: PyTree, chunks: jax.Array) -> Decoder:
         """Return the model for prefilling. On several devices, XLA must not gather its parameters before the loop.
 
-        Prefilling all-gathers sharded parameters. Without the barrier, XLA would gather the parameters of all layers once,
-        before the loop, which takes four times their memory. With it they depend on `chunks`, which only the loop computes.
+        Prefilling all-gathers sharded parameters. Without the barrier, XLA would do so for all layers once, before the loop. That
+        takes several times the memory of the sharded parameters. With the barrier, the gathered parameters depend on `chunks`,
+        which only the loop computes.
         """
         if self.mesh.size == 1:
             return model

@@ -50,7 +50,7 @@ from rrl.rollout.text_codec import TextCodec
 from rrl.text.chat import Prompt
 
 EMBEDDING_WAIT_DIVISOR = 4
-"""While a query is being embedded, a paused slot waits for this fraction of `max_wait_steps`."""
+"""While a query is being embedded, the number of wait steps is `max_wait_steps` divided by this."""
 DEVICE_STAGES = NOT_CALLED_YET, WAITING_FOR_DEVICE = "not called yet", "waiting for the device"
 """Stages in which the scheduler waits for the device."""
 _LIMITS = {STOP_TURN: "turn_tokens", STOP_CONTEXT: "context"}

@@ -58,6 +58,8 @@ class SearchRequests:
     ) -> tuple[list[str], Float[np.ndarray, "queries E"] | None]:
         """Return the queries whose search can start, and their embeddings; None if the retriever needs none.
 
+        A query whose passages are in the retriever's cache is not embedded: the next `runner.poll` returns them.
+
         Args:
           embeddings: those of the queries in `being_embedded`, then padding.
         """

@@ -70,7 +70,7 @@ class InFlightSearches:
 
 
 class SearchRunner:
-    """Runs the searches of one scheduler. A query that is in flight anywhere in the run is not searched again."""
+    """Runs the searches of one scheduler. Schedulers of one run share the search of a query (see `submit`)."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class Watchdog:
         preparing: Callable[[], str] = lambda: "",
         computing: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Set up the watchdog; its block starts it.
+        """Set up the watchdog; entering its `with` block starts it.
 
         Args:
           seconds: time without progress before a report, and between reports. 0: no reports.
