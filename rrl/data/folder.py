@@ -90,7 +90,8 @@ def load_folder(path: str | Path, on_error: OnError = "refuse", corpus: bool = T
     problems = []
     if corpus and len(corpora) != 1:
         problems.append(
-            f"{len(corpora)} corpus files instead of one (a name that begins with {' or '.join(CORPUS_NAMES)})"
+            f"{len(corpora)} corpus files instead of one (a name that begins with {' or '.join(CORPUS_NAMES)}, or ends with "
+            f"{' or '.join(f'_{word}' for word in CORPUS_NAMES)} before the ending)"
         )
     if not files:
         problems.append(

@@ -172,7 +172,8 @@ def _sentences(entry: Any) -> list[Any]:
 def _contents(title: str, contents: str) -> tuple[str, str]:
     """Split FlashRAG's `contents` into title and text.
 
-    The first line is the title if the record has no title field, or if it repeats that field.
+    The first of several lines is the title if the record has no title field. If the record has one and the first line repeats it,
+    that line is dropped. A single line without a title field is the text, with one exception below.
     """
     first, _, rest = contents.strip().partition("\n")
     if title:

@@ -1,4 +1,4 @@
-"""The built-in world: a generated encyclopedia with random facts, and questions about it of the types of 2WikiMultiHopQA.
+"""The built-in world: a generated encyclopedia with random facts, and questions about it, modelled on 2WikiMultiHopQA.
 
     >>> wiki = generate("train", seed=0, passages=200)
     >>> wiki.passages[0].title, wiki.questions("two_hop", 1, seed=0)[0].question.text

@@ -41,7 +41,7 @@ def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float
       item: the question with its correct plan.
       lookup: an index of its wiki.
       rng: source of all random choices.
-      faulty: probability of a fault, in [0, 1].
+      faulty: probability that a fault is drawn, in [0, 1]. If it does not apply to the question, the attempt is correct.
     """
     correct = Attempt(item.plan.hops, item.plan.conclusion, item.plan.facts_text, item.question.answers[0])
     if rng.random() >= faulty:

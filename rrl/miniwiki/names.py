@@ -1,5 +1,8 @@
 """Draw names of the built-in world: composed of reusable parts, unique within a call, disjoint between splits.
 
+Some names come in pairs that differ in one part only, such as the first names of two persons with one surname. Such names are
+called namesakes here, although they are never the same.
+
 Read `draw_names` first.
 """
 
@@ -101,7 +104,7 @@ _NAMESAKE_EVERY = 5
 class Pattern:
     """A pattern of names: one part from each table, formatted by `form`.
 
-    *Namesakes* are two names that differ only in part {0}, which companies and cities have at the end: one has entry i of its
+    *Namesakes* are two names that differ only in part {0}, which companies and cities have at the end. One has entry i of its
     table, the other has entry i + half the length of the table. They are always in the same split.
     """
 
@@ -110,8 +113,8 @@ class Pattern:
     parts: tuple[tuple[str, ...], ...]
     """One table of words for each part."""
     share: float = 1.0
-    """Share of the groups of names (see `draw_names`) left over by the earlier patterns that this pattern provides. A pattern
-    with too few names provides all it has."""
+    """How many groups of names (see `draw_names`) this pattern provides, as a share of those that the earlier patterns do not
+    provide. A pattern with too few names provides all it has."""
 
     @property
     def pairs(self) -> int:
@@ -193,7 +196,7 @@ def permute(number: Int[np.ndarray, "n"], size: int, key: int) -> Int[np.ndarray
 
 
 def draw_names(family: str, count: int, split: str, seed: int) -> list[str]:
-    """Draw `count` different names of a split, with namesakes next to each other.
+    """Draw `count` different names of a split. Namesakes (similar names, see `Pattern`) are next to each other.
 
     Args:
       family: a key of PATTERNS.

@@ -1,4 +1,7 @@
-"""Generate questions about the built-in world, of the types of 2WikiMultiHopQA, each with a plan that answers it.
+"""Generate questions about the built-in world, each with a plan that answers it.
+
+The kinds are the comparisons and bridge comparisons of 2WikiMultiHopQA, and compositional questions of one to three hops (two in
+2WikiMultiHopQA).
 
 Read `generate_questions` first.
 """

@@ -163,8 +163,8 @@ def _draw_names(
         subworld = np.concatenate([layout.subworld[entity_type] for entity_type in types])
         which_type = np.repeat(np.arange(len(types)), [len(layout.subworld[t]) for t in types])
         drawn = np.asarray(draw_names(family, len(subworld), split, seed), object)
-        # Namesakes are adjacent in `drawn`. They stay in one sub-world, where an agent can confuse them, but their order and
-        # types are random.
+        # Namesakes (similar names, see `rrl.miniwiki.names`) are adjacent in `drawn`. Nearly all pairs therefore come into one
+        # sub-world, where an agent can confuse them. Their order and types are random.
         name_of_entity = np.empty(len(subworld), object)
         name_of_entity[np.lexsort((rng.random(len(subworld)), subworld))] = drawn
         for i, entity_type in enumerate(types):

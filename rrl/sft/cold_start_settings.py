@@ -144,7 +144,10 @@ class ColdStartSettings:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return everything that determines the trajectories: models by content or name, data, retriever, settings."""
+        """Return what identifies a run: models by content or name, recipe, sampling, data, retriever and judge.
+
+        `mesh`, `compute` and most of `rollout` are not part of it.
+        """
         encoder = encoder_folder(self.retriever)
         identity = {
             "model": folder_hash(self.model) if self.endpoint is None else self.endpoint.identity,

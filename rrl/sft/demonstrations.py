@@ -56,7 +56,7 @@ class DemonstrationConfig(RecipeDataConfig):
     number: int = 300
     """Training demonstrations."""
     held_out: int = 60
-    """Held-out demonstrations, from worlds of the dev split, for early stopping."""
+    """Held-out demonstrations, from sub-worlds of the dev split, for early stopping."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

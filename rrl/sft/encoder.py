@@ -37,7 +37,7 @@ class EncoderTrainingConfig:
     """Size of the encoder, its training data and its optimiser."""
 
     seed: int = 0
-    """Seed of parameters, worlds and batches."""
+    """Seed of parameters, sub-worlds and batches."""
     hidden: int = 128
     """Width of the encoder and length E of its embeddings."""
     layers: int = 1
@@ -50,14 +50,14 @@ class EncoderTrainingConfig:
     passage_tokens: int = 64
     """Largest number of tokens of a passage; longer ones are cut."""
     worlds: int = 100
-    """Generated training worlds."""
+    """Sub-worlds of the training data (`rrl.miniwiki`)."""
     passages_per_world: int = 200
     steps: int = 200
     """Updates."""
     groups: int = 4
-    """Worlds per batch. A batch has many queries of each world: the passages of one query are negatives of the others."""
+    """Sub-worlds per batch. A batch has many queries of each: the passages of one query are negatives of the others."""
     queries_per_group: int = 48
-    """Queries of each world in a batch."""
+    """Queries of each sub-world in a batch."""
     learning_rate: float = 2e-3
     """Peak learning rate."""
     warmup: int = 20
@@ -160,7 +160,7 @@ def _draw_hard_negative(pairs: EncoderPairs, passage: int, rng: np.random.Genera
     options = pairs.hard_negatives[passage]
     if options:
         return options[int(rng.integers(len(options)))]
-    # Without a hard negative: any other passage of the same world.
+    # Without a hard negative: any other passage of the same sub-world.
     span = next(span for span in pairs.spans if passage in span)
     return span[(passage - span.start + 1 + int(rng.integers(len(span) - 1))) % len(span)]
 

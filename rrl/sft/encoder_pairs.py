@@ -19,11 +19,11 @@ MAX_GOLD = 4
 
 @dataclasses.dataclass(frozen=True)
 class EncoderPairs:
-    """Queries about the passages of many small worlds. Positions are indices into `passages`."""
+    """Queries about the passages of many small sub-worlds. Positions are indices into `passages`."""
 
     passages: list[Passage]
     spans: tuple[range, ...]
-    """Positions of the passages of each world."""
+    """Positions of the passages of each sub-world."""
     queries: list[str]
     """Q queries of all kinds."""
     gold: Int[np.ndarray, "Q 4"]
@@ -31,11 +31,11 @@ class EncoderPairs:
     by_passage: dict[str, list[list[int]]]
     """By kind of query (`QUERY_KINDS`): for each passage, the indices of the queries that name it."""
     hard_negatives: list[list[int]]
-    """For each passage, the positions of other passages of its world that contain a word of its title."""
+    """For each passage, the positions of other passages of its sub-world that contain a word of its title."""
 
 
 def make_pairs(seed: int, worlds: int, passages_per_world: int) -> EncoderPairs:
-    """Generate training worlds and return their pairs. The same arguments give the same pairs."""
+    """Generate training sub-worlds and return their pairs. The same arguments give the same pairs."""
     wiki = generate("train", seed, worlds * passages_per_world, worlds)
     position = {passage.title: index for index, passage in enumerate(wiki.passages)}
     queries: list[str] = []

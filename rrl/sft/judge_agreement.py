@@ -1,4 +1,4 @@
-"""Agreement of a judge with the oracle, on held-out built-in worlds or on the trajectories of a policy.
+"""Agreement of a judge with the oracle, on held-out questions of the built-in world or on the trajectories of a policy.
 
 The oracle (`rrl.rewards.oracle.Oracle`) scores by the gold passages and gold answers of a question.
 
@@ -25,7 +25,7 @@ from rrl.sft.judge_examples import JudgeExample, JudgeExamplesConfig, make_judge
 from rrl.text.spans import Tag
 
 WORLD_PASSAGES = 200
-"""Passages per world."""
+"""Passages per sub-world."""
 NEAR_TOLERANCE = 0.2
 """Largest difference of two scores (in 0..1) that counts as near."""
 
@@ -33,7 +33,7 @@ NEAR_TOLERANCE = 0.2
 def held_out_judge_examples(
     questions: int, config: JudgeExamplesConfig, split: str = "test", seed: int = 0
 ) -> list[JudgeExample]:
-    """Return judge examples about `questions` questions in four worlds of a split: one of each kind of prompt per question.
+    """Return judge examples about `questions` questions in four sub-worlds of a split: one of each kind of prompt per question.
 
     Raises:
         UserError: `questions` is not a multiple of the number of kinds of questions.
@@ -104,7 +104,8 @@ def agreement(judge: Judge, examples: Sequence[JudgeExample]) -> dict[str, dict[
 
         - cases: number of examples; unread: judge answers that could not be parsed, which count as disagreement;
         - exact: share of equal scores; near: share of scores that differ by at most 0.2;
-        - balanced: mean of `exact` over the n scores that occur, so that a constant answer earns at most 1/n;
+        - balanced (accuracy): the mean, over the n different oracle scores, of `exact` among the examples with that score; a
+          constant answer gets at most 1/n;
         - majority_exact, majority_near, majority_balanced: the same for a judge that always gives the most frequent score.
     """
     scores = judge.grade([example.prompt for example in examples])

@@ -54,7 +54,7 @@ class JudgeExamplesConfig:
     """How attempts and prompts are generated."""
 
     faulty: float = 0.6
-    """Share of attempts with a fault."""
+    """Share of attempts for which a fault is drawn. If it does not apply to the question, the attempt is correct."""
     partial: float = 0.2
     """Share of attempts whose transcript ends before the passages of one of the searches. Only the prompts about sufficiency and
     thinking contain the transcript."""

@@ -1,6 +1,6 @@
 """The training and held-out examples of each stage of supervised training (see `rrl.sft.stages`). Read `STAGES` first.
 
-Here a world is what `rrl.miniwiki` calls a sub-world: generated passages that no fact connects to those of another one.
+In this module a world is a sub-world of `rrl.miniwiki`: passages that no fact connects to those of another one.
 """
 
 import itertools
@@ -43,7 +43,7 @@ examples. `_judge_examples` computes from it how many questions fill a block."""
 StageData = tuple[BatchSource, dict[str, Sequence[Example]]]
 """(training batches, named sets of held-out examples)."""
 StageLoader = Callable[[Mapping[str, Any], SFTConfig, PreTrainedTokenizerBase, pathlib.Path], StageData]
-"""(section data of the config, settings, tokenizer, workdir) -> data of the stage."""
+"""(the config's section `data`, settings, tokenizer, workdir) -> data of the stage."""
 
 
 def _reading(
@@ -180,7 +180,7 @@ def _judge_examples(
 
 
 def judge_examples_config(data: Mapping[str, Any]) -> JudgeExamplesConfig:
-    """Return the settings of judge examples in the section data of a config."""
+    """Return the settings of judge examples from the section `data` of a config."""
     return build(JudgeExamplesConfig, data["options"], "data.options")
 
 

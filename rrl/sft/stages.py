@@ -1,8 +1,9 @@
 """The stages of supervised training: turns a config into data and model, trains, and writes a Hugging Face folder.
 
-reading (stage 0): an endless stream of reading, copying and comparing tasks, from random parameters.
+reading (stage 0): an endless stream of reading, copying and comparing tasks. Training starts from random parameters.
 evidence: an endless stream of questions with evidence, for the reader (R-Search: a model of another family than the policy).
-demonstrations (stage 1): a small fixed set of demonstrations of a recipe's scripted expert, from the model of stage 0.
+demonstrations (stage 1): a small fixed set of demonstrations by a recipe's scripted expert. Training starts from the model of
+    stage 0.
 pairs: a fixed set of (input, output) pairs from a file, such as a teacher's demonstrations.
 verdicts: an endless stream of judge examples, for a judge. At the end its agreement with the oracle is printed; the oracle
     (`rrl.rewards.oracle`) scores by gold passages and gold answers.
@@ -241,7 +242,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> SFTResult:
 def _print_agreement(
     judge: pathlib.Path, data: JudgeExamplesConfig, compute: ComputeConfig, mesh: Mesh
 ) -> None:
-    """Print the agreement of the judge in a folder with the oracle on held-out worlds."""
+    """Print the agreement of the judge in a folder with the oracle on held-out questions of the built-in world."""
     examples = held_out_judge_examples(AGREEMENT_QUESTIONS, data)
     # Few rows: launch/sft.py keeps XLA's small CPU thread pool, in which a host callback with many rows can hang
     # (`rrl.parallel.runtime.prepare_host`).
@@ -266,10 +267,12 @@ def _init_hash(folder: str) -> str:
 
 
 def scale_parameters(decoder: Decoder, scales: Mapping[str, float]) -> None:
-    """Multiply initial parameters, in place, by name: "embedding", or "residual" (the projections o and down of each layer).
+    """Multiply groups of initial parameters by factors, in place.
+
+    The groups are "embedding", and "residual": the projections o and down of each layer.
 
     Raises:
-        UserError: the name is unknown.
+        UserError: a group is unknown.
     """
     groups = {"embedding": [decoder.embedding], "residual": [decoder.layers.o, decoder.layers.down]}
     for name, scale in scales.items():

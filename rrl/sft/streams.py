@@ -8,16 +8,16 @@ from rrl.errors import UserError, at_least
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig:
-    """An endless stream. Each block of steps generates new worlds and takes its examples from them."""
+    """An endless stream. Each block of steps generates new sub-worlds (`rrl.miniwiki`) and takes its examples from them."""
 
     worlds: int = 10
-    """Worlds per block."""
+    """Sub-worlds per block."""
     world_size: int = 200
-    """Passages per world."""
+    """Passages per sub-world."""
     steps_per_block: int = 20
     """Steps per block."""
     probes: int = 64
-    """Held-out examples of each kind of reading task or judge prompt, from worlds of the dev split. Stage evidence has
+    """Held-out examples of each kind of reading task or judge prompt, from sub-worlds of the dev split. Stage evidence has
     only one kind and takes four times as many examples."""
     short_length: int = 0
     """Stage reading: row length of short blocks, in tokens; 0: no short blocks. Attention over short rows is cheaper. A step of a

@@ -1,4 +1,7 @@
-"""Demonstrations of R2AG: one expansion of the tree per context, some of them after a retrieval miss."""
+"""Demonstrations of R2AG. The policy grows a tree of queries and documents; each context is one expansion of that tree.
+
+Some contexts follow a retrieval miss.
+"""
 
 import zlib
 
