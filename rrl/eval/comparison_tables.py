@@ -66,9 +66,9 @@ def cost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def retrieval_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of how well the retrieved passages cover the gold ones, with intervals; [] if no run has gold passages.
+    """Return a table of the metrics in `RETRIEVAL`, with intervals if they are known; [] if no run has any of them.
 
-    Its last column is the difference of full recall from the first run's.
+    Its last column is the difference of full recall from the first run's, if a run has one.
     """
     names = [name for name in RETRIEVAL if any(name in row for row in rows)]
     known = [row for row in rows if any(name in row for name in names)]

@@ -69,7 +69,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
       command: the command in the result card; empty: that of this process.
 
     Raises:
-      UserError: wrong input, or another process uses the workdir; raised before anything is written.
+      UserError: wrong input, another process uses the workdir, or a file in the workdir is damaged.
       SaveError: the workdir cannot be written.
     """
     log, workdir = TimedLog(), Path(workdir)

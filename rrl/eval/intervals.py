@@ -23,7 +23,7 @@ Values = Sequence[float] | Float[np.ndarray, "Q"]
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean with its bootstrap interval."""
+    """A mean with its confidence interval, by bootstrap or by Student's t."""
 
     mean: float
     low: float

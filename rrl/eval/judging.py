@@ -93,6 +93,8 @@ def score_short_answers(
         full = {q.id: score_answer(answers[q.id], q.answers, rule) for q in batch}
         to_judge = [q for q in batch if answers[q.id] and not full[q.id].em]
         names = AnswerScores._fields
+        # The prompts of one answer are equal, and only the metric computed from the reply differs. An endpoint receives equal
+        # prompts once.
         scores = judge.grade([ShortAnswer(q, answers[q.id], name, rule) for q in to_judge for name in names])
         judged = {q.id: scores[at * len(names) : (at + 1) * len(names)] for at, q in enumerate(to_judge)}
         return [{"id": q.id, **dict(zip(names, judged.get(q.id, full[q.id]), strict=True))} for q in batch]

@@ -32,7 +32,7 @@ class RetrievalReport:
     matched_by: str
     """How hits are recognised: "gold ids" or "gold titles"; "answers in title and text" if no question has gold passages."""
     left_out: int
-    """Number of questions left out because they have no gold passages while others do."""
+    """Number of questions left out because they lack what `matched_by` compares: gold ids, gold titles or answers."""
     warning: str
     """Why the gold ids of the file are not used; "" otherwise."""
     groups: Mapping[str, Mapping[str, float]]

@@ -150,7 +150,7 @@ def default_mesh(config: DecoderConfig, chips: int, rows: int) -> dict[str, int]
     """Return the sizes of a mesh.
 
     - tensor: the greatest common divisor of `chips` and the number of kv heads, so that no part of the KV cache is duplicated.
-    - fsdp: the greatest common divisor of the remaining factor, chips / tensor, and the rows of the rollout.
+    - fsdp: the greatest common divisor of chips / tensor and the number of rows of the rollout.
     - data: the rest.
     """
     tensor = math.gcd(config.kv_heads, chips)

@@ -76,7 +76,7 @@ def forward_flops(config: DecoderConfig, tokens: float, keys: float, with_logits
 def keys_per_layer(config: DecoderConfig, keys: float) -> float:
     """Return how many of `keys` keys a token attends to, on average over the layers, some of which may have a sliding window.
 
-    Of `keys` as a mean over tokens this is an upper bound.
+    If `keys` is itself a mean over tokens, the result is an upper bound, since min(window, keys) is concave in keys.
     """
     return sum(min(window, keys) for window in config.windows) / config.layers if config.windows else keys
 

@@ -69,8 +69,8 @@ def _state_memory(settings: TrainSettings, model: ModelShapes, mesh: Mesh | Abst
 def compiled_temporaries(compiled: list[CompiledProgram], cache: float) -> dict[str, float]:
     """Return phase -> bytes beside the arguments, as compiled. `compiled` begins with the rollout.
 
-    The temporaries of a rollout include the KV cache, also those in the message of a compiler that refuses it. It is reported as
-    a separate part, and is subtracted here.
+    The rollout allocates the KV cache itself, so the compiler counts the cache among the temporaries, also if it refuses the
+    program. The report shows the cache as a separate part, so it is subtracted here.
     """
     temporaries = {program.name: program.temporary_bytes for program in compiled}
     temporaries["rollout"] = max(temporaries["rollout"] - cache, 0.0)

@@ -91,7 +91,7 @@ LIGHT = ('[data-jp-theme-light="true"]', ".vscode-light", '[theme="light"]')
 
 
 def _isolated(css: str) -> str:
-    """Return the style for a trajectory inside another page: it first resets all styles of that page."""
+    """Return the style for a trajectory inside another page. Its first rule cancels that page's styles inside the trajectory."""
     themes = re.findall(r"\.rrl \{(\s*--paper[^}]*)\}", css)
     assert len(themes) == 2, "light, dark"
     css = re.sub(r"\.rrl\b", STRONG_SELECTOR, css)

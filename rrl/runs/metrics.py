@@ -44,8 +44,8 @@ class MetricsWriter:
 
     Attributes:
       past: lines of the run before it resumed, which remain in the file; the same in all processes.
-      removed: lines of steps up to S that were removed; the same in all processes. They are evaluations whose lines were written
-        after the checkpoint. The run may write these lines again instead of repeating the evaluations.
+      removed: evaluations of steps up to S that were written after the checkpoint of step S was saved, and whose lines are now
+        removed; the same in all processes. The run may write these lines again instead of repeating the evaluations.
       lines: number of lines in the file.
     """
 

@@ -104,7 +104,7 @@ def refuse_other_config(
     stored = _flat(read_config(workdir))
     given = _flat(json.loads(json.dumps(config)))
     names = sorted(n for n in stored.keys() | given.keys() if not _is_within(n, may_differ))
-    # Fields that the version of the stored config did not write; its run may continue.
+    # Added fields that the stored config lacks, because an older version wrote it. They are not compared.
     unwritten = [prefix for prefix in ADDED_FIELDS if not any(_is_within(n, (prefix,)) for n in stored)]
     grown = {
         n: (stored[n], given[n])

@@ -24,7 +24,7 @@ COST_TITLES = {
     "tokens_per_correct": "tokens written per right answer",
     "all_tokens_per_correct": "tokens read and written per right answer",
 }
-"""Cost -> title of its panel. A cost is plotted if all runs have it."""
+"""Cost -> title of its panel."""
 RATE_TITLES = {"recall": "recall of gold passages", "full_recall": "all gold passages found"}
 """Retrieval metric, which is plotted in percent -> title of its panel."""
 
@@ -108,7 +108,8 @@ def plot_sweep(
 ) -> None:
     """Plot metrics with their intervals over the values in the first panel, and each coverage and cost in another.
 
-    Values that are not numbers become separate points instead of a line.
+    Metrics, coverages and costs that a run lacks are not plotted. Values that are not numbers become separate points instead of a
+    line.
     """
     metrics = [metric for metric in runs[0].metrics if all(metric in row for row in rows)]
     costs = {

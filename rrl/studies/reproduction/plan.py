@@ -61,7 +61,7 @@ class Arm:
 R3RAG_FIELDS = {
     "optim.lr": 3e-4,
     "optim.warmup_ratio": 0.3,
-    "critic.layers": 0,
+    "critic.layers": 0,  # all layers of the policy
     "critic.minibatches": 8,
     "critic.warmup_steps": 3,
     "rollout.rows": 64,
@@ -71,7 +71,7 @@ ARMS: Mapping[str, Arm] = {
     "rsearch": Arm("rsearch", "configs/rsearch_grpo.py", 11),
     # The policy still writes evidence, as in its demonstrations, but no reward uses it.
     "rsearch_no_evidence": Arm("rsearch", "configs/rsearch_grpo.py", 11, {"recipe.use_evidence": False}),
-    # As many minutes as GRPO: an update uses all trajectories and also trains the critic.
+    # 30 updates take about as long as GRPO's run: a PPO update uses all trajectories and also trains the critic.
     "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=30", 14),
     "r3rag": Arm("r3rag", "configs/r3rag_ppo.py:steps=22", 15, R3RAG_FIELDS, start="r3rag_cold"),
     "r3rag_no_process": Arm(

@@ -26,8 +26,8 @@ class ClaimEvidence:
     right: Sequence[float]
     """Mean of the baseline, by seed; one value if the baseline has no seeds."""
     differences: Sequence[Float[np.ndarray, "Q"]]
-    """For each seed, the difference of each question; one element if the measure has no value per
-    question."""
+    """For each seed, an array with the difference of each question. If the measure has no value per question, each array has one
+    element."""
     trained: bool = True
     """Whether one of the compared policies is trained once per seed. A claim then holds only if there are at least two seeds."""
 
@@ -53,9 +53,15 @@ class ClaimVerdict:
 def judge_claim(evidence: ClaimEvidence, untestable: str = "", level: float = 0.95) -> ClaimVerdict:
     """Return the verdict on a claim.
 
-    The claim holds if the whole interval is above 0. It does not hold if the mean difference is 0 or
-    below, however wide the interval. Otherwise it cannot be tested at this size, for the reason that the
-    verdict gives.
+    The first of these rules that applies decides:
+
+    1. The claim cannot be tested if a run has no correct answer, or if `untestable` is given.
+    2. It does not hold if the mean difference is 0 or below, however wide the interval.
+    3. It cannot be tested if policies are trained over seeds (`ClaimEvidence.trained`) and there is only one seed, or if the
+       interval includes 0.
+    4. It holds: the whole interval is above 0.
+
+    A verdict that the claim cannot be tested gives the reason.
 
     Args:
       evidence: the measurements.
