@@ -168,7 +168,7 @@ def machine() -> str:
     device = jax.devices()[0]
     kind = device.device_kind
     if device.platform == "cpu":
-        # On a CPU, the attention kernels are available if and only if there is a C++ compiler.
+        # On a CPU, the attention kernels are available if there is a C++ compiler, or if an earlier run has compiled them.
         compiler = "with" if can_attend(jnp.float32, LANES) else "without"
         kind = f"{len(os.sched_getaffinity(0))} cores, {compiler} a C++ compiler"
     versions = []

@@ -47,6 +47,7 @@ def training(args: argparse.Namespace) -> SectionResult:
     encoder = load_text_encoder("assets/miniwiki-encoder")
     rows, notes = [], []
     for batch in (args.batch, args.batch // 2):
+        # top_k passages per search; top_p of sampling.
         config = EngineConfig(
             rows=batch, context=1024, wake_threshold=16, prefill_tokens=256, top_k=2, top_p=0.95
         )

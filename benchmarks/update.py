@@ -223,6 +223,7 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     recipe = make_recipe("rsearch", {"instruction": card.fields["instruction"]}, {"max_searches": 4})
     wiki = generate("train", 1, 1000, 5)
     retriever = make_retriever(wiki.passages, "bm25")
+    # top_k passages per search; top_p of sampling.
     config = EngineConfig(rows=64, context=1024, wake_threshold=16, prefill_tokens=256, top_k=2, top_p=0.95)
     engine = Engine(decoder, tokenizer, config, retriever=retriever)
     questions = [item.question for item in mixed_questions(wiki, 8, KINDS, 1)][:32]

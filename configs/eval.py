@@ -43,6 +43,7 @@ ARGUMENTS: dict[str, Any] = {
     "judge_model": "",
     "judge_prompt": "tiresrag",
 }
+"""Argument -> default. A tuple lists the allowed values, the default first. A type alone: no default (None)."""
 
 
 def get_config(arg: str = "") -> ConfigDict:

@@ -70,6 +70,7 @@ ARGUMENTS: dict[str, Any] = {
     "retriever": ("scann", "bm25", "exact"),
     "encoder": "",
 }
+"""Argument -> default. A tuple lists the allowed values, the default first. A type alone: no default (None)."""
 
 NEVER = 100_000
 """More steps, or evaluations, than a run with `minutes` reaches."""

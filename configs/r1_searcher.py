@@ -40,7 +40,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "context": 16384,
         "wake_threshold": 16,
         "prefill_tokens": 2048,
-        "top_k": 3,
+        "top_k": 3,  # passages per search
         "top_p": 1.0,
     },
     "train": {"questions": 64, "samples": 16, "temperature": 1.0, "eval_every": 20},

@@ -25,7 +25,7 @@ of HotpotQA, 3,000 of 2Wiki and 1,174 of MuSiQue for 140 hours on 6 A100, and re
 An output of the policy proposes base queries, for the current hop, and predicted queries, for the next one. Three arguments set
 how a policy is evaluated. `predictions`: whether predicted queries are searched too. `top_k`: documents per query. `t`: how many
 base queries of an output are searched: `most` is the paper's M, the largest number of hops in the data (argument `hops`), and
-`half` is half of it. Half as many predicted queries are searched, as in training.
+`half` is half of it. Half as many predicted queries are searched. In training, all queries of an output are searched.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ ARGUMENTS: dict[str, Any] = {
     "t": ("most", "half"),
     "hops": 4,
 }
-"""Arguments beside those of every training config."""
+"""Arguments beside those of every training config, with their defaults. A tuple lists the allowed values, the default first."""
 
 POLICIES = {
     "tiny": "runs/r2ag_cold_start/model",

@@ -6,8 +6,8 @@
     python launch/cold_start.py --config=configs/r3rag_cold_start.py       # built-in world, the cold-started policy as teacher
 
 Algorithm 1: each training question is sampled once at each temperature, in at most 5 steps, with the prompts of Figures 6 and 7.
-Trajectories that break the format, give no answer or a wrong one are rejected. Duplicates of one question are removed, and at
-most `keep` of its trajectories are kept. Algorithm 2: WORKDIR/pairs.jsonl holds a line {id, step, input, output} for each step.
+Trajectories that break the format, give no answer or a wrong one are rejected. Of the trajectories of one question, duplicates
+are removed and at most `keep` are kept. Algorithm 2: WORKDIR/pairs.jsonl holds a line {id, step, input, output} for each step.
 WORKDIR/report.json and the printed table show how many trajectories were kept and why the others were rejected. WORKDIR/blocks
 holds all trajectories. The same command continues a run that was stopped or killed.
 
@@ -43,6 +43,7 @@ ARGUMENTS: dict[str, Any] = {
     "judge": "",
     "judge_model": "",
 }
+"""Argument -> default. A tuple lists the allowed values, the default first. A type alone: no default (None)."""
 
 TEMPERATURES = (0.1, 0.4, 0.7, 1.0)
 """Each question is sampled once at each of these."""

@@ -24,9 +24,9 @@ Qwen2.5-14B-Instruct. The paper ran on H100s and reaches EM 46.4 on HotpotQA, 54
 its cold start: 45.2, 46.1, 21.9). It also trained Llama-3.1-8B, with the same settings: policy=FOLDER. size=3b is not in the
 paper: the same settings for Qwen2.5-3B.
 
-steps=0 only evaluates. It shows whole documents, as the paper's evaluation does; held-out evaluations during training cut
-documents as training does. To evaluate a policy with another retriever, combine steps=0 with its folder and `retriever`, or with
-`--config.retriever.kind=bm25`, `exact`, ...
+steps=0 only evaluates. At size=3b and size=7b it shows whole documents, as the paper's evaluation does; held-out evaluations
+during training cut documents as training does. To evaluate a policy with another retriever, combine steps=0 with its folder and
+`retriever`, or with `--config.retriever.kind=bm25`, `exact`, ...
 
 Arguments for comparisons: `ablation` is a row of Table 2. `last_step` is the reward of the last step of a correct trajectory: 2
 as in Figure 2 ("figure"), or that of Eq. 6 ("equation"). `malformed` is the reward of a malformed step: -1 (Eq. 5), or -0.9
@@ -58,7 +58,7 @@ MINIWIKI: dict[str, dict[str, Any]] = {
         "wake_threshold": 16,
         "prefill_tokens": 512,
         "workers": 2,
-        "top_k": 2,
+        "top_k": 2,  # passages per search
         "top_p": 0.95,
     },
     "train": {
@@ -110,7 +110,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "wake_threshold": 16,
         "prefill_tokens": 2048,
         "workers": 0,
-        "top_k": 5,
+        "top_k": 5,  # passages per search
         "top_p": 1.0,
     },
     "train": {
@@ -172,7 +172,7 @@ ARGUMENTS: dict[str, Any] = {
     "malformed": ("paper", "released"),
     "cut": ("document", "block"),
 }
-"""Arguments beside those of every training config."""
+"""Arguments beside those of every training config, with their defaults. A tuple lists the allowed values, the default first."""
 
 
 def get_config(arg: str = "") -> ConfigDict:

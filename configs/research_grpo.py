@@ -52,7 +52,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "context": 8192,
             "wake_threshold": 16,
             "prefill_tokens": 2048,
-            "top_k": 5,
+            "top_k": 5,  # passages per search
             "top_p": 1.0,
         }
         config.train = {

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from rrl.config.shared import MINIWIKI_OPTIM, base_config, is_smoke, parse_run_arguments, shrink_to_smoke
 
 ARGUMENTS: dict[str, Any] = {"reader": "", "prompt": ("auto", "bare", "paper")}
-"""Arguments beside those of every training config."""
+"""Arguments beside those of every training config, with their defaults. A tuple lists the allowed values, the default first."""
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "recipe": {"environment": {"max_searches": 4, "turn_tokens": 500, "observation_tokens": 1800}},
@@ -34,7 +34,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "prefill_tokens": 2048,
         "draft_tokens": 0,
         "workers": 0,
-        "top_k": 3,
+        "top_k": 3,  # passages per search
         "top_p": 0.95,
     },
     "reader_rollout": {"rows": 128, "context": 4096, "prefill_tokens": 2048, "workers": 0},
@@ -97,7 +97,7 @@ COLD_STARTED: dict[str, dict[str, Any]] = {
         "draft_tokens": 1,
         # Fixed, so that the result is bitwise the same on any number of cores.
         "workers": 2,
-        "top_k": 2,
+        "top_k": 2,  # passages per search
         "top_p": 0.95,
     },
     "reader_rollout": {"rows": 32, "context": 384, "prefill_tokens": 512, "workers": 2},

@@ -54,7 +54,8 @@ def get_config(arg: str = "") -> ConfigDict:
         set_miniwiki_training(config, args, recipe)
         if not ppo:
             # The rewards of a correct and a wrong answer differ by at least 0.6. Those of two correct or two wrong answers differ
-            # by at most 0.2, only through their format (`SearchR1.uninformative_spread`). Such groups are left out.
+            # by at most 0.2, only through their format (`SearchR1.uninformative_spread`). Groups whose answers are all correct or
+            # all wrong are left out of the update.
             config.objective.drop_spread = "auto"
     else:
         set_published(config, args, recipe)
@@ -75,7 +76,7 @@ def set_published(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[
         "context": 4096,
         "wake_threshold": 16,
         "prefill_tokens": 2048,
-        "top_k": 3,
+        "top_k": 3,  # passages per search
         "top_p": 1.0,
     }
     config.train = {

@@ -48,7 +48,7 @@ MINIWIKI: dict[str, dict[str, Any]] = {
         "prefill_tokens": 256,
         "draft_tokens": 1,
         "workers": 2,
-        "top_k": 2,
+        "top_k": 2,  # passages per search
         "top_p": 0.95,
     },
     "train": {
@@ -84,7 +84,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "prefill_tokens": 2048,
         "draft_tokens": 0,
         "workers": 0,
-        "top_k": 5,
+        "top_k": 5,  # passages per search
         "top_p": 0.95,
     },
     "train": {
@@ -145,7 +145,7 @@ ARGUMENTS: dict[str, Any] = {
     "schedule": ("paper", "fixed", "linear", "fast"),
     "reflect": ("paper", "released"),
 }
-"""Arguments beside those of every training config."""
+"""Arguments beside those of every training config, with their defaults. A tuple lists the allowed values, the default first."""
 
 
 def get_config(arg: str = "") -> ConfigDict:

@@ -22,7 +22,10 @@ State = tuple[Array, ...]
 
 
 class Labels(NamedTuple):
-    """What decides which keys a query may see; None if it does not matter. In a block, the arrays are [s] or [L]."""
+    """What decides which keys a query may see; None if it does not matter.
+
+    For one pair of blocks, the arrays are [s, 1] for the keys and [L] for the queries.
+    """
 
     segment_ids: Int[Array, "B T"]
     """The segment id of padding is the largest int32."""

@@ -32,7 +32,7 @@ KeyValue = tuple[Array, Array]
 class KVCache:
     """Keys (after RoPE) and values of R rows with S slots each. The token at position p is stored in slot p.
 
-    A step has a batch of P entries. An entry is a sequence with T new tokens; it reads and writes one row.
+    A step has a batch of P entries. An entry has T new tokens of one sequence; it reads and writes one row.
 
     Slot p of a layer is slot p % BLOCK of [layer, p // BLOCK, row]. The layers are stacked, and a loop over layers carries
     the whole cache, so that XLA updates it in place; a slice per layer would be copied.
@@ -84,8 +84,8 @@ class KVCache:
 
         Entries are sorted by the number of blocks that they read, the largest first, so that short entries do not wait for long
         ones. An entry reads the blocks up to its last position below S. The entries are not sorted and form one group in three
-        cases: `batch_sizes` is empty or (P,); `batch_sizes[0]` does not divide P; or the CPU kernel is used, which reads each
-        entry separately. If rows are split over devices, each device groups its own entries.
+        cases: `batch_sizes` is empty or (P,); `batch_sizes[0]` does not divide P; or the CPU kernel is used, which needs no
+        groups. If rows are split over devices, each device groups its own entries.
         """
 
         def on_device(positions: Array) -> ReadGroups:

@@ -207,7 +207,10 @@ class DecoderConfig:
         return hf | self._windows_to_hf()
 
     def _windows_to_hf(self) -> dict[str, Any]:
-        """The fields of config.json that describe sliding windows; empty if no layer has one, unless the family's default has."""
+        """The fields of config.json that describe sliding windows.
+
+        Empty if no layer has a window, except for a family whose default config has windows.
+        """
         slides = self.sliding_layers or (False,) * self.layers
         hf: dict[str, Any] = {"layer_types": [SLIDING if slide else FULL for slide in slides]}
         if self.family.windows == "always":

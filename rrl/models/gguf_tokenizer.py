@@ -165,7 +165,7 @@ def build_tokenizer(file: GgufFile, vocab_size: int, max_length: int) -> PreTrai
         "add_bos_token": vocabulary.flag("add_bos_token", add_bos) and "bos_token" in special,
         "add_eos_token": vocabulary.flag("add_eos_token", False) and "eos_token" in special,
     }
-    _add_template(tokenizer, special, add)
+    _add_bos_and_eos(tokenizer, special, add)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=max_length,
@@ -259,8 +259,8 @@ def _add_special_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     tokenizer.add_tokens([token for token in added if not token.special])
 
 
-def _add_template(tokenizer: Tokenizer, special: Mapping[str, str], add: Mapping[str, Any]) -> None:
-    """Puts the bos and eos tokens around each text, as far as `add` says."""
+def _add_bos_and_eos(tokenizer: Tokenizer, special: Mapping[str, str], add: Mapping[str, Any]) -> None:
+    """Makes the tokenizer put the bos and eos tokens around each text, as far as `add` says."""
     start = [special["bos_token"]] if add["add_bos_token"] else []
     end = [special["eos_token"]] if add["add_eos_token"] else []
     if not start and not end:

@@ -79,7 +79,8 @@ _DECODER = (
     TensorMap("layers.up", "model.layers.{}.mlp.up_proj.weight", inputs=1),
     TensorMap("layers.down", "model.layers.{}.mlp.down_proj.weight", inputs=1),
 )
-# With norms after attention and MLP, post_attention_layernorm is the name of one of these.
+# Families with norms after attention and MLP use the name post_attention_layernorm for the norm after attention. In other
+# families it is the norm before the MLP.
 _NORMS_WITH_POST_NORMS = (
     TensorMap("layers.mlp_norm", "model.layers.{}.pre_feedforward_layernorm.weight"),
     TensorMap("layers.post_attention_norm", "model.layers.{}.post_attention_layernorm.weight"),
@@ -239,7 +240,11 @@ def _decoder_table(config: DecoderConfig) -> Sequence[TensorMap]:
 
 
 def _text_name(name: str) -> str:
-    """Name of a tensor in a text model, from its name in a model with images (Gemma 3: published, and in transformers 5)."""
+    """Name of a tensor in a text model, from its name in a model with images.
+
+    Gemma 3's names have one of two prefixes: language_model.model. in the published folders, model.language_model. in
+    transformers 5.
+    """
     name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
     return name.removeprefix("language_model.")
 

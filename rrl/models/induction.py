@@ -46,7 +46,8 @@ def init_induction_heads(
     """Writes induction heads into the first two layers of a new decoder, in place (see the module's docstring).
 
     Args:
-        decoder: without norms of q and k (Qwen2, Llama). Other layers, and heads without an offset, are not changed.
+        decoder: without norms of q and k (Qwen2, Llama). Other layers are not changed, nor are the kernels q and o of the
+            first layer's heads without an offset. Their k and v may change, since the heads of a group share them.
         seed: of the random projections.
         offsets: how many tokens back each head of the first layer attends.
         bias: norm of each rotated pair in the first layer's biases; its square scales the attention scores.

@@ -21,7 +21,7 @@ def frequencies(config: DecoderConfig, theta: float | None = None) -> Float[np.n
 
 
 def rotation(config: DecoderConfig, positions: Int[Array, "B T"]) -> Rotation:
-    """Cosine and sine of each token's angles, times the scaling's factor."""
+    """Cosine and sine of each token's angles, times `rotation_scale` of the scaling."""
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)
     scale = 1.0 if config.rope_scaling is None else config.rope_scaling.rotation_scale
     return _scaled_rotation(angles, scale)

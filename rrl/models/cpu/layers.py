@@ -162,7 +162,8 @@ def cpu_draw(
         threads: maximum number of threads.
 
     Returns:
-        Token ids, their log-probabilities at temperature 1 among all tokens, and their log-probabilities as sampled.
+        Token ids; their log-probabilities at temperature 1 among all tokens; and their log-probabilities with temperature,
+        top-k and top-p, 0 if greedy.
     """
     shapes = [jax.ShapeDtypeStruct(uniform.shape, dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     call = jax.ffi.ffi_call(DRAW, shapes)
