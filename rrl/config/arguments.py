@@ -64,8 +64,9 @@ def parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
 def run_name(stem: str, arg: str) -> str:
     """Return the name of a run's folder, made of the config's name and its arguments.
 
-    If the name is too long for a file system, its end is replaced by 12 digits of the SHA-256 of the whole name. So different
-    arguments always get different folders.
+    Only letters, digits, "_", "." and "=" of the arguments are part of the name; "-" replaces what stands between them. So
+    `data=a/b` and `data=a-b` have the same name. If the name is too long for a file system, its end is replaced by 12
+    hexadecimal digits of the SHA-256 of the whole name.
     """
     name = "-".join([stem, *re.findall(r"[\w.=]+", arg)])
     if len(name.encode()) <= MAX_NAME_BYTES:

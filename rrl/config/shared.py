@@ -26,7 +26,7 @@ MINIWIKI_OPTIM: dict[str, Any] = {
     "b2": 0.999,
     "frozen": ("^embedding$",),
 }
-"""The optimiser of cold-started policies of the built-in world."""
+"""The optimiser of cold-started policies in the built-in world (see `RUN_ARGUMENTS`)."""
 RUN_ARGUMENTS: Mapping[str, Any] = {
     "size": tuple(TENSOR_PARALLEL),
     "steps": int,
@@ -42,7 +42,7 @@ RUN_ARGUMENTS: Mapping[str, Any] = {
 - size: size of the policy.
 - steps: number of updates; 0 only evaluates; None: the config's own number.
 - seed: seed of the training.
-- data: "miniwiki" (the built-in world), or a folder.
+- data: "miniwiki" (the built-in world: a generated encyclopedia of random facts, and questions about it), or a folder.
 - policy: folder of the initial policy; "": the config's own.
 - encoder: folder of the text encoder; "": the shipped one in the built-in world, none for a folder.
 - retriever: kind of the retriever; "": scann, or bm25 for a folder without an encoder.
@@ -108,7 +108,7 @@ def base_config(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
     config.data = {
         "path": args.data,
         "seed": 1,
-        "held_out_split": "test",  # settings are tuned on "dev", which has other worlds and names
+        "held_out_split": "test",  # settings are tuned on "dev", which has other facts and names
         "on_error": "refuse",
         "held_out": 100 if tiny else 500,
     }
@@ -127,14 +127,14 @@ def base_config(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
 
 
 def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recipe: Mapping[str, Any]) -> None:
-    """Set the sections rollout, train, objective and optim to values tuned for R-Search in the built-in world.
+    """Set the sections recipe, rollout, train, objective and optim to values tuned for R-Search in the built-in world.
 
     They were tuned for R-Search's cold-started policy (docs/recipes.md, "R-Search"). Other recipes use them and change what
     their own objective needs. `recipe` holds the recipe's name and fields.
     """
     config.recipe = dict(recipe)
     config.recipe.environment = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256}
-    # No message after a turn without search and answer: the cold-start data have none.
+    # Empty: a turn with neither a search nor an answer ends the episode. The cold-start data have no message after such a turn.
     config.recipe.environment.correction = ""
     config.rollout = {
         "rows": 64,
@@ -183,7 +183,7 @@ def shrink_to_smoke(config: ConfigDict) -> None:
     config.train.eval_every = config.train.steps
     # Field references: the note shows the final values of fields that are overridden after this call.
     note = (
-        f"smoke run (steps={config.train.steps}; 1 to 5 make one): "
+        f"smoke run (steps={config.train.steps}, between 1 and 5): "
         + config.train.get_ref("questions").to_str()
         + " questions per update, "
     )

@@ -52,7 +52,7 @@ _ASCII_WORD = re.compile(
 _CHARACTER_MAP = str.maketrans("’‘`", "'''", "\u00ad\ufeff")
 """Maps all apostrophes to one; removes soft hyphens and byte order marks."""
 _ALPHANUMERIC = re.compile(r"\w+")
-"""Matches a run of letters and digits: a word of the tokenizer `words`."""
+"""Matches a run of letters, digits and underscores: a word of the tokenizer `words`."""
 TOKENIZERS = ("lucene", "whitespace", "words")
 """Allowed values of `Bm25Config.tokens`."""
 IDFS = ("lucene", "okapi")
@@ -69,12 +69,14 @@ class Bm25Config:
     b: float = 0.4
     """Strength of length normalisation."""
     title_weight: int = 1
-    """How many times the title is counted. 0 indexes the text alone. The built-in world uses 3, because its names share words."""
+    """How many times the title is counted. 0 indexes the text alone. Miniwiki, the generated corpus of rrl, uses 3, because its
+    names share words."""
     stem: bool = True
     """Whether to reduce words to their stems (Porter2)."""
     tokens: str = "lucene"
-    """How text is split. lucene: by `analyse`. whitespace: at spaces. words: into runs of letters and digits. The last two only
-    lower the case; they keep stop words and do not stem. Published results with rank_bm25 often use one of these two."""
+    """How text is split. lucene: by `analyse`. whitespace: at white space. words: into runs of letters, digits and underscores.
+    The last two only lower the case; they keep stop words and do not stem. Published results with rank_bm25 often use one of
+    them."""
     idf: str = "lucene"
     """Weight of rare words: `lucene`, or `okapi` as in rank_bm25's BM25Okapi (see `inverse_frequencies`)."""
 
@@ -214,10 +216,13 @@ def _bm25s() -> Any:
 def analyse(text: str, stem: bool = True) -> list[str]:
     """Split text into words like Lucene's EnglishAnalyzer.
 
-    The rules: word boundaries of UAX #29, lower case, no possessive 's, no stop words, Porter2 stems. The text is normalised to
-    NFKC first, so that composed, decomposed and full-width characters are the same. As in Lucene's StandardTokenizer, each
-    Chinese or Hiragana character is a word, and runs of Katakana, Hangul, Thai, Lao, Khmer or Burmese are words. Unlike there,
-    emoji are dropped.
+    The rules: word boundaries of UAX #29, lower case, no possessive 's, no stop words, stems. As in Lucene's StandardTokenizer,
+    each Chinese or Hiragana character is a word, and runs of Katakana, Hangul, Thai, Lao, Khmer or Burmese are words.
+
+    Unlike in Lucene:
+    - the text is normalised to NFKC first, so that composed, decomposed and full-width characters are the same;
+    - the stemmer is Porter2, not the original Porter stemmer;
+    - emoji are dropped.
     """
     ascii_only = text.isascii()
     text = (text if ascii_only else unicodedata.normalize("NFKC", text)).lower().translate(_CHARACTER_MAP)

@@ -1,7 +1,8 @@
 """Build an index folder as a stream: memory stays constant, and a killed build can be continued. Read `build_index` first.
 
-Until the index is complete, its folder is named OUT.unfinished. After a kill, the corpus is read again from the start. The slow
-stages (embedding, counting words, ScaNN) continue after their last complete block or part.
+Until the index is complete, its folder is named OUT.unfinished. After a kill, the corpus is read again from the start, unless it
+is a file that was read to its end. The slow stages (embedding, counting words, ScaNN) continue after their last complete block
+or part.
 """
 
 import dataclasses

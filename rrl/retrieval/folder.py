@@ -123,7 +123,8 @@ def index_identity(folder: str | Path) -> dict[str, Any]:
     """Return the entries of the manifest that determine the search results: kind, corpus, encoder and BM25 settings.
 
     If passages were embedded without their titles, there is a further entry: `title_weight`, which is 0. Two folders with equal
-    entries return the same passages.
+    entries return the same passages. The exception are ScaNN trees: two builds of one corpus return different passages for a few
+    queries in a hundred.
     """
     manifest = read_manifest(Path(folder))
     identity = {name: manifest.get(name) for name in ("kind", "corpus", "encoder", "bm25")}

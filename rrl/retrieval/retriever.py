@@ -124,7 +124,7 @@ class Retriever:
         """Return the k best passages of each query, best first, ties by position; fewer if fewer match.
 
         A query without text has no hits. A query that is repeated in the call, or cached, is not searched again; the cache key
-        is the query's text, not its embedding.
+        is the query's text and k, not its embedding.
 
         Args:
           queries: any strings; cut at `MAX_QUERY_CHARACTERS`.

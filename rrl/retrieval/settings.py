@@ -100,8 +100,10 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Encod
     text_encoder.json holds the fields of TextSettings, `pooling` (mean or cls), `normalize`, and `family` (a key of
     ENCODER_FAMILIES, with its `task`) in place of prefixes. `given` has the same keys and overrides the file. A key that is
     missing from both is looked up in this order: the files of sentence-transformers; the family (the given one, or the one whose
-    models have the folder's name); the defaults of TextSettings and Pooling. Exception: the prefixes of a given family take
-    precedence over those in the files of sentence-transformers.
+    models have the folder's name); the defaults of TextSettings and Pooling. Two exceptions:
+    - the prefixes of a given family take precedence over those in the files of sentence-transformers;
+    - if both prefixes are given, and there is neither a `family` nor a modules.json, missing keys have their defaults, whatever
+      the folder's name.
 
     Raises:
         UserError: the prefixes are unknown, a key or value is unknown, or the files of sentence-transformers ask for something

@@ -17,14 +17,14 @@ class RetrieverStats:
     calls: int = 0
     queries: int = 0
     searched: int = 0
-    """Queries that reached the index. The others were repeated in the call, cached, or without text."""
+    """Queries that the index answered. The others failed, or were repeated in the call, cached, or without text."""
     cache_hits: int = 0
     empty: int = 0
     """Queries without text or without hits."""
     retries: int = 0
     """Number of repeated attempts."""
     failures: int = 0
-    """Queries whose search failed in every attempt."""
+    """Queries that failed calls had to search. A call fails if one of its batches fails in every attempt of `RetryPolicy`."""
     seconds: float = 0.0
     """Time in `search`, summed over threads."""
     p50_ms: float = 0.0

@@ -17,6 +17,14 @@ class VectorFile:
     """
 
     def __init__(self, file: Path, rows: int, dim: int, block: int):
+        """Open the file, and remove the rows of an incomplete block.
+
+        Args:
+          file: the .npy file; it is made if it is missing or has another header.
+          rows: number of rows of the complete file.
+          dim: length of a row.
+          block: rows that each `append` but the last writes.
+        """
         fields = {"descr": DTYPE.str, "fortran_order": False, "shape": (rows, dim)}
         head = io.BytesIO()
         np.lib.format.write_array_header_1_0(head, fields)

@@ -137,7 +137,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def fitting_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, room: int, thinking: bool | None = None
 ) -> Int[np.ndarray, "T"]:
-    """Return the token ids of a prompt, truncated to at most `room` tokens.
+    """Return the token ids of a prompt, truncated to at most `room` tokens; `room` must be above 0.
 
     A prompt that is too long is truncated at the front of its body. If that is not enough, its first tokens are dropped.
     """
