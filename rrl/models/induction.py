@@ -46,8 +46,8 @@ def init_induction_heads(
     """Writes induction heads into the first two layers of a new decoder, in place (see the module's docstring).
 
     Args:
-        decoder: without norms of q and k (Qwen2, Llama). Other layers are not changed, nor are the kernels q and o of the
-            first layer's heads without an offset. Their k and v may change, since the heads of a group share them.
+        decoder: without norms of q and k (Qwen2, Llama). Other layers and heads without an offset are not changed, except for
+            keys and values that a head shares with its group.
         seed: of the random projections.
         offsets: how many tokens back each head of the first layer attends.
         bias: norm of each rotated pair in the first layer's biases; its square scales the attention scores.
@@ -55,8 +55,7 @@ def init_induction_heads(
         gain: scale of the second layer's queries and keys; its square scales the attention scores.
         copied: size of the token that the second layer copies to its output, in standard deviations of the embeddings.
 
-    Raises:
-        UserError: the model has norms of q and k or fewer than two layers, or there are too many offsets.
+    Raises UserError if the model has norms of q and k or fewer than two layers, or if there are too many offsets.
     """
     _check_offsets(decoder, offsets)
     c, layers, rng = decoder.config, decoder.layers, np.random.default_rng(seed)

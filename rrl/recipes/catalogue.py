@@ -12,7 +12,7 @@ from rrl.errors import UserError
 from rrl.recipes.base import REGISTERED, Recipe
 
 RECIPES: dict[str, type[Recipe]] = {}
-"""Name -> class of each recipe in this package. Filled below, from all modules of the package."""
+"""Name -> class of each recipe in this package. Filled below, from all modules of the package that may define one."""
 
 
 def is_recipe(name: str) -> bool:
@@ -90,6 +90,6 @@ def make_recipe(
 
 
 for _module in pkgutil.iter_modules(rrl.recipes.__path__):
-    if not _module.ispkg:
+    if not _module.ispkg and _module.name not in ("base", "card", "catalogue", "episodes", "scoring"):
         importlib.import_module(f"rrl.recipes.{_module.name}")
 RECIPES.update(sorted(REGISTERED.items()))

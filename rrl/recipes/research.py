@@ -86,7 +86,7 @@ class ReSearch(Recipe):
     @property
     def uninformative_spread(self) -> float:
         """1.5 times the reward of the format alone: larger than the effect of the format, but only a small difference in F1."""
-        return 1.5 * self.format_reward
+        return round(1.5 * self.format_reward, 10)
 
     def prompt(self, question: Question) -> Prompt:
         if self.opening == "base":

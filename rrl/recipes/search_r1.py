@@ -90,8 +90,8 @@ class SearchR1(Recipe):
 
     @property
     def uninformative_spread(self) -> float:
-        """If the answers of a group are all right or all wrong, only the format differs: it changes a total by at most this."""
-        return max(self.structure_reward, self.answered_reward) if self.use_format else 0.0
+        """One and a half times what the format can change: right and wrong answers differ by more, by 0.6 or 1."""
+        return round(1.5 * max(self.structure_reward, self.answered_reward), 10)
 
     def prompt(self, question: Question) -> str:
         return f"{self.instruction}\nQuestion: {question.text}" if self.instruction else question.text

@@ -54,7 +54,12 @@ class BatchedSearches:
         """Search for all requests at once. If that fails, search for each alone, so that a bad request fails alone."""
         try:
             queries = [query for request in batch for query in request.queries]
-            hits = iter(self.retriever.search(queries, k))
+            rankings = self.retriever.search(queries, k)
+            if len(rankings) != len(queries):
+                raise ValueError(
+                    f"the retriever returned {len(rankings)} rankings for {len(queries)} queries"
+                )
+            hits = iter(rankings)
             for request in batch:
                 request.result.set_result([next(hits) for _ in request.queries])
         except BaseException as error:

@@ -36,9 +36,9 @@ class RewardConfig:
             )
         if not all(math.isfinite(weight) for weight in (*self.weights, self.recipe_weight)):
             raise UserError(f"weights={self.weights}, recipe_weight={self.recipe_weight}: all must be finite")
-        if not self.recipe_weight and not self.functions:
+        if self.recipe_weight != 1 and not self.functions:
             raise UserError(
-                "recipe_weight=0 without functions leaves no reward to learn from; name a function"
+                f"recipe_weight={self.recipe_weight} has no effect without functions; name one, or leave it at 1"
             )
 
     def load(self) -> "RewardFunctions":
@@ -64,12 +64,13 @@ def load_function(path: str) -> RewardFunction:
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-        inspect.signature(function).bind(None, None)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the module raises
         raise UserError(
             f"rewards.functions: {path!r} cannot be imported ({error}); write MODULE:FUNCTION, with its folder on PYTHONPATH"
         ) from error
-    except TypeError as error:
+    try:
+        inspect.signature(function).bind(None, None)
+    except (TypeError, ValueError) as error:
         raise UserError(
             f"rewards.functions: {path!r} must be a function of (trajectory, question): {error}"
         ) from error

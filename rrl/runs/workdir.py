@@ -25,6 +25,10 @@ ADDED_FIELDS = (
     "run.encoder_sha256",
     "content",
     "retriever.encoder_sha256",
+    *(
+        f"run.model.{field}"
+        for field in ("local_rope_theta", "query_pre_attn_scalar", "sliding_layers", "sliding_window")
+    ),
 )
 """Fields of config.json that older versions did not write. A run without them may continue."""
 MAX_DIFFERENCES = 6

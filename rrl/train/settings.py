@@ -167,7 +167,8 @@ class TrainSettings:
 def _train_config(values: Mapping[str, Any], recipe: Recipe) -> RLConfig:
     """Return the settings of the RL run itself, with those of its objective, optimisers and guard."""
     steps = values["train"]["steps"]
-    spread = resolve_drop_spread(values["objective"].get("drop_spread"), recipe)
+    recipe_weight = values.get("rewards", {}).get("recipe_weight", 1.0)
+    spread = resolve_drop_spread(values["objective"].get("drop_spread"), recipe, recipe_weight)
     objective = build(ObjectiveConfig, {**values["objective"], "drop_spread": spread}, "objective")
     critic = _critic_config(values, steps)
     warmup = critic.warmup_steps if critic else 0
@@ -183,11 +184,14 @@ def _train_config(values: Mapping[str, Any], recipe: Recipe) -> RLConfig:
     )
 
 
-def resolve_drop_spread(spread: Any, recipe: Recipe) -> Any:
-    """Return `objective.drop_spread`, with the recipe's own value for "auto". Raises UserError for another string."""
+def resolve_drop_spread(spread: Any, recipe: Recipe, recipe_weight: float) -> Any:
+    """Return `objective.drop_spread`; for "auto" the recipe's own value, in the scale of the total (`rewards.recipe_weight`).
+
+    Raises UserError for another string.
+    """
     if isinstance(spread, str) and spread != "auto":
         raise UserError(f"objective.drop_spread={spread!r} must be a number, None, or auto")
-    return recipe.uninformative_spread if spread == "auto" else spread
+    return recipe_weight * recipe.uninformative_spread if spread == "auto" else spread
 
 
 def _check_advantage(recipe: Recipe, default: str, train: RLConfig) -> None:

@@ -69,7 +69,7 @@ def trajectories(draw: st.DrawFn, recipe: Recipe, group: int = 0) -> Trajectory:
     if draw(st.booleans()):
         question = RetrievalTree.of(question)
     text = st.lists(pieces(recipe), max_size=6).map(" ".join)
-    turns = draw(st.integers(1, 4))
+    turns = draw(st.integers(0, 4))  # 0: the prompt did not fit
     segments, searches = [(PROMPT, "Who directed Silver Harbour?")], []
     for turn in range(turns):
         segments.append((POLICY, draw(text)))
@@ -78,8 +78,8 @@ def trajectories(draw: st.DrawFn, recipe: Recipe, group: int = 0) -> Trajectory:
             titles = draw(st.lists(st.sampled_from(("Silver Harbour", "Marta Velikov", "Noise")), max_size=2))
             found = [Passage(title, "text", title) for title in titles]
             searches.append(Search.of(turn, "it", draw(st.sampled_from((found, None)))))
-    count = 2 * turns
-    roles = np.tile([PROMPT, POLICY], turns)
+    count = max(2 * turns, 1)
+    roles = np.tile([PROMPT, POLICY], turns) if turns else np.array([PROMPT])
     return Trajectory(
         question,
         request=0,
@@ -88,10 +88,10 @@ def trajectories(draw: st.DrawFn, recipe: Recipe, group: int = 0) -> Trajectory:
         roles=roles,
         logps=np.zeros(count, np.float32),
         sampled_logps=np.zeros(count, np.float32),
-        turns=np.repeat(np.arange(turns), 2),
+        turns=np.repeat(np.arange(turns), 2) if turns else np.zeros(1, np.int32),
         segments=segments,
         searches=searches,
-        ended=draw(st.sampled_from(ENDS)),
+        ended=draw(st.sampled_from(ENDS)) if turns else "context_limit",
     )
 
 
@@ -153,3 +153,10 @@ def test_the_declared_spread_follows_the_weights_of_the_rewards(name):
     }
     usual, changed = make_recipe(name), make_recipe(name, weights.get(name))
     assert changed.uninformative_spread == pytest.approx(2 * usual.uninformative_spread)
+
+
+def test_the_declared_spreads_are_those_of_earlier_runs():
+    # Runs from before `drop_spread="auto"` stored these numbers, and continue.
+    for name, spread in (("rsearch", 1.4), ("search_r1", 0.3), ("research", 0.15)):
+        assert make_recipe(name).uninformative_spread == spread
+    assert make_recipe("rsearch", {"reader_weight": 0.3}).uninformative_spread == 0.7

@@ -70,3 +70,14 @@ def test_an_empty_request_returns_no_hits():
     gate = Gate()
     gate.go.set()
     assert BatchedSearches(gate).search([], 1) == []
+
+
+def test_a_retriever_that_returns_too_few_rankings_fails_the_request_and_serves_the_next():
+    class Short:
+        def search(self, queries, k):
+            return [[query] for query in queries if query != "lost"]
+
+    batched = BatchedSearches(Short())
+    with pytest.raises(ValueError, match="returned 1 rankings for 2 queries"):
+        batched.search(["kept", "lost"], 1)
+    assert batched.search(["kept"], 1) == [["kept"]]

@@ -53,7 +53,7 @@ def test_without_functions_nothing_changes():
             r"weights=\(1.0, 2.0\) must have one number per function.* 1",
         ),
         ({"functions": (SHORT,), "weights": (float("nan"),)}, "all must be finite"),
-        ({"recipe_weight": 0.0}, "recipe_weight=0 without functions leaves no reward"),
+        ({"recipe_weight": 0.5}, r"recipe_weight=0\.5 has no effect without functions"),
         ({"recipe_weight": -1.0}, "recipe_weight=-1.0 must be at least 0"),
     ],
 )

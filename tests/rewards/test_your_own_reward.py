@@ -48,10 +48,9 @@ def test_the_command_of_the_page_trains(folder):
     save_random_policy(folder / "policy")
     smaller = ["policy=policy", "train.questions=2", "train.samples=2", "data.held_out_per_kind=1"]
     overrides = " ".join(f"--config.{name}" for name in smaller)
-    command = COMMAND.replace("launch/train.py", str(ROOT / "launch/train.py")).replace(
-        "configs/rsearch_grpo.py", f"{ROOT}/configs/rsearch_grpo.py:steps=1"
-    )
-    command = command.replace("python ", f"{sys.executable} ").replace("PYTHONPATH=.", f"PYTHONPATH=.:{ROOT}")
+    command = COMMAND.replace("python RRL/", f"{sys.executable} {ROOT}/")
+    command = command.replace("configs/rsearch_grpo.py", "configs/rsearch_grpo.py:steps=1")
+    command = command.replace("PYTHONPATH=.", f"PYTHONPATH=.:{ROOT}")
     subprocess.run(
         f"{command.rstrip()} --workdir=run {overrides}", cwd=folder, shell=True, check=True, env=os.environ
     )

@@ -171,6 +171,15 @@ def test_the_default_drop_spread_ignores_differences_in_format_and_reader_reward
     assert (recipe.environment.correction, settings.train.objective.clip_high) == ("", 0.28)
 
 
+def test_the_automatic_drop_spread_follows_the_weight_of_the_recipes_total(folders):
+    changed = config()
+    changed.rewards.functions, changed.rewards.recipe_weight = (
+        ("tests.recipes.user_recipe:short_answer",),
+        0.5,
+    )
+    assert TrainSettings.from_config(changed).train.objective.drop_spread == pytest.approx(0.35)
+
+
 def test_a_policy_without_a_recipe_card_gets_the_settings_of_the_paper(folders):
     settings = TrainSettings.from_config(config("policy=models/Qwen2.5-7B-Instruct"))
     optim, objective, rollout = settings.train.optim, settings.train.objective, settings.rollout

@@ -155,7 +155,9 @@ def _settings(_: bytes, config: str, *overrides: str) -> str:
     if (objective := settings.get("objective", {})).get("drop_spread") == "auto":
         fields = dict(settings["recipe"])
         recipe = make_recipe(fields.pop("name"), fields, fields.pop("environment", {}))
-        objective["drop_spread"] = train_settings.resolve_drop_spread("auto", recipe)
+        objective["drop_spread"] = train_settings.resolve_drop_spread(
+            "auto", recipe, settings["rewards"]["recipe_weight"]
+        )
     return json.dumps(settings, sort_keys=True, default=str)
 
 
