@@ -14,7 +14,8 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "Folder of the run (default: runs/, file name of the config without miniwiki_, arguments). An existing run is continued.",
+    "Folder of the run (default: runs/NAME, with the config's file name and arguments as NAME, without miniwiki_). An existing "
+    "run is continued.",
 )
 flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
 flags.mark_flags_as_required(["config"])

@@ -130,7 +130,10 @@ class Recipe(abc.ABC):
         """Raise UserError if groups of `samples` trajectories would teach nothing. By default any number is accepted."""
 
     def excluded(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
-        """Return the mask of trajectories to leave out of the update, based on `rewards`. `trajectories` are whole groups."""
+        """Return a mask of `trajectories`, which are whole groups, based on `rewards`.
+
+        A group is left out of the update if the mask is True for all of its trajectories. Otherwise the mask has no effect on it.
+        """
         return np.zeros(len(trajectories), bool)
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:

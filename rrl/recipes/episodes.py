@@ -143,8 +143,8 @@ def question_requests(
 def prompt_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.ndarray, "T"]:
     """Return the token ids of an episode's prompt.
 
-    A prompt with a body that leaves no room for a full turn (`turn_tokens`) is truncated at the front of its body, but to no
-    less than half the context.
+    A prompt with a body (`Prompt.body`) must leave room in the context for a full turn (`turn_tokens`), but may always take
+    half the context. A longer prompt is truncated at the front of its body.
     """
     prompt = _prompt(recipe, question)
     if isinstance(prompt, str) or not prompt.body:

@@ -69,7 +69,7 @@ Wrap each of the predicted question (or "none") inside: <predicted-Q></predicted
 OPENINGS = ("instruct", "bare")
 """Values of `R2AGEnvironment.opening`."""
 TRUNCATED = "length"
-"""`Trajectory.ended` of an episode whose output reached its token limit."""
+"""`Trajectory.ended` of an episode whose last output reached its token limit or the end of the context."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Expansion:
     predicted: tuple[Search, ...] = ()
     """Searches of the predicted queries."""
     truncated: bool = False
-    """Whether the output reached its token limit."""
+    """Whether the output is incomplete: it reached its token limit or the end of the context, or logits were not finite."""
 
     @property
     def searches(self) -> tuple[Search, ...]:

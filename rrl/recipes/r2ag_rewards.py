@@ -97,7 +97,7 @@ def expansion_rewards(
       predicted: the same for the predicted queries.
       gold: titles of all gold documents, at least one.
       known: titles of the documents that earlier expansions found.
-      truncated: whether the output reached its token limit.
+      truncated: whether the output is incomplete (`rrl.recipes.r2ag.Expansion.truncated`).
       weights: the coefficients.
 
     Returns:

@@ -85,7 +85,10 @@ class ReSearch(Recipe):
 
     @property
     def uninformative_spread(self) -> float:
-        """1.5 times the reward of the format alone: larger than the effect of the format, but only a small difference in F1."""
+        """1.5 times the reward of the format alone.
+
+        This is larger than the effect of the format on an answer with F1 = 0, but only a small difference in F1.
+        """
         return round(1.5 * self.format_reward, 10)
 
     def prompt(self, question: Question) -> Prompt:

@@ -89,7 +89,7 @@ class RSearch(Recipe):
 
     @property
     def uninformative_spread(self) -> float:
-        """What format and evidence can make a group's totals differ if its answers have equal F1.
+        """The largest difference between the totals of answers with equal F1, which is due to format and evidence alone.
 
         It is the same without evidence, so that "w/o evidence" (Table 3) leaves out groups by the same rule.
         """

@@ -76,7 +76,7 @@ def parse_verdict(text: str) -> float | None:
     """Return 1 for true or yes, 0 for false or no; None if the reply contains neither or refuses.
 
     The first of these rules that applies gives the verdict:
-    1. the word that the reply starts with, whatever follows ("No doubt" is not a verdict);
+    1. the true, yes, false or no that the reply starts with, but not a choice ("True or False") or the no of "no doubt";
     2. the last true or false, negated by a "not" before it;
     3. the last yes or no.
     """

@@ -20,7 +20,7 @@ def informative_groups(
       rewards: total reward of each trajectory.
       groups: group id of each trajectory.
       drop_spread: groups whose rewards differ by at most this are dropped; 0: groups with equal rewards; None: no group.
-      excluded: True on trajectories that are left out whatever their rewards. A group is dropped if they are all excluded.
+      excluded: mask of trajectories, from the recipe. A group is also dropped if the mask is True for all of its trajectories.
     """
     dropped = np.zeros(len(groups), bool) if excluded is None else excluded
     if drop_spread is not None:

@@ -24,7 +24,7 @@ def gae(
     tokens are not steps of the policy: their values and rewards are ignored, and they cost no discount. Segments are
     independent.
 
-    R3-RAG's default: each step of an episode is one segment (a new prompt) with its reward on its last token, discount =
+    In R3-RAG as released, each step of an episode is one segment (a new prompt) with its reward on its last token, discount =
     gae_lambda = 1, and the result is whitened over the batch. R3-RAG's Eq. 8, in which later steps count too, is this
     function with one segment per episode (`CriticConfig.across_contexts`).
 

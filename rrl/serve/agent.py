@@ -101,7 +101,7 @@ class Agent:
         config = EngineConfig(
             rows=rows,
             context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_context),
-            wake_threshold=min(rows, 16),  # counts slots that have ended a turn: at most `rows`
+            wake_threshold=min(rows, 16),  # a number of paused slots; there are only `rows` slots
             top_k=top_k or card.top_k,
         )
         check_tags(recipe, tokenizer)
@@ -147,7 +147,7 @@ class Agent:
         return self._run(questions, sample, self.recipe.environment)
 
     def stream(self, question: str | Question, sample: int = 0) -> Iterator[Event]:
-        """Yield events as they happen: reasoning, search, observation, evidence, answer.
+        """Yield events as they happen; `Event.kind` lists the kinds.
 
         The last event is "end"; it carries the trajectory.
         """

@@ -85,7 +85,7 @@ def test_without_discount_the_return_is_the_sum_of_later_rewards():
 
 
 def test_r3_rags_steps_as_segments_and_as_time_steps_of_eq_8():
-    # R3-RAG's default: three steps of one episode are three segments, each with its reward on its last token.
+    # R3-RAG as released: three steps of one episode are three segments, each with its reward on its last token.
     segments = np.array([[1, 1, 2, 2, 3, 3]])
     rewards, values = np.array([[0, 0.8, 0, -1, 0, 2]], np.float32), np.full((1, 6), 0.5, np.float32)
     advantages, _ = gae(rewards, values, segments > 0, segments)

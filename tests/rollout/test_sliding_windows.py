@@ -41,7 +41,7 @@ GEMMA3 = DecoderConfig(
 class Scripted(Stream):
     """Searches once, then continues once."""
 
-    def react(self, episode, text, stop):
+    def step(self, episode, text, stop):
         if episode.turn == 2:
             return Finish("done")
         return SearchFor(episode.question.text) if episode.turn == 0 else Append(prefix=" again ")
@@ -74,6 +74,7 @@ def trajectories(world):
 
 
 def test_log_probabilities_of_the_rollout_equal_those_of_training(world, trajectories):
+    assert all(len(t.searches) == 1 and t.ended == "done" for t in trajectories)
     assert max(len(t.tokens) for t in trajectories) > 3 * GEMMA3.sliding_window
     packed = pack([t.tokens for t in trajectories], [t.roles == POLICY for t in trajectories], 192)
     batch = jax.tree.map(jnp.asarray, packed.batch)
