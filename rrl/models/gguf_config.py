@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
+from rrl.models.config import NO_WINDOW
 from rrl.models.gguf_file import CONVERT_AGAIN, GgufFile, read_tensor
 from rrl.models.gguf_tensors import ROPE_FACTORS, architecture
 
@@ -102,7 +103,11 @@ def _rope_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]
     settings = {
         key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
     }
-    kind = settings.pop("type", "none")
+    key, former_key = prefix + "factor", f"{file.architecture}.rope.scale_linear"
+    if key not in file.metadata and former_key in file.metadata:
+        key, settings["factor"] = former_key, file.metadata[former_key]
+    # Without a type, llama.cpp scales linearly by the factor. 0 and 1 mean no scaling.
+    kind = settings.pop("type", "linear" if settings.get("factor") else "none")
     settings.pop("finetuned", None)
     known = {"none": {"factor"}, "linear": {"factor"}, "yarn": {"factor", "original_context_length"}}
     if kind not in known or settings.keys() - known[kind]:
@@ -110,9 +115,9 @@ def _rope_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]
             f"{file.path}: RoPE scaling {kind!r} with {', '.join(settings) or 'no settings'} is not supported; it must be "
             "none, linear (factor) or yarn (factor, original_context_length)"
         )
-    if kind == "none":
+    if kind == "none" or (kind == "linear" and settings.get("factor", 0) in (0, 1)):
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": file.number(prefix + "factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": file.number(key)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = file.integer(
             prefix + "original_context_length", least=1
@@ -150,14 +155,20 @@ def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
         config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
     pattern = file.integer("gemma3.attention.sliding_window_pattern", 6, least=1)
+    if cap := file.metadata.get("gemma3.final_logit_softcapping"):
+        raise UserError(
+            f"{file.path}: gemma3.final_logit_softcapping={cap} is not supported; give another model"
+        )
+    window = file.integer("gemma3.attention.sliding_window", 0)  # 0: all layers attend to all tokens
     # Only the 27B model, which llama.cpp recognises by its layers, scales by hidden / heads; it has no key for it.
     scale = hidden // heads if layers == 62 else config["head_dim"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scale,
-        "sliding_window": file.integer("gemma3.attention.sliding_window", least=1),
+        "sliding_window": window or NO_WINDOW,
         "layer_types": [
-            "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)
+            "sliding_attention" if window and (layer + 1) % pattern else "full_attention"
+            for layer in range(layers)
         ],
         "rope_local_base_freq": file.number("gemma3.rope.freq_base_swa", 10_000.0),
         "attn_logit_softcapping": None,

@@ -15,8 +15,10 @@ from rrl.models.gguf_config import end_ids, hf_config, token_ids
 from rrl.models.gguf_file import GgufFile, check_quantizations, read_gguf, read_tensor
 from rrl.models.gguf_tensors import TensorSource, tensor_sources
 from rrl.models.gguf_tokenizer import build_tokenizer
-from rrl.models.weights import GENERATION_FILE, SHARD_SIZE, write_folder, write_json
+from rrl.models.weights import CONFIG_FILE, GENERATION_FILE, SHARD_SIZE, write_folder, write_json
 
+PARTIAL = ".partial"
+"""Name of the folder, or end of its name, in which an import is written before it is complete."""
 DTYPES = ("bfloat16", "float32", "float16")
 
 
@@ -44,10 +46,10 @@ def import_gguf(
         UserError: the file is broken or not supported, or `out` is not empty. Nothing is written then.
         SaveError: the folder could not be written.
     """
-    out = Path(out)
+    out = Path(out).resolve()
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(file.name != PARTIAL for file in out.iterdir())):
         raise UserError(f"out={out} is not an empty folder; choose one that does not exist yet")
     file = read_gguf(path)
     config = hf_config(file) | {"dtype": dtype}
@@ -65,7 +67,7 @@ def import_gguf(
 def _require_space(out: Path, sources: Mapping[str, TensorSource], dtype: np.dtype) -> None:
     """Raises UserError if the weights do not fit on the disk."""
     needed = dtype.itemsize * sum(int(np.prod(source.shape)) for source in sources.values())
-    nearest = next(parent for parent in out.absolute().parents if parent.is_dir())
+    nearest = next(folder for folder in (out, *out.parents) if folder.is_dir())
     if (free := shutil.disk_usage(nearest).free) < needed:
         raise UserError(
             f"out={out}: the weights need {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; free space, or "
@@ -81,9 +83,14 @@ def _write(
     tokenizer: Any,
     shard_size: int,
 ) -> None:
-    """Writes a folder that appears under its name when it is complete."""
+    """Writes a folder that appears under its name when it is complete.
+
+    A folder that exists already, perhaps as the mount point of another disk, gets all files when they are complete, config.json
+    last.
+    """
+    exists = out.is_dir()
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
+    partial = out / PARTIAL if exists else out.with_name(f".{out.name}{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
     dtype = jnp.dtype(config["dtype"])
     shapes = {name: source.shape for name, source in sources.items()}
@@ -95,7 +102,11 @@ def _write(
             partial / GENERATION_FILE, {name: ids for name, ids in generation.items() if ids is not None}
         )
         tokenizer.save_pretrained(partial)
-        os.replace(partial, out)
+        if exists:
+            for part in sorted(partial.iterdir(), key=lambda part: part.name == CONFIG_FILE):
+                os.replace(part, out / part.name)
+        else:
+            os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

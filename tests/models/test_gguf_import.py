@@ -112,9 +112,37 @@ def test_gemma_3_gets_its_layer_types_and_rope_bases(tmp_path):
     assert (config["sliding_window"], config["query_pre_attn_scalar"]) == (16, HEAD_DIM)
 
 
+@pytest.mark.parametrize(
+    "change", [{"gemma3.attention.sliding_window": 0}, {"gemma3.attention.sliding_window": None}]
+)
+def test_a_gemma_3_without_windows_attends_to_all_tokens(tmp_path, change):
+    folder, _ = imported(tmp_path, "gemma3", change=change)
+    assert set(json.loads((folder / "config.json").read_text())["layer_types"]) == {"full_attention"}
+    assert not any(read_decoder_config(folder).sliding_layers)
+
+
 def test_tokens_that_end_a_turn_are_in_the_generation_config(tmp_path):
     folder, _ = imported(tmp_path, change={"tokenizer.ggml.eot_token_id": 1})
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+            {"rope_type": "linear", "factor": 4.0},
+        ),
+        ({"llama.rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
+        ({"llama.rope.scaling.factor": 1.0}, None),
+        ({"llama.rope.scale_linear": 0.0}, None),
+    ],
+)
+def test_linear_scaling_is_read_as_llama_cpp_reads_it(tmp_path, change, expected):
+    folder, _ = imported(tmp_path, "llama", change=change)
+    assert json.loads((folder / "config.json").read_text())["rope_scaling"] == expected
 
 
 def test_yarn_scaling_is_read(tmp_path):
@@ -218,6 +246,7 @@ def test_sentence_piece_merges_by_score(tmp_path, prefix, expected):
         ({"change": {"split.count": 3}}, "one of 3 parts"),
         ({"change": {"qwen2.expert_count": 8}}, "mixture of 8 experts"),
         ({"change": {"qwen2.rope.scaling.type": "longrope"}}, "RoPE scaling 'longrope'"),
+        ({"architecture": "gemma3", "change": {"gemma3.final_logit_softcapping": 30.0}}, "final_logit_softcapping=30.0"),
         ({"change": {"qwen2.rope.dimension_count": 16}}, "qwen2.rope.dimension_count=16"),
         ({"change": {"tokenizer.ggml.model": "rwkv"}}, "tokenizer.ggml.model='rwkv'"),
         ({"change": {"tokenizer.ggml.pre": "tekken"}}, "tokenizer.ggml.pre='tekken'"),
@@ -248,6 +277,32 @@ def test_an_existing_folder_is_not_touched(tmp_path):
     with pytest.raises(UserError, match="out is not an empty folder"):
         import_gguf(tmp_path / "tiny.gguf", folder)
     assert sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir()) == before
+
+
+def test_an_empty_folder_gets_the_files_also_through_a_link_and_as_the_current_folder(tmp_path, monkeypatch):
+    whole, _ = imported(tmp_path)
+    names = sorted(file.name for file in whole.iterdir())
+    for name in ("empty", "linked", "current"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    monkeypatch.chdir(tmp_path / "current")
+    for out in (tmp_path / "empty", tmp_path / "link", "."):
+        import_gguf(tmp_path / "tiny.gguf", out)
+    for name in ("empty", "linked", "current"):
+        assert sorted(file.name for file in (tmp_path / name).iterdir()) == names
+
+
+def test_a_failed_import_leaves_an_empty_folder_empty(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "out").mkdir()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf_import, "write_json", full)
+    with pytest.raises(SaveError):
+        import_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
