@@ -169,8 +169,8 @@ class DeviceReport:
         """Split a device's message into the report and the query embeddings.
 
         The message holds the fields of all slots, one field after the other, then the embeddings. Floats are stored as the
-        int32 with the same bits. It is one array because each array that a callback receives costs the host more than its
-        contents.
+        int32 with the same bits. All fields share one array, because a callback has a high fixed cost per array that it
+        receives.
 
         Args:
           message: the message of one data shard.

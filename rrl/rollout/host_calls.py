@@ -105,7 +105,7 @@ def pack_report(
 
 
 def unpack_replies(messages: Int[Array, "shards message"], sizes: ExchangeSizes) -> HostReplies:
-    """Split the schedulers' messages. Slot numbers, which count within a shard there, count over all shards in the result."""
+    """Split the schedulers' messages. A message numbers the slots within its shard; the result numbers those of all shards."""
     shards = len(messages)
     chunks_end = sizes.chunks * (HEADER_LENGTH + sizes.chunk_tokens)
     queries_end = chunks_end + sizes.wake_threshold * sizes.query_tokens

@@ -21,7 +21,7 @@ class _PrefixCopy(NamedTuple):
     tokens: int
     """Number of leading tokens to copy."""
     after_prefill: bool
-    """Whether to copy after all chunks of the exchange are prefilled, since this exchange prefills them in the source."""
+    """Whether this exchange still prefills the prefix in the source. If so, the copy follows after all chunks are prefilled."""
 
 
 class PrefillQueue:

@@ -192,7 +192,7 @@ class RolloutPrograms:
         return episode_loop
 
     def reference_loop(self, turn_tokens: int, first_accept: int) -> Callable:
-        """Return the same loop, driven from Python with jitted steps. Tests compare the episode loop with it."""
+        """Return the loop of `episode_loop`, driven from Python with jitted steps. Tests compare the two."""
 
         @functools.partial(self.jit, donate_argnums=2)
         def decode_steps(

@@ -31,15 +31,15 @@ class QueryEncoder:
         *,
         in_batches: bool,
     ) -> Float[Array, "queries E"]:
-        """Return `previous` with the embeddings of the first `count` queries in its first entries.
+        """Return the embeddings of the queries, each at its query's index. Entries without a query are arbitrary.
 
         Args:
           state: the encoder's parameters.
-          queries: token ids, padded.
-          count: number of queries.
-          previous: result of the last call.
-          in_batches: embed only the first `count` queries, QUERIES_PER_ENCODE at a time. Otherwise embed all entries of
-            `queries` together if `count` > 0.
+          queries: padded token ids of all data shards, one shard after the other.
+          count: number of queries of the shard with the most.
+          previous: result of the last call; returned if `count` is 0.
+          in_batches: embed only the first `count` queries, QUERIES_PER_ENCODE at a time; for a single data shard.
+            Otherwise embed all entries of `queries` together if `count` > 0.
         """
         encoder = nnx.merge(self.graph, state)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 _GREEDY_BELOW = 1e-6
-"""Temperatures below this are greedy: dividing by them would overflow the logits."""
+"""Temperatures below this count as greedy. Dividing the logits by a temperature near 0 would overflow."""
 SUM_BLOCK = 128
 """Size of the blocks of the vocabulary whose probabilities are summed first."""
 

@@ -83,7 +83,7 @@ class Scheduler:
           stops: the compiled stop strings.
           sizes: sizes of the messages.
           text: encodes and decodes text.
-          search_runner: searches; no other scheduler uses it.
+          search_runner: runs the searches of this scheduler only.
           share_prompts: whether slots copy common prefixes.
           idle_wait: seconds to wait for searches if there is nothing else to do.
         """
@@ -92,10 +92,10 @@ class Scheduler:
         self.on_finish: Callable[[int, Trajectory], None] = lambda number, trajectory: None
         """Receives the number of each finished request, and its trajectory."""
         self.on_search_done: Callable[[Requester, SearchOutcome], None] = lambda requester, outcome: None
-        """Receives the outcomes of searches that no slot requested."""
+        """Receives each search request of a workflow, and the outcome of the search."""
         self.groups = groups
         self.queue = collections.deque[tuple[int, Request]]()
-        """Requests of the groups that this scheduler took."""
+        """Requests that wait for a slot: those of the groups that this scheduler took, and those of workflows."""
         self.last_prompt: tuple[np.ndarray, str] = np.zeros(0, np.int32), ""
         """Token ids and text of the last prompt: samples of a group share it."""
         self.expects_requests = False

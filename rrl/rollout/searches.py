@@ -17,7 +17,7 @@ from rrl.text.characters import replace_lone_surrogates
 
 FAST_SEARCH_SECONDS = 0.01
 """If searches take at most this long on average, `submit` waits up to this time for the result, so that the poll
-that follows returns it. Otherwise it is returned one exchange later."""
+that follows returns it. Without this wait, even a fast search would be returned one exchange later."""
 
 IDLE_WAIT_SECONDS = 0.05
 """Seconds that a scheduler with nothing else to do waits for searches before it returns to the device."""

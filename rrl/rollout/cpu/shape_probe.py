@@ -53,8 +53,8 @@ class ProbeResult(NamedTuple):
 def configure_shapes(programs: RolloutPrograms, params: PyTree) -> None:
     """Set the shapes of the programs on one CPU. Call it before building loops.
 
-    Nothing is probed if the weights dominate the time of a step, except for draft tokens. If draft tokens change bits, they
-    are disabled with a warning.
+    The probe runs if a worker has at least MIN_PROBED_ROWS rows and the weights do not dominate the time of a step, or if
+    there are draft tokens. If draft tokens change bits, they are disabled with a warning.
     """
     fewer_rows = programs.decode_rows >= MIN_PROBED_ROWS and not programs.weights_dominate
     if programs.single_cpu and (fewer_rows or programs.step_tokens):

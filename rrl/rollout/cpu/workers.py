@@ -39,7 +39,7 @@ def worker_count(config: EngineConfig, decoder: DecoderConfig) -> int:
     """Return the number of workers of an engine on one CPU.
 
     `config.workers` if given. Otherwise one if the weights dominate, else one per core with at least MIN_ROWS_PER_WORKER rows
-    each.
+    each, or the next smaller number that divides the rows.
 
     Raises:
       UserError: `config.workers` does not divide the rows, or exceeds both 2 and the number of cores.
