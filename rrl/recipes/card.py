@@ -25,8 +25,8 @@ class RecipeCard:
     """The content of `rrl_recipe.json` in a policy's folder."""
 
     recipe: str
-    """Name in the catalogue, or MODULE:CLASS. A MODULE:CLASS is imported only if the user gives the same name, because the
-    folder may come from an untrusted source."""
+    """Name in the catalogue, or MODULE:CLASS. The folder may come from an untrusted source, so a caller must not `make` a
+    MODULE:CLASS unless the user gives the same name."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The recipe's fields that differ from its defaults."""
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -48,7 +48,7 @@ class RecipeCard:
                 raise TypeError(f"{name}={getattr(self, name)!r} must be a {expected.__name__}")
 
     def make(self) -> Recipe:
-        """Return the recipe."""
+        """Return the recipe. Imports a MODULE:CLASS without a check (see `recipe`)."""
         return make_recipe(self.recipe, self.fields, self.environment)
 
 
@@ -91,7 +91,7 @@ def write_card(folder: str | pathlib.Path, card: RecipeCard) -> None:
 
 def read_card(folder: str | pathlib.Path) -> RecipeCard | None:
     """Return the card of a policy's folder, or None if it has none. Raises UserError if the card cannot be read."""
-    file = shipped(folder) / FILE  # finds a folder that comes with rrl from any current folder
+    file = shipped(folder) / FILE  # a folder that comes with rrl is found from every working directory
     if not file.is_file():
         return None
     try:

@@ -169,7 +169,9 @@ def find_long_prompts(
     on_error: RunOnError,
     report: Callable[[str], None],
 ) -> set[int]:
-    """Find the questions whose prompts do not fit the context; their episodes end as "context_limit".
+    """Find the questions whose prompts do not fit the context.
+
+    Their episodes end as "context_limit", except for a prompt with a body (`Prompt.body`), which `prompt_ids` truncates.
 
     A token has at least one byte. A prompt whose number of bytes is within the context is therefore not tokenised.
 

@@ -101,7 +101,7 @@ class R3Rag(Recipe):
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """From a malformed first step to relevant documents in every step and a right answer."""
+        """From a malformed first step to an upper bound: relevant documents in all `max_steps` steps, plus a right answer."""
         scale = max(1.0, self.correct_scale, self.incorrect_scale, self.unanswered_scale)
         last = max(LAST_STEP_REWARD, self.correct_scale)
         return self.malformed_reward, scale * self.environment.max_steps + last

@@ -87,7 +87,8 @@ class ReSearch(Recipe):
     def uninformative_spread(self) -> float:
         """1.5 times the reward of the format alone.
 
-        This is larger than the effect of the format on an answer with F1 = 0, but only a small difference in F1.
+        The totals of two answers with F1 = 0 never differ by more than this, whatever their format. Those of answers with
+        different F1 usually do.
         """
         return round(1.5 * self.format_reward, 10)
 

@@ -90,7 +90,10 @@ class SearchR1(Recipe):
 
     @property
     def uninformative_spread(self) -> float:
-        """One and a half times what the format can change: right and wrong answers differ by more, by 0.6 or 1."""
+        """1.5 times the largest effect of the format (0.3 by default).
+
+        Right and wrong answers differ by more: with the default rewards, by at least 0.6.
+        """
         return round(1.5 * max(self.structure_reward, self.answered_reward), 10)
 
     def prompt(self, question: Question) -> str:

@@ -28,7 +28,7 @@ TARGET_RECALL = 0.99
 """`tune_recall` widens the search until recall@5 reaches this."""
 
 MAX_REORDER = 5000
-"""`tune_recall` doubles the number of candidates that a search rescores only while the number is below this."""
+"""`tune_recall` no longer doubles `ScannConfig.reorder` once it has reached this."""
 
 
 def build_scann(

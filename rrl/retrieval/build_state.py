@@ -34,7 +34,7 @@ class BuildOptions:
     memory_gb: float | None = None
     """Memory for ScaNN, in 10^9 bytes; None: most of the machine's."""
     block: int = 8192
-    """Passages that are written together. A kill loses at most one block of work."""
+    """Passages that are embedded or counted together. A kill in these two stages loses at most one block of work."""
     on_error: OnError = "refuse"
     """What to do with a broken record of a corpus file: "refuse" raises UserError, "skip" leaves it out."""
     columns: Sequence[str] = ()

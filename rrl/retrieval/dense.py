@@ -67,7 +67,7 @@ class ScannIndex:
 
     @classmethod
     def build(cls, embeddings: Float[np.ndarray, "N E"], config: ScannConfig | None = None) -> "ScannIndex":
-        """Build an index over unit vectors, compared by inner product."""
+        """Build an index over embeddings, compared by inner product."""
         config = config or choose_scann(*embeddings.shape)
         parts = config.parts(len(embeddings))
         return cls(embeddings, [_build(embeddings[start:stop], config) for start, stop in parts], config)

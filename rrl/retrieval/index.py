@@ -55,8 +55,8 @@ def stored_retriever(
 
     ScaNN's builder draws its training sample without a seed, so a rebuilt tree returns other passages for a few queries in a
     hundred. An index over the embeddings of `BRUTE_FORCE_BELOW` passages or more is therefore built once, as `folder`/KEY, and
-    opened from then on. KEY is a hash of the corpus, the encoder and whether titles are embedded. A killed build is continued, a
-    second process waits for the first, and a damaged index is rebuilt with a warning.
+    opened from then on. KEY is a hash of `kind`, the corpus, the encoder and whether titles are embedded. A killed build is
+    continued, a second process waits for the first, and a damaged index is rebuilt with a warning.
 
     For fewer passages, and for BM25, this is `make_retriever`, which always makes the same index. Raises UserError as
     `make_retriever` and `build_index` do.
@@ -103,7 +103,8 @@ def open_index(
 ) -> Retriever:
     """Open an index folder. Passages are read on demand, and embeddings are memory-mapped.
 
-    Raises UserError if the folder is not an index, is unfinished or damaged, or was built with another encoder or without one.
+    Raises UserError if the folder is not an index, is unfinished or damaged, or if `text_encoder` is not the encoder that it was
+    built with (None for BM25).
     """
     folder = Path(folder)
     try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # Importing it imports JAX, which BM25 does not need.
     from rrl.retrieval.encode import TextEncoder
 
 MAX_QUERY_CHARACTERS = 4_096
-"""Longer queries are cut. No encoder reads more, and a degenerate policy must not slow down the search."""
+"""Longer queries are cut, so that the long queries of a degenerate policy do not slow down the search."""
 
 T = TypeVar("T")
 RankedPassages = tuple[tuple[int, float], ...]
@@ -129,8 +129,8 @@ class Retriever:
         Args:
           queries: any strings; cut at `MAX_QUERY_CHARACTERS`.
           k: at least 1; above the size of the corpus, the whole corpus is returned.
-          embeddings: unit vectors, one per query, for an index that needs them. None: the queries that must be searched are
-            embedded here, by JAX, which a host callback must not call.
+          embeddings: one vector per query, from `encoder`, for an index that needs them. None: the queries that must be searched
+            are embedded here, by JAX, which a host callback must not call.
 
         Raises:
           UserError: k < 1, or embeddings of the wrong shape.

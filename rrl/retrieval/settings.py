@@ -99,8 +99,9 @@ def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> Encod
 
     text_encoder.json holds the fields of TextSettings, `pooling` (mean or cls), `normalize`, and `family` (a key of
     ENCODER_FAMILIES, with its `task`) in place of prefixes. `given` has the same keys and overrides the file. A key that is
-    missing from both is looked up in this order: the files of sentence-transformers; the family (the given one, or the one whose
-    models have the folder's name); the defaults of TextSettings and Pooling. Two exceptions:
+    missing from both is looked up in this order: the files of sentence-transformers; for `query_tokens` and `passage_tokens`, the
+    model's config and tokenizer (`text_lengths`); for prefixes and pooling, the family (the given one, or the one whose models
+    have the folder's name); the defaults of TextSettings and Pooling. Two exceptions:
     - the prefixes of a given family take precedence over those in the files of sentence-transformers;
     - if both prefixes are given, and there is neither a `family` nor a modules.json, missing keys have their defaults, whatever
       the folder's name.

@@ -24,7 +24,8 @@ class RetrieverStats:
     retries: int = 0
     """Number of repeated attempts."""
     failures: int = 0
-    """Queries that failed calls had to search. A call fails if one of its batches fails in every attempt of `RetryPolicy`."""
+    """Number of distinct queries with text that were not cached, over all failed calls. A call fails if one of its batches fails
+    in every attempt of `RetryPolicy`."""
     seconds: float = 0.0
     """Time in `search`, summed over threads."""
     p50_ms: float = 0.0
