@@ -1,4 +1,4 @@
-"""A judge for the built-in world: a model of the shipped policy's size learns the oracle's verdicts, with reasons first.
+"""A judge for the built-in world: a model of the shipped policy's size learns to give reasons, then the oracle's verdict.
 
     taskset -c 1 python launch/sft.py --config=configs/miniwiki_judge.py:out=assets/miniwiki-judge --workdir=runs/judge
     python launch/judge.py --judge=assets/miniwiki-judge                          # measures its agreement with the oracle
@@ -30,7 +30,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "world_size": 200,
         "steps_per_block": 20,  # examples are generated in blocks
         "probes": 48,  # held-out examples of each judge prompt
-        # Shares of faulty and truncated trajectories, and their sizes (`rrl.sft.judge_examples.JudgeExamplesConfig`).
+        # Shares of faulty and truncated trajectories, passages per search, and token limits of the examples
+        # (`rrl.sft.judge_examples.JudgeExamplesConfig`).
         "options": {"faulty": 0.6, "partial": 0.2, "top_k": 2, "context": 1280, "answer_tokens": 160},
     }
     config.train = {

@@ -9,8 +9,9 @@
 
 A base model starts with stage 1, and the resulting policy is the start of stage 2. In the built-in world (size=tiny) the
 cold-started policy already knows how to search, so stage 2 is the default. size=tiny uses the settings that were tuned for
-R-Search's PPO (configs/rsearch_ppo.py). A malformed trajectory costs half a correct answer. The published penalty of 2, for base
-models, would dominate the variance of the reward, and 50 updates would learn nothing but the format (docs/recipes.md).
+R-Search's PPO (configs/rsearch_ppo.py). The penalty of a malformed trajectory is 0.5, half the reward of a correct answer. The
+published penalty of 2, for base models, would dominate the variance of the reward, and 50 updates would learn nothing but the
+format (docs/recipes.md).
 
 size=3b and size=7b hold the published settings: at most 8 searches, top-k 3, 64 questions x 16 samples at temperature 1, updates
 of 256 trajectories, lr 2e-6; one epoch each over 350 questions (stage 1) and 8,148 questions (stage 2). The weight of the

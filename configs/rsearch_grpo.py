@@ -107,7 +107,8 @@ COLD_STARTED: dict[str, dict[str, Any]] = {
         "samples": 4,
         "temperature": 1.0,
         "eval_temperature": 0.0,
-        # Averaging reduces the noise, which is as large as the gain of a run.
+        # The final parameters are the mean over the last half of the updates. This reduces the noise of the result, which is as
+        # large as the gain of a run.
         "average_last": 0.5,
     },
     "objective": {

@@ -23,7 +23,8 @@ _OF_SOME_FAMILIES = {
     "local_rope_theta": "rope_local_base_freq",
     "query_pre_attn_scalar": "query_pre_attn_scalar",
 }
-"""Field of DecoderConfig -> of config.json, for fields that a family has if and only if its defaults have them."""
+"""Fields that only some families have: name in DecoderConfig -> name in config.json. A family has such a field if
+`DecoderFamily.defaults` contains the latter name. The field is then required; otherwise it must be None."""
 
 
 @dataclasses.dataclass(frozen=True)

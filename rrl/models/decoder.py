@@ -206,21 +206,21 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: ids below vocab_size.
-            positions: RoPE position of each token in its segment.
+            positions: RoPE position of each token in its sequence: a token of a branch counts the trunk tokens before it too.
             segment_ids: segment of each token; a token sees only earlier tokens of its segment. 0 is padding. None: each row
                 is one segment.
             branches: branch of each token. A token sees only the tokens of its segment that are in the trunk (branch 0) or in
                 its own branch. None: all tokens are in the trunk.
         """
-        rotary, window = rotation_by_layer(self.config, positions), self.config.sliding_window
+        rotary, width = rotation_by_layer(self.config, positions), self.config.sliding_window
         graph, stacked = nnx.split(self.layers)
 
         def one_layer(x: Hidden, stack: tuple[nnx.State, Array | None]) -> tuple[Hidden, None]:
             state, slides = stack
-            visible = None if window is None or slides is None else Window(window, slides, positions)
+            window = None if width is None or slides is None else Window(width, slides, positions)
 
             def attend(q: Array, k: Array, v: Array) -> Array:
-                return packed_attention(self.attention, q, k, v, segment_ids, branches, visible)
+                return packed_attention(self.attention, q, k, v, segment_ids, branches, window)
 
             layer = nnx.merge(graph, state)
             return constrain(layer(x, rotary(slides), attend), ROW_AXES, None, None), None

@@ -160,7 +160,8 @@ def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{file.path}: gemma3.final_logit_softcapping={cap} is not supported; give another model"
         )
     window = file.integer("gemma3.attention.sliding_window", 0)  # 0: all layers attend to all tokens
-    # Only the 27B model, which llama.cpp recognises by its layers, scales by hidden / heads; it has no key for it.
+    # GGUF has no key for query_pre_attn_scalar. It is hidden / heads for the 27B model, which llama.cpp recognises by its 62
+    # layers, and the head dimension for all others.
     scale = hidden // heads if layers == 62 else config["head_dim"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",

@@ -1,4 +1,4 @@
-"""Reads single fields of Hugging Face's config.json; each function raises UserError if the value is missing or wrong."""
+"""Reads single fields of Hugging Face's config.json; raises UserError if a value is wrong, or required and missing."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -30,7 +30,10 @@ def rotation(config: DecoderConfig, positions: Int[Array, "B T"]) -> Rotation:
 def rotation_by_layer(
     config: DecoderConfig, positions: Int[Array, "B T"]
 ) -> Callable[[Bool[Array, ""] | None], Rotation]:
-    """`rotation` as a function of whether a layer is a sliding one, whose RoPE may have a base of its own."""
+    """Returns a function that gives the `rotation` of a layer.
+
+    Its argument is whether the layer has the sliding window. Such layers may have another RoPE base (`local_rope_theta`).
+    """
     local_theta = config.local_rope_theta
     if local_theta is None or not config.sliding_layers:
         shared = rotation(config, positions)

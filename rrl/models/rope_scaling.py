@@ -28,7 +28,7 @@ class LinearScaling:
         return 1.0
 
     def scale(self, inverse: Float[np.ndarray, "H/2"], theta: float) -> Float[np.ndarray, "H/2"]:
-        """The scaled frequencies, from those of a RoPE with base `theta`."""
+        """Scales the frequencies `inverse` (inv_freq in transformers) of a RoPE with base `theta`."""
         return (inverse / np.float32(self.factor)).astype(np.float32)
 
     @classmethod
@@ -56,7 +56,7 @@ class Llama3Scaling:
         return 1.0
 
     def scale(self, inverse: Float[np.ndarray, "H/2"], theta: float) -> Float[np.ndarray, "H/2"]:
-        """The scaled frequencies, from those of a RoPE with base `theta`."""
+        """Scales the frequencies `inverse` (inv_freq in transformers) of a RoPE with base `theta`."""
         wavelength = 2 * np.pi / inverse
         low, high = self.low_freq_factor, self.high_freq_factor
         smooth = np.clip((self.original_max_position_embeddings / wavelength - low) / (high - low), 0.0, 1.0)
@@ -116,7 +116,7 @@ class YarnScaling:
         return derived(1.0)
 
     def scale(self, inverse: Float[np.ndarray, "H/2"], theta: float) -> Float[np.ndarray, "H/2"]:
-        """The scaled frequencies, from those of a RoPE with base `theta`."""
+        """Scales the frequencies `inverse` (inv_freq in transformers) of a RoPE with base `theta`."""
         head_dim = 2 * len(inverse)
 
         def dimension(rotations: float) -> float:

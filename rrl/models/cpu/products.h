@@ -54,7 +54,8 @@ inline Lanes broadcast(float x) { return Lanes{} + x; }
 // Elementwise maximum; x where x or y is NaN.
 inline Lanes larger(Lanes x, Lanes y) { return x < y ? y : x; }
 
-// 2^x for x <= 0: 2^n 2^r with |r| <= 1/2. 2^r is a minimax polynomial with a relative error of 2e-9.
+// 2^x for -126 <= x <= 0, and 2^-126 for x below -126. Computed as 2^n 2^r with |r| <= 1/2. 2^r is a minimax polynomial with a
+// relative error of 2e-9.
 template <int count>
 inline void power_of_two(Lanes (&x)[count]) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
