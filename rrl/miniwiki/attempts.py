@@ -152,8 +152,10 @@ FAULTS: dict[str, Callable[[MiniQuestion, WikiLookup, Rng], FaultyPlan]] = {
 
 
 def wrong_answer(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> str:
-    """Return a wrong answer of the correct type: the other choice of a comparison, or else a miscopied answer (50 %), the value
-    of the first of several hops (15 %), or another name or year.
+    """Return a wrong answer.
+
+    For a comparison it is the other choice, otherwise a miscopied answer (50 %), the value of the first of several hops (15 %),
+    or another value of the answer's type.
     """
     answer, last = item.question.answers[0], item.plan.hops[-1]
     if item.plan.conclusion:

@@ -117,10 +117,10 @@ class WikiLookup:
         ]
 
     def sample_entities(self, rng: np.random.Generator, n: int) -> SeenEntities:
-        """Sample `n` different entities of one sub-world, in random order.
+        """Sample `n` different entities of one sub-world.
 
-        After the first, each is the value of a fact of an earlier one, shares a word of its name, has the same type, or is
-        unrelated.
+        Each draw after the first takes the value of a fact of an entity drawn before, one that shares a word of its name, one of
+        the same type, or any entity. The result is shuffled.
         """
         subworld = int(rng.integers(self.subworlds))
         chosen: dict[Entity, None] = {self.sample_entity(rng, subworld): None}

@@ -113,8 +113,8 @@ class Pattern:
     parts: tuple[tuple[str, ...], ...]
     """One table of words for each part."""
     share: float = 1.0
-    """How many groups of names (see `draw_names`) this pattern provides, as a share of those that the earlier patterns do not
-    provide. A pattern with too few names provides all it has."""
+    """Each pattern provides this share of the groups of names (see `draw_names`) that remain after the patterns before it. A
+    pattern with too few names provides all it has."""
 
     @property
     def pairs(self) -> int:

@@ -1,4 +1,4 @@
-"""Held-out reading tasks by kind, one task per example, to measure what a pretrained model can do."""
+"""Held-out reading tasks by kind, one of `READING_TASKS` per example, to measure what a pretrained model can do."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ def reading_probes(
     passages: int = 5,
     limit: int = 640,
 ) -> Mapping[str, list[Example]]:
-    """Return `n` examples of each kind of task. Only the answer is a target.
+    """Return `n` examples of each kind of task. Only the answers to the task and to its follow-up tasks are targets.
 
     Args:
       wiki: a world whose names do not occur in training.

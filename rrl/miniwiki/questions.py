@@ -76,9 +76,10 @@ def follow_chain(world: World, chain: Chain) -> Int[np.ndarray, "steps n"]:
 
 
 def generate_questions(world: World, kind: str, n: int, seed: int) -> list[MiniQuestion]:
-    """Generate `n` different questions of one kind, uniform over relations and entities.
+    """Generate `n` different questions of one kind. The same arguments give the same questions.
 
-    The same arguments give the same questions.
+    One- to three-hop questions draw a chain of relations uniformly, then a start entity. A share of about `YES_NO_SHARE` of the
+    comparisons compares for equality, the others compare years.
 
     Raises:
       UserError: the kind is unknown, `n` or `seed` is negative, or the world has fewer than `n` such questions.

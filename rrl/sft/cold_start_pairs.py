@@ -64,21 +64,21 @@ def select_pairs(
     taken: collections.Counter[int] = collections.Counter()
     unread = 0
     for record in records:
-        number, temperature = record["number"], str(record["temperature"])
+        question, temperature = record["number"], str(record["temperature"])
         reason = record["fault"]
         sampled[temperature] += 1
         unread += record["unread"]
         if not reason:
             outputs = tuple(" ".join(output.split()) for _, output in record["pairs"])
-            if outputs in seen[number]:
+            if outputs in seen[question]:
                 reason = "duplicate"
-            elif keep and taken[number] == keep:
+            elif keep and taken[question] == keep:
                 reason = "more than sampling.keep of its question"
-            seen[number].add(outputs)
+            seen[question].add(outputs)
         if reason:
             rejected[reason] += 1
             continue
-        taken[number] += 1
+        taken[question] += 1
         accepted[temperature] += 1
         pairs += [
             {"id": record["id"], "step": step, "input": text, "output": output}

@@ -96,7 +96,7 @@ class ContrastiveBatch:
     passages: Int[np.ndarray, "C Tp"]
     """Token ids of the candidates, padded: first the positives, then the hard negatives, in the order of the queries."""
     allowed: Bool[np.ndarray, "B C"]
-    """False where a candidate is another gold passage of the query, which must not count as a negative."""
+    """False where a candidate other than the query's own positive is a gold passage of the query, which is no negative."""
 
 
 def contrastive_loss(

@@ -108,7 +108,7 @@ def make_judge_examples(
         seed: seed of questions and attempts.
         per_kind: questions of each kind. Each question gives one example of each of `PROMPT_KINDS`.
         config: shares of faulty and partial attempts, passages per search.
-        recipe: its scripted expert carries out the attempts; None: TIRESRAG-R1 with the tags of the built-in world.
+        recipe: its scripted expert carries out the attempts; None: TIRESRAG-R1 whose prompt is the question alone.
     """
     recipe = recipe or TiresRag(opening="bare")
     rng = np.random.default_rng((seed, 4))  # 4 separates these draws from others with the same seed

@@ -171,10 +171,10 @@ def _write_result(file: pathlib.Path, result: SFTResult) -> None:
 
 
 class _Clock:
-    """Training time in seconds, without pauses, over all processes of a run."""
+    """Training time in seconds, without pauses, summed over a run and its restarts."""
 
     def __init__(self, seconds: float) -> None:
-        """`seconds`: training time of earlier processes."""
+        """`seconds`: training time before this start of the run."""
         self._earlier, self._began = seconds, time.monotonic()
 
     def seconds(self) -> float:
@@ -193,7 +193,7 @@ class _Log:
     """Writes the metrics of a run and shows its progress."""
 
     def __init__(self, config: SFTConfig, start: int, writer: MetricsWriter, progress: Progress) -> None:
-        """`start`: updates that were completed before this process."""
+        """`start`: updates that were completed before this start of the run."""
         self.writer, self.progress = writer, progress
         self._minutes, self._rate = config.minutes, make_schedule(config.optim)
         self._logged_step = start

@@ -200,7 +200,8 @@ class StageSettings:
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> SFTResult:
     """Train the model that a config describes and write it to `config["out"]` (default: workdir/model).
 
-    If the workdir holds a stopped run of the same config, continue it. If that run is finished, only write its model again.
+    If the workdir holds a stopped run of the same config, continue it. If that run is finished, do not train, but
+    evaluate and write its model again.
 
     Raises:
         UserError: a field is unknown or wrong, or the workdir belongs to another config or is locked by another process.

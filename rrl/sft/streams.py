@@ -34,10 +34,11 @@ class StreamConfig:
     `rrl.miniwiki.evidence.reader_examples`. Stage verdicts: fields of `rrl.sft.judge_examples.JudgeExamplesConfig`."""
 
     reading: float = 0.0
-    """Stage evidence: share of the tokens that come from reading examples, during the curriculum. Without them the model
-    does not learn to find facts in its context, because answers have too few target tokens."""
+    """Stage evidence: share of the tokens that come from reading examples, during the curriculum; without a curriculum
+    only `reading_later` applies. Without reading examples the model does not learn to find facts in its context, because
+    answers have too few target tokens."""
     reading_later: float = 0.0
-    """Stage evidence: the same share after the curriculum."""
+    """Stage evidence: the same share after the curriculum, or in the whole run if there is no curriculum."""
     reading_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Stage evidence: arguments of `reading_examples`."""
 
@@ -50,7 +51,7 @@ class StreamConfig:
                 raise UserError(f"data.{name}={getattr(self, name)} must lie in 0..1.")
 
     def most_passages(self, step: int) -> int | None:
-        """Return the curriculum's largest number of passages at a step; None after the curriculum."""
+        """Return the curriculum's largest number of passages at a step; None after it or without a curriculum."""
         for passages, steps in parse_curriculum(self.curriculum):
             if step < steps:
                 return passages

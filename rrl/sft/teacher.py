@@ -30,7 +30,7 @@ class Teacher(Protocol):
     """A model that samples trajectories for demonstrations."""
 
     def sample(self, questions: Sequence[Question], first: int) -> list[Trajectory]:
-        """Sample one trajectory per question and temperature. A pure function of its arguments.
+        """Sample one trajectory per question and temperature.
 
         Args:
             questions: Q questions.
@@ -53,7 +53,7 @@ class PolicyTeacher:
     seed: int = 0
 
     def sample(self, questions: Sequence[Question], first: int) -> list[Trajectory]:
-        """See `Teacher`."""
+        """See `Teacher`. The same arguments and seed give the same trajectories."""
         groups = range(first, first + len(questions))
         requests = question_requests(self.engine, self.recipe, questions, self.temperatures, groups)
         return run_requests(self.engine, self.params, requests, self.recipe, jax.random.key(self.seed))
@@ -74,7 +74,10 @@ class _TeacherEpisode:
 
 
 class EndpointTeacher:
-    """A teacher behind an OpenAI-compatible service. It samples all trajectories together, one step per request."""
+    """A teacher behind an OpenAI-compatible service. It samples all trajectories together, one step per request.
+
+    `Endpoint` caches the replies, so a repeated request gets the same reply.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Demonstrations of R2AG. The policy grows a tree of queries and documents; each context is one expansion of that tree.
 
-Some contexts follow a retrieval miss.
+Some demonstrations simulate a retrieval miss.
 """
 
 import zlib
@@ -19,8 +19,11 @@ from rrl.text.spans import in_tags
 def demonstrate_r2ag(recipe: R2AG, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
     """State what the documents say, ask for every fact that can be looked up next, and stop when no fact is missing.
 
-    There are no predicted queries, because the facts of the built-in world are random. A query that does not find its
-    passage ends the demonstration.
+    There are no predicted queries, because the facts of the built-in world are random.
+
+    A share `recipe.shown_misses` of the demonstrations simulates a retrieval miss at the first search: one of several
+    results is hidden; a single result is shown together with an irrelevant passage. The demonstration ends at a query whose
+    first retrieved passage is not the required one.
     """
     segments: DemonstrationSegments = []
     documents: list[Passage] = []
@@ -39,7 +42,7 @@ def demonstrate_r2ag(recipe: R2AG, item: MiniQuestion, retrieve: RetrieveFn) -> 
         ]
         if not results or not all(hits):
             return segments
-        # A miss: one of several results is left out. If there is only one, the second, irrelevant passage is shown too.
+        # Simulate a miss: hide one of several results, or show a single one with the second, irrelevant passage.
         if show_miss and len(results) > 1:
             results.pop(draw // 1000 % len(results))
             show_miss = False
