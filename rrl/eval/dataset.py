@@ -36,7 +36,7 @@ class DatasetConfig:
     """A question file, a folder with question files and a corpus, or "miniwiki": the built-in data, which
     consist of generated worlds with passages and questions (`rrl.miniwiki`)."""
     corpus: str = ""
-    """File with the passages, for a question file; the question file itself if its questions contain their passages."""
+    """File with the passages, for a question file. If the questions contain their passages, give the question file here too."""
     truth: str = ""
     """File with the gold answers, for a question file without them (MultiHop-RAG)."""
     split: str = ""

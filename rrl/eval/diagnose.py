@@ -42,9 +42,10 @@ class Diagnosis:
 def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "answer") -> list[Diagnosis]:
     """Diagnose each trajectory.
 
-    Appendix B, for a trajectory with n searches: overthinking means that the gold answer can be inferred after fewer than n of
-    them, good thinking only after the n-th, and underthinking never. For wrong answers, three further judge prompts
-    (`rrl.rewards.judge_instructions.ERROR_ASPECTS`) distinguish the kinds of error. An answer is right by cover exact match.
+    Appendix B, for a trajectory with n searches: underthinking means that the gold answer cannot be inferred after all n
+    searches. Otherwise, overthinking means that it can be inferred after fewer than n searches already, and good thinking that
+    it cannot. For wrong answers, three further judge prompts (`rrl.rewards.judge_instructions.ERROR_ASPECTS`) distinguish the
+    kinds of error. An answer is right by cover exact match.
 
     Args:
       trajectories: `answer`, `segments`, `searches` and the question are read.

@@ -55,7 +55,8 @@ class ResultCard:
     passages: int
     """Number of passages in the corpus; 0 if nothing is searched, or if it is not known."""
     retriever: Mapping[str, Any]
-    """Settings that determine the hits: kind, encoder with its hash, settings. Empty if nothing is searched."""
+    """Settings that determine the hits: kind, hash of the encoder, parameters of BM25, address of a search service. Empty if
+    nothing is searched."""
     top_k: int
     """Number of passages that a search returns."""
     limits: Mapping[str, int]

@@ -170,9 +170,10 @@ def report_warnings(summary: Mapping[str, Any]) -> list[str]:
 def _retrieval_lines(
     metrics: Mapping[str, float], title: str, level: str, intervals: Mapping[str, Mapping[str, float]]
 ) -> list[str]:
-    """Return a table with a row per metric and a column per rank, the interval of the mean, and the values without a rank.
+    """Return a table with a row per metric: its mean over all retrieved passages with the interval, and its mean at each rank.
 
-    `level` is the confidence level as text, such as "95 %".
+    A last line has the metrics without ranks: number of distinct passages and eta_re. `level` is the confidence level as text,
+    such as "95 %".
     """
     names = [name for name in metrics if f"{name}@{CUTS[0]}" in metrics]
     body = [

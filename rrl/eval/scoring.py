@@ -128,7 +128,8 @@ def _answer_metrics(
     predictions: Sequence[Prediction | None], questions: Sequence[Question], rule: AnswerRule
 ) -> dict[str, np.ndarray]:
     """Return acc of multiple-choice questions, or em, f1 and cem of others."""
-    # If an empty answer can be right, a missing answer counts as an empty one.
+    # If an empty answer can be right, a prediction without an answer is scored as an empty answer. A question without a
+    # prediction counts as wrong under every rule.
     no_answer = ("",) if rule.empty_gold == "equal" else ()
     answers = [(prediction.answers or no_answer) if prediction else () for prediction in predictions]
     multiple_choice = sum(bool(question.choices) for question in questions)

@@ -106,10 +106,10 @@ def plot_sweep(
     rows: Sequence[Mapping[str, Any]],
     png: Path,
 ) -> None:
-    """Plot metrics with their intervals over the values in the first panel, and each coverage and cost in another.
+    """Plot answer metrics with their intervals in the first panel, and each retrieval metric and cost in a panel of its own.
 
-    Metrics, coverages and costs that a run lacks are not plotted. Values that are not numbers become separate points instead of a
-    line.
+    The x-axis has the values. Metrics and costs that a run lacks are not plotted. Values that are not numbers become
+    separate points instead of a line.
     """
     metrics = [metric for metric in runs[0].metrics if all(metric in row for row in rows)]
     costs = {

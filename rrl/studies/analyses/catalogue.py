@@ -1,7 +1,7 @@
 """The analyses, and the papers' figures and tables that they correspond to. The list is `ANALYSES`.
 
 There are two kinds. Some vary one value of an evaluation (number of steps, passages per search, retriever) for existing policies.
-The others train policies in different ways over seeds; they share these runs with the reproduction.
+The others train policies in different ways over seeds; runs that the reproduction plans too are shared with it.
 """
 
 import dataclasses

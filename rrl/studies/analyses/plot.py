@@ -1,4 +1,4 @@
-"""Plots an analysis: metrics with intervals, costs and retrieval coverage by varied value or by arm, and
+"""Plots an analysis: answer metrics with intervals, costs and retrieval metrics by varied value or by arm, and
 training curves."""
 
 from collections.abc import Mapping, Sequence
@@ -34,20 +34,20 @@ def plot_analysis(
       png: the file to write.
     """
     metrics = [name for name in METRICS if all(name in row.metrics for row in rows)]
-    costs_and_coverage = [
+    costs_and_retrieval = [
         name for name in (*RATE_TITLES, *COST_TITLES) if any(name in row.costs_and_coverage for row in rows)
     ]
     logged = {name for runs in logs.values() for lines in runs for line in lines for name in line}
     curve_names = [name for name in analysis.curves if name in logged]
     columns = 3
-    count = len(metrics) + len(costs_and_coverage) + len(curve_names)
+    count = len(metrics) + len(costs_and_retrieval) + len(curve_names)
     title = f"{analysis.title} ({analysis.source}): {rows[0].runs[0].card.dataset}"
     figure, axes = new_figure(-(-count // columns), columns, title)
     panels = iter(axes)
     for name in metrics:
         axis = next(panels)
         _draw_panel(axis, analysis, rows, f"{METRICS[name]} (percent)", [_percent(row, name) for row in rows])
-    for name in costs_and_coverage:
+    for name in costs_and_retrieval:
         axis, scale = next(panels), 100 if name in RATE_TITLES else 1
         title_of_panel = RATE_TITLES[name] + " (percent)" if name in RATE_TITLES else COST_TITLES[name]
         _draw_panel(

@@ -1,5 +1,5 @@
 """The measurements of an analysis: one row per policy or arm and value, with means over seeds, intervals, costs and retrieval
-coverage. Read `load_rows` first."""
+metrics. Read `load_rows` first."""
 
 import dataclasses
 import types
@@ -29,7 +29,7 @@ class AnalysisRow:
     """Main metric of this row minus that of the first row, paired by question and seed. None in the first row; also None if the
     first row is not finished or if the questions differ."""
     costs_and_coverage: Mapping[str, float]
-    """Costs and retrieval coverage, as means over seeds."""
+    """Costs (`COSTS`) and retrieval metrics (`RETRIEVAL` of `rrl.eval.comparison_tables`), as means over seeds."""
 
 
 def load_rows(

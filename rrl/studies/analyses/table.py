@@ -34,7 +34,7 @@ def analysis_markdown(
     lines += ["", f"Percent, with 95 % intervals {interval_basis}.", ""]
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     costs = [name for name in COSTS if any(name in row.costs_and_coverage for row in rows)]
-    coverage = [
+    retrieval = [
         name
         for name in ("recall", "full_recall", "passages")
         if any(name in row.costs_and_coverage for row in rows)
@@ -46,14 +46,14 @@ def analysis_markdown(
         *varied,
         *metrics,
         f"{main} against the first",
-        *(name.replace("_", " ") for name in costs + coverage),
+        *(name.replace("_", " ") for name in costs + retrieval),
     ]
     table: list[Sequence[str]] = [head]
     for row in rows:
         cells = [row.point.system, *([row.point.value] if varied else [])]
         cells += [_metric(row, name) for name in metrics]
         cells.append(_signed(row.difference) if row.difference is not None else "–")
-        cells += [_cost_or_coverage(row.costs_and_coverage, name) for name in costs + coverage]
+        cells += [_cost_or_coverage(row.costs_and_coverage, name) for name in costs + retrieval]
         table.append(cells)
     lines += markdown(table)
     if notes := comparability_notes(runs):
@@ -64,7 +64,7 @@ def analysis_markdown(
 
 
 def analysis_csv(rows: Sequence[AnalysisRow]) -> str:
-    """Return one CSV line per run, with all fields of its report record."""
+    """Return one CSV line per run, with all fields of `comparison_rows`."""
     runs = [run for row in rows for run in row.runs]
     keys = [{"system": row.point.system, "value": row.point.value} for row in rows for _ in row.runs]
     return as_csv([{**key, **record} for key, record in zip(keys, comparison_rows(runs), strict=True)])

@@ -120,7 +120,7 @@ def finished_runs(root: pathlib.Path, config: str, cold_start: str, arms: Sequen
     """Return the finished runs of these configs in the folder, sorted by arm and seed.
 
     It looks for the arms of `ARM_ARGUMENTS` and for those in `arms`. A run of the supervised arm counts only if the GRPO run with
-    the same seed is finished too.
+    the same seed is finished too. A run without a stored provenance is included, since its configs cannot be checked.
     """
     seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
     all_arms = dict.fromkeys([*ARM_ARGUMENTS, *arms])

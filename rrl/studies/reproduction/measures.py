@@ -37,7 +37,11 @@ def higher_full_recall(results: ReproductionResults, runs: Sequence[str]) -> Cla
 
 
 def fewer_tokens_per_right_answer(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
-    """The first run writes fewer tokens per correctly answered question. This is one number per run."""
+    """On average, the first run writes fewer tokens for a question that it answers right.
+
+    This is one number per run: the mean over the run's right answers ("tokens_when_correct" in `rrl.eval.score_report.costs`).
+    Tokens of wrong answers do not count.
+    """
 
     def cost(run: EvaluationResult) -> np.ndarray:
         right = run.columns["em"].sum()

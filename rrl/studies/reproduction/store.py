@@ -149,7 +149,7 @@ class MeasurementStore:
         self._drop_outdated()
 
     def evaluation_run(self, name: str) -> EvaluationRun:
-        """Return a stored evaluation in the form that reports read: metrics, retrieval coverage, searches
+        """Return a stored evaluation in the form that reports read: answer and retrieval metrics, searches
         and tokens."""
         entry = self.entries[name]
         assert entry.evaluation is not None and entry.card is not None, name

@@ -55,7 +55,8 @@ def judge_claim(evidence: ClaimEvidence, untestable: str = "", level: float = 0.
 
     The first of these rules that applies decides:
 
-    1. The claim cannot be tested if a run has no correct answer, or if `untestable` is given.
+    1. The claim cannot be tested if the difference is not finite, or if `untestable` is given. Tokens per right answer are
+       infinite for a run without a right answer.
     2. It does not hold if the mean difference is 0 or below, however wide the interval.
     3. It cannot be tested if policies are trained over seeds (`ClaimEvidence.trained`) and there is only one seed, or if the
        interval includes 0.
