@@ -134,7 +134,7 @@ def _compare(
         seconds, text = peer.best(seconds_of, "{:.2f}".format)
         if name != KEPT_CACHE:
             text = f"whole history prefilled at every turn: {text}"
-        # The target is for turns that have the same length on both sides, and no cache that is kept between them.
+        # The target is for turns that have the same length on both sides, and no cache from one turn to the next.
         rows.append(row(seconds, text, "" if name in (KEPT_CACHE, FULL_TURNS) else target))
     rows += [BenchmarkRow(what, "", name, reason, target) for name, reason in missing.items()]
     return rows, times

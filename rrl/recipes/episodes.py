@@ -144,15 +144,15 @@ def prompt_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.nda
     """Return the token ids of an episode's prompt.
 
     A prompt with a body (`Prompt.body`) must leave room in the context for a full turn (`turn_tokens`), but may always take
-    half the context. A longer prompt is truncated at the front of its body.
+    half the context. A longer prompt is truncated at the front of its body, and only there: the question is never cut.
     """
     prompt = _prompt(recipe, question)
     if isinstance(prompt, str) or not prompt.body:
         return chat_ids(engine.tokenizer, prompt)
     context = engine.config.context
-    return fitting_ids(
-        engine.tokenizer, prompt, max(context - recipe.environment.turn_tokens - 1, context // 2)
-    )
+    room = max(context - recipe.environment.turn_tokens - 1, context // 2)
+    without_body = chat_ids(engine.tokenizer, dataclasses.replace(prompt, body=""))
+    return without_body if len(without_body) >= room else fitting_ids(engine.tokenizer, prompt, room)
 
 
 def _prompt(recipe: Recipe, question: Question) -> str | Prompt:
@@ -169,11 +169,9 @@ def find_long_prompts(
     on_error: RunOnError,
     report: Callable[[str], None],
 ) -> set[int]:
-    """Find the questions whose prompts do not fit the context.
+    """Find the questions whose prompts do not fit the context; their episodes end as "context_limit".
 
-    Their episodes end as "context_limit", except for a prompt with a body (`Prompt.body`), which `prompt_ids` truncates.
-
-    A token has at least one byte. A prompt whose number of bytes is within the context is therefore not tokenised.
+    A prompt with a body (`Prompt.body`) fits if it does after `prompt_ids` has truncated the body.
 
     Args:
       engine: its tokenizer and context are used.
@@ -195,7 +193,7 @@ def find_long_prompts(
             template_bytes = len(chat_text(engine.tokenizer, prompt).encode()) - size
         # The policy needs room for two tokens (`Engine.fits`).
         if size + template_bytes + 2 > engine.config.context:
-            ids = chat_ids(engine.tokenizer, prompt)
+            ids = prompt_ids(engine, recipe, question)
             if on_error == "stop":
                 engine.check_prompt(question, ids)
             if not engine.fits(ids):

@@ -19,6 +19,7 @@ from rrl.rewards.judge import ModelJudge
 from rrl.rl.dynamic_sampling import informative_groups
 from rrl.text.chat import Prompt
 from rrl.text.spans import markers
+from tests.recipes.sample_episodes import trajectory
 
 OWN = "tests.recipes.user_recipe:Brief"
 NAMES = [*RECIPES, OWN]
@@ -162,3 +163,14 @@ def test_the_declared_spreads_are_those_of_earlier_runs():
     for name, spread in (("rsearch", 1.4), ("search_r1", 0.3), ("research", 0.15)):
         assert make_recipe(name).uninformative_spread == spread
     assert make_recipe("rsearch", {"reader_weight": 0.3}).uninformative_spread == 0.7
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"answer_weight": 0.5, "reader_weight": 0.3}, {"use_evidence": False}]
+)
+def test_a_perfect_episode_of_rsearch_earns_the_upper_end_of_its_range(fields):
+    recipe = make_recipe("rsearch", fields)
+    text = "<original_evidence> it </original_evidence> <answer> Marta Velikov </answer>"
+    one = trajectory((POLICY, "<search> it </search>"), (POLICY, text), question=GOLD, searches=1)
+    recipe.score([one], ScoringContext(reader=lambda prompts: ["Marta Velikov"] * len(prompts)))
+    assert one.rewards["total"] == pytest.approx(recipe.reward_range[1])

@@ -126,3 +126,13 @@ def test_a_workdir_with_a_too_long_name_is_refused(tmp_path):
             UserError, match=r"a name of 256 bytes is too long .*; choose a shorter --workdir"
         ):
             refuse_other_config(workdir, {"a": 1})
+
+
+def test_a_run_from_before_a_field_was_added_continues(tmp_path):
+    stored = {"run": {"model": {"hidden": 64}}, "steps": 2}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    model = {"hidden": 64, "sliding_window": None, "sliding_layers": [], "local_rope_theta": None}
+    now = {"run": {"model": model | {"query_pre_attn_scalar": None}}, "steps": 2}
+    refuse_other_config(tmp_path, now)
+    with pytest.raises(UserError, match=r"run\.model\.hidden: 64 there, 32 now"):
+        refuse_other_config(tmp_path, {"run": {"model": {"hidden": 32}}, "steps": 2})

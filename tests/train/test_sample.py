@@ -16,7 +16,7 @@ from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.base import ScoringContext
 from rrl.recipes.catalogue import RECIPES, make_recipe
-from rrl.recipes.episodes import Sampling, run_questions
+from rrl.recipes.episodes import Sampling, find_long_prompts, prompt_ids, run_questions
 from rrl.recipes.r2ag import R2AG, R2AGEnvironment
 from rrl.recipes.r2ag_forest import RetrievalTree
 from rrl.recipes.rsearch import RSearch
@@ -250,6 +250,25 @@ def test_documents_that_leave_no_room_for_a_turn_are_dropped_from_the_prompt():
     )  # context 100, minus turn and last token
     texts = [engine.tokenizer.decode(ids) for ids in engine.prompts]
     assert all("Who?" in text for text in texts) and "(Title: A)" not in texts[1]
+
+
+def test_long_documents_are_truncated_and_a_long_question_ends_as_context_limit():
+    class Stub:
+        tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+        config = EngineConfig(context=100)
+        fits = staticmethod(lambda ids: len(ids) + 2 <= 100)
+
+    engine, recipe = Stub(), R2AG(environment=R2AGEnvironment(opening="bare", turn_tokens=40))
+    documents = [Passage(name, name, "far too long " * 60) for name in ("A", "B")]
+    found = [
+        RetrievalTree.of(Question("documents", "Who?", ("x",)), 0, documents),
+        RetrievalTree.of(Question("question", "Who is it ? " * 60, ("x",)), 0, documents),
+    ]
+    lines = []
+    assert find_long_prompts(engine, recipe, found, "skip", lines.append) == {1}
+    assert len(lines) == 1 and "'question'" in lines[0]
+    truncated, whole = (prompt_ids(engine, recipe, question) for question in found)
+    assert len(truncated) <= 59 and engine.tokenizer.decode(whole).count("Who") == 60
 
 
 def test_a_step_samples_at_its_temperatures(sample):
