@@ -19,7 +19,7 @@ from rrl.rewards.judge import ModelJudge
 from rrl.rl.dynamic_sampling import informative_groups
 from rrl.text.chat import Prompt
 from rrl.text.spans import markers
-from tests.recipes.sample_episodes import trajectory
+from tests.recipes.sample_episodes import trajectory as episode
 
 OWN = "tests.recipes.user_recipe:Brief"
 NAMES = [*RECIPES, OWN]
@@ -171,6 +171,6 @@ def test_the_declared_spreads_are_those_of_earlier_runs():
 def test_a_perfect_episode_of_rsearch_earns_the_upper_end_of_its_range(fields):
     recipe = make_recipe("rsearch", fields)
     text = "<original_evidence> it </original_evidence> <answer> Marta Velikov </answer>"
-    one = trajectory((POLICY, "<search> it </search>"), (POLICY, text), question=GOLD, searches=1)
+    one = episode((POLICY, "<search> it </search>"), (POLICY, text), question=GOLD, searches=1)
     recipe.score([one], ScoringContext(reader=lambda prompts: ["Marta Velikov"] * len(prompts)))
     assert one.rewards["total"] == pytest.approx(recipe.reward_range[1])
