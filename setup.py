@@ -41,7 +41,8 @@ EXTRAS = {
     "notebooks": ["jupyter>=1.1,<2", "nbclient>=0.10,<1", "ipykernel>=6.29,<8"],
     # Cluster launches need nothing yet beyond the base.
     "launch": [],
-    "parity": ["torch>=2.6,<3", "sentence-transformers>=5,<7", "faiss-cpu>=1.10,<2"],
+    # transformers reads GGUF files with accelerate only.
+    "parity": ["torch>=2.6,<3", "accelerate>=1.10,<2", "sentence-transformers>=5,<7", "faiss-cpu>=1.10,<2"],
     "test": [
         "gguf>=0.17,<1",
         "safetensors>=0.6,<1",
