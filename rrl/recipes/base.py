@@ -193,9 +193,7 @@ def check_tags(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     prompt, environment = recipe.prompt(Question("", "", ("",))), recipe.environment
     text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
-    tags = [*recipe.tags, *(["think"] if "<think>" in text else [])]
-    if isinstance(environment, Stream):
-        tags += [environment.search, environment.observation, environment.answer]
+    tags = [*recipe.tags, *(["think"] if "<think>" in text else []), *environment.tags]
     for marker in (marker for tag in tags for marker in markers(tag)):
         if special_token := find_special_token(tokenizer, marker):
             raise UserError(

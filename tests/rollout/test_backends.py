@@ -1,8 +1,6 @@
-"""The backend of a mesh: one CPU, several CPU devices, accelerators; and only one module of the engine knows CPU code."""
+"""The backend of a mesh: one CPU, several CPU devices, accelerators."""
 
-import re
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import rrl
 from rrl.models.cpu.layers import can_attend
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
@@ -62,15 +59,3 @@ def test_a_single_cpu_prepares_a_decoder_once_before_its_loop():
     prepared = on_cpus(1).prepare(decoder)
     assert not any("lora" in str(path[-1]) for path, _ in nnx.to_flat_state(nnx.state(prepared)))
     np.testing.assert_array_equal(prepared.transposed_embedding, decoder.embedding[...].T)
-
-
-def test_the_engine_imports_cpu_code_in_one_module_only():
-    package = Path(rrl.__file__).parent
-    folders = package / "rollout", package / "models"
-    files = [file for folder in folders for file in folder.rglob("*.py") if file.parent.name != "cpu"]
-    importing = {
-        file.name
-        for file in files
-        if re.search(r"^(from|import) rrl\.(models|rollout)\.cpu\b", file.read_text(), re.MULTILINE)
-    }
-    assert importing == {"backends.py"}
