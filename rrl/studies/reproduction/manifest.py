@@ -107,9 +107,10 @@ def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
         stored = with_defaults[run.launcher](
             ConfigDict(_merged(_empty_sections(current), rename_stored(manifest.settings)))
         )
+        complete = _without_auto(stored.to_dict())
     except (UserError, AttributeError, KeyError):  # the stored settings no longer form a config
         return None
-    return _merged(current, json.loads(json.dumps(_without_auto(stored.to_dict()), default=str)))
+    return _merged(current, json.loads(json.dumps(complete, default=str)))
 
 
 def _empty_sections(settings: Any) -> dict[str, Any]:
