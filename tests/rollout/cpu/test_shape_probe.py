@@ -18,7 +18,7 @@ from rrl.rollout.backend import StepShapes
 from rrl.rollout.backends import find_shapes
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu import shape_probe, workers
-from rrl.rollout.cpu.probe_programs import _with_random_adapters
+from rrl.rollout.cpu.probe_programs import _with_random_adapters, first_layers
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
 from tests.rollout.world import make_world
@@ -144,6 +144,15 @@ def test_the_probe_runs_the_first_layers_only(world, monkeypatch):
     programs = Engine(deep, world[1], dataclasses.replace(CONFIG, rows=16)).programs
     find_shapes(programs, nnx.state(deep))
     assert shapes == {(16, 1, 4), (8, 1, 4)} and programs.decoder_config.layers == deep.config.layers == 6
+
+
+def test_the_probe_uses_kernels_only_if_the_whole_model_does(world):
+    """Here only the layers after the probed ones have a sliding window, which the kernels do not compute."""
+    windows = {"sliding_window": 64, "sliding_layers": (False,) * 4 + (True,)}
+    deep = Decoder(dataclasses.replace(world[0].config, layers=5, **windows), rngs=nnx.Rngs(0))
+    programs, _ = first_layers(Engine(deep, world[1], CONFIG).programs, nnx.state(deep))
+    assert programs.decoder_config.layers == 4 and not programs.decoder_config.windows
+    assert jax.eval_shape(lambda: programs.cache(64, jnp.float32)).kernels is None
 
 
 def test_after_the_time_limit_only_the_full_width_and_drafts_are_used(world, monkeypatch, caplog):
