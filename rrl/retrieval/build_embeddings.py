@@ -32,8 +32,8 @@ def write_embeddings(
 ) -> tuple[Float[np.ndarray, "N E"], int]:
     """Embed the passages that are not embedded yet; write embeddings.npy.
 
-    Returns all embeddings, memory-mapped, and the number of passages that were truncated because they have more tokens than the
-    encoder takes.
+    Returns all embeddings, memory-mapped, and the number of passages that were truncated because they have more than
+    `passage_tokens` tokens.
     """
     vectors_file = VectorFile(unfinished / "embeddings.npy", len(passages), text_encoder.dim, block)
     truncated_counts, partial = unfinished / TRUNCATED_COUNTS, unfinished / PARTIAL_BLOCK
