@@ -251,10 +251,11 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: the next tokens of P entries.
-            positions: slot and RoPE position of each token; tokens at positions >= S are padding and are not stored.
+            positions: slot and RoPE position of each token; tokens at positions >= `cache.slots` are padding and are
+                not stored.
             cache: holds keys and values of the past.
-            rows: cache row of each entry (sequence); None: entry p is row p, and P = R. Two entries may be consecutive chunks of
-                the same row. The second chunk then attends to the first one too.
+            rows: cache row of each entry (sequence); None: entry p is row p, and P is `cache.rows`. Two entries may be
+                consecutive chunks of the same row. The second chunk then attends to the first one too.
             attention_batches: allowed numbers of entries that read a cache block together, in descending order
                 (`rrl.models.attention.cache_attention`). On a CPU, `rrl.rollout.cpu.shape_probe` finds numbers that give bitwise
                 equal results. (): all entries read every block that the longest entry needs.

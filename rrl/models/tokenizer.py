@@ -105,10 +105,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
 
 def _check_normalizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Warns once if a Qwen tokenizer's tokenizer.json lacks the NFC normalizer, which conversion from GGUF removes.
+    """Warns once if a Qwen tokenizer's tokenizer.json lacks the NFC normalizer.
 
-    In transformers 5.24, Qwen2Tokenizer, the class of Qwen2, Qwen2.5 and Qwen3, has NFC. Llama's tokenizer and those of
-    `train_tokenizer` have no normalizer.
+    transformers' conversion from GGUF omits it; `rrl.models.gguf_import` writes it. In transformers 5.24, Qwen2Tokenizer, the
+    class of Qwen2, Qwen2.5 and Qwen3, has NFC. Llama's tokenizer and those of `train_tokenizer` have no normalizer.
     """
     token, token_id = QWEN_MARKER
     if tokenizer.get_vocab().get(token) == token_id and (folder / "tokenizer.json").is_file():
@@ -130,7 +130,7 @@ def _warn_normalizer(folder: str, normalizing_class: str) -> None:
         else "so accents written as two characters become tokens that the model was not trained on"
     )
     logging.getLogger(__name__).warning(
-        "tokenizer folder %s: tokenizer.json has no normalizer, but Qwen's has NFC (conversion from GGUF removes it): %s. "
+        "tokenizer folder %s: tokenizer.json has no normalizer, but Qwen's has NFC (transformers' GGUF conversion omits it): %s. "
         'Set "normalizer": {"type": "NFC"} in tokenizer.json.',
         folder,
         consequence,
