@@ -23,7 +23,7 @@ from rrl.text.normalize import title_key
 
 MINIWIKI = "miniwiki"
 SPLIT_PREFERENCE = ("test", "dev", "questions", "train")
-"""Splits of a data folder, in order of preference. The default is the first of these that the folder has."""
+"""Splits of a data folder, in order of preference. The default is the first of these that has gold answers."""
 _NamedData = tuple[str, list[Question], str, Sequence[Passage]]
 """Name, questions, name of the corpus, and passages."""
 
@@ -40,8 +40,8 @@ class DatasetConfig:
     truth: str = ""
     """File with the gold answers, for a question file without them (MultiHop-RAG)."""
     split: str = ""
-    """Split of a folder: train, dev, test or questions; "": the first that exists of test, dev, questions, train. Split of
-    miniwiki: test or dev; "": test."""
+    """Split of a folder: train, dev, test or questions; "": the first of test, dev, questions, train that has gold answers. Split
+    of miniwiki: test or dev; "": test."""
     questions: int = 0
     """Number of questions, drawn without replacement. 0: all; miniwiki then has 720."""
     seed: int = 1
@@ -54,7 +54,8 @@ class DatasetConfig:
     per_kind: int = 144
     """Questions of each kind in miniwiki, over all worlds, if `questions` is 0."""
     on_error: RunOnError = "refuse"
-    """How to handle broken records, as in training (`rrl.runs.datasets.DataConfig`)."""
+    """How to handle a broken record, and a question whose prompt is too long for the context, as in training
+    (`rrl.runs.datasets.DataConfig`)."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "questions", "seed")
@@ -95,7 +96,7 @@ class Dataset:
     corpus_sha256: str = ""
     """Fingerprint of the corpus; "" if it is not known (a search service)."""
     passages: Sequence[Passage] = ()
-    """Passages of the corpus; empty for an index folder or a search service, whose passages only the retriever has."""
+    """Passages of the corpus. Those of an index folder are added by `with_retriever`; empty for a search service."""
 
 
 def load_dataset(
@@ -144,7 +145,8 @@ def with_retriever(
 ) -> Dataset:
     """Return the dataset with a retriever over its corpus, if it has a corpus.
 
-    `seconds` is the time limit of a search. `workdir` stores a large index (see `rrl.runs.retriever.load_retriever`).
+    `seconds` is the time limit of a search on a search service, and unused for other indexes. `workdir` stores a large index
+    (see `rrl.runs.retriever.load_retriever`).
     """
     if not dataset.corpus:
         return dataset

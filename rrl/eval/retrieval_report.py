@@ -21,6 +21,8 @@ GROUPS: Mapping[str, Callable[[Question], str]] = {
 """Groups of questions: by kind, or by number of hops (by number of gold passages if the file has no hops)."""
 METRICS = {"recall": "recall", "full_recall": "full", "hits": "hit", "mrr": "MRR", "map": "mAP"}
 """Name of a metric in `GoldHits.metrics` -> its heading in the table."""
+ANSWERS = "answers in title and text"
+"""The value of `RetrievalReport.matched_by` if no question has gold passages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class RetrievalReport:
     cuts: tuple[int, ...]
     """Ranks k at which metrics are computed."""
     matched_by: str
-    """How hits are recognised: "gold ids" or "gold titles"; "answers in title and text" if no question has gold passages."""
+    """How hits are recognised: "gold ids" or "gold titles"; `ANSWERS` if no question has gold passages."""
     left_out: int
     """Number of questions left out because they lack what `matched_by` compares: gold ids, gold titles or answers."""
     warning: str
@@ -54,7 +56,8 @@ class RetrievalReport:
             f"By {self.matched_by}."
         )
         if self.left_out:
-            lines.append(f"{self.left_out} questions without gold passages are left out.")
+            lacking = "answers" if self.matched_by == ANSWERS else self.matched_by
+            lines.append(f"{self.left_out} questions without {lacking} are left out.")
         if self.warning:
             lines.append(f"Gold ids are not used: {self.warning}")
         return "\n".join(lines)
@@ -109,8 +112,7 @@ def retrieval_report(
     masks = {"all": np.ones(len(measured), bool)}
     masks |= {label: labels == label for label in sorted(set(labels.tolist()))}
     groups = {name: _means(hits, cuts, mask) for name, mask in masks.items()}
-    matched_by = key or "answers in title and text"
-    return RetrievalReport(cuts, matched_by, len(questions) - len(measured), warning, groups)
+    return RetrievalReport(cuts, key or ANSWERS, len(questions) - len(measured), warning, groups)
 
 
 def _passage_fields(results: Sequence[Sequence[Hit]], field: str) -> list[list[str]]:

@@ -38,12 +38,13 @@ class SingleStepComparison:
 def compare_single_step(trajectories: Sequence[Trajectory], retriever: Retriever) -> SingleStepComparison:
     """Search every question once with the retriever of the trajectories, and compare the hits.
 
-    K counts distinct passages. Raises UserError if no question has gold passages.
+    Passages are matched to gold ones by title, and K counts distinct titles. Questions without gold titles are left out. Raises
+    UserError if no question has any.
     """
     with_gold = [t for t in trajectories if t.question.gold]
     if not with_gold:
         raise UserError(
-            f"none of the questions of {len(trajectories)} trajectories has gold passages: give data with supporting facts"
+            f"none of the questions of {len(trajectories)} trajectories has gold titles: give data with supporting facts"
         )
     gold = [t.question.gold for t in with_gold]
     step_wise = gold_hits(

@@ -1,6 +1,6 @@
 """Generate attempts at questions of the built-in world: correct ones, and ones with the typical faults of a weak search agent.
 
-They are training data for judges. Each attempt is a plan that `rrl.miniwiki.experts`, the scripted agent, can carry out. Read
+They are training data for judges. Each attempt is a plan that the scripted expert (`rrl.miniwiki.experts`) can carry out. Read
 `make_attempt` first.
 """
 

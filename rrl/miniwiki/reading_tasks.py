@@ -132,7 +132,7 @@ READING_TASKS: tuple[Callable[[WikiLookup, Rng, SeenEntities], list[Segment]], .
     _compare,
     _same,
 )
-"""Kinds of tasks after passages. Their function names without "_" are the names of `rrl.miniwiki.probes`."""
+"""Kinds of tasks after passages. Their function names without "_" are the keys of `rrl.miniwiki.probes.reading_probes`."""
 _TASK_SHARES = (0.1, 0.14, 0.24, 0.02, 0.22, 0.18, 0.1)
 """Share of each kind in `READING_TASKS`."""
 

@@ -25,7 +25,8 @@ PROTOCOL_TEXTS = (
 
 
 def vocabulary_texts(seed: int, passages: int, worlds: int) -> Iterator[str]:
-    """Yield texts of the training split: passages in the format of observations, questions, queries and conclusions."""
+    """Yield the texts to train on: passages of the training split as they stand in observations; questions about them, with
+    queries and conclusions; years; and PROTOCOL_TEXTS."""
     wiki = generate("train", seed, passages, worlds)
     for passage in wiki.passages:
         yield f"(Title: {passage.title}) {passage.text}\n"

@@ -58,7 +58,7 @@ GEMMA3_DEFAULTS: Mapping[str, Any] = {
 }
 """Defaults of transformers' Gemma3TextConfig. The config.json of gemma-3-4b-it has only the fields that differ from them."""
 SLIDING_WINDOW_PATTERN = 6
-"""Gemma 3: each sixth layer is a full one, if config.json does not list the layers' types."""
+"""Gemma 3: every sixth layer attends to all tokens, unless config.json has layer_types or sliding_window_pattern."""
 
 DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     "llama": DecoderFamily("LlamaForCausalLM", "LlamaForSequenceClassification"),
@@ -147,8 +147,8 @@ def sliding_layers(hf: Mapping[str, Any]) -> tuple[tuple[bool, ...], int | None]
     """Which layers have a sliding window, and its size in tokens; ((), None) if no layer has one.
 
     Raises:
-        UserError: a layer's type is not supported, the number of types is not that of the layers, or layers slide although
-            no window is set.
+        UserError: a layer's type is not supported, the number of types is not that of the layers, the family has no sliding
+            windows, or layers slide although no window is set.
     """
     family, layers, types = (
         DECODER_FAMILIES[hf["model_type"]],

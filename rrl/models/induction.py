@@ -46,8 +46,9 @@ def init_induction_heads(
     """Writes induction heads into the first two layers of a new decoder, in place (see the module's docstring).
 
     Args:
-        decoder: without norms of q and k (Qwen2, Llama). Other layers and heads without an offset are not changed, except for
-            keys and values that a head shares with its group.
+        decoder: without norms of q and k (Qwen2, Llama). Changes the first len(offsets) heads of the first layer, the first
+            head of each group in the second layer, and the keys and values of the groups of all these heads. In a model
+            without biases also changes the embeddings.
         seed: of the random projections.
         offsets: how many tokens back each head of the first layer attends.
         bias: norm of each rotated pair in the first layer's biases; its square scales the attention scores.

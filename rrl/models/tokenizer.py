@@ -105,10 +105,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
 
 def _check_normalizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Warns once if a Qwen tokenizer's tokenizer.json lacks the NFC normalizer, which conversion from GGUF removes.
+    """Warns once if a Qwen tokenizer's tokenizer.json lacks the NFC normalizer.
 
-    In transformers 5.24, Qwen2Tokenizer, the class of Qwen2, Qwen2.5 and Qwen3, has NFC. Llama's tokenizer and those of
-    `train_tokenizer` have no normalizer.
+    transformers' conversion from GGUF omits it; `rrl.models.gguf_import` writes it. In transformers 5.24, Qwen2Tokenizer, the
+    class of Qwen2, Qwen2.5 and Qwen3, has NFC. Llama's tokenizer and those of `train_tokenizer` have no normalizer.
     """
     token, token_id = QWEN_MARKER
     if tokenizer.get_vocab().get(token) == token_id and (folder / "tokenizer.json").is_file():
@@ -130,7 +130,7 @@ def _warn_normalizer(folder: str, normalizing_class: str) -> None:
         else "so accents written as two characters become tokens that the model was not trained on"
     )
     logging.getLogger(__name__).warning(
-        "tokenizer folder %s: tokenizer.json has no normalizer, but Qwen's has NFC (conversion from GGUF removes it): %s. "
+        "tokenizer folder %s: tokenizer.json has no normalizer, but Qwen's has NFC (transformers' GGUF conversion omits it): %s. "
         'Set "normalizer": {"type": "NFC"} in tokenizer.json.',
         folder,
         consequence,
@@ -212,10 +212,10 @@ def _warn_end_of_turn(folder: str, turn_end: str, eos: str) -> None:
 
 
 def _declared_class(folder: Path) -> Any:
-    """The class that loads a folder's tokenizer as defined in its tokenizer.json.
+    """PreTrainedTokenizerFast, which follows tokenizer.json, if a folder declares this class; otherwise AutoTokenizer.
 
-    If config.json has model_type qwen2, AutoTokenizer uses Qwen's class whatever class the folder declares. That class
-    splits text by Qwen's rules, so the tokenizer would differ from the saved one.
+    transformers 5 calls it TokenizersBackend. If config.json has model_type qwen2, AutoTokenizer uses Qwen's class whatever
+    class the folder declares. That class splits text by Qwen's rules, so the tokenizer would differ from the saved one.
     """
     try:
         declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get(

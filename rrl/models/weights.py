@@ -157,11 +157,15 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def folder_hash(folder: str | Path) -> str:
-    """SHA-256 of config.json and all weight files. Raises UserError if config.json is missing or broken."""
+    """SHA-256 of config.json and all weight files.
+
+    Raises:
+        UserError: config.json is missing or broken, or a weight file is missing.
+    """
     folder = shipped(folder)
+    read_config(folder)  # checks it
     digest = hashlib.sha256()
     for file in [folder / CONFIG_FILE, *_weight_files(folder)]:
-        read_config(folder)
         with file.open("rb") as stream:
             digest.update(f"{file.name}:{file.stat().st_size}:".encode())
             while block := stream.read(1 << 20):

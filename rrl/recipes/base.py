@@ -93,7 +93,7 @@ class Recipe(abc.ABC):
 
     @property
     def needs_judge(self) -> bool:
-        """Whether the rewards need a judge. A run without one is then refused."""
+        """Whether rewards or metrics need a judge. Training and cold starts are then refused without one; evaluation is not."""
         return False
 
     @property

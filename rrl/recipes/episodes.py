@@ -183,6 +183,7 @@ def find_long_prompts(
     Returns:
       The indices of these questions.
     """
+    # A token holds at least one byte, so a text that fits in bytes fits in tokens too. Only longer ones are encoded.
     template_bytes: int | None = None  # of the chat template; the same for all questions
     long: dict[int, int] = {}
     for index, question in enumerate(questions):

@@ -1,4 +1,6 @@
-"""Build an index folder as a stream: memory stays constant, and a killed build can be continued. Read `build_index` first.
+"""Build an index folder block by block, so that a killed build can continue.
+
+The corpus need not fit in memory, unless it is a single JSON document. Read `build_index` first.
 
 Until the index is complete, its folder is named OUT.unfinished. After a kill, the corpus is read again from the start, unless it
 is a file that was read to its end. The slow stages (embedding, counting words, ScaNN) continue after their last complete block
@@ -44,7 +46,7 @@ def build_index(
     options: BuildOptions | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Write an index folder and return its manifest. The folder gets its final name only when it is complete.
+    """Write an index folder. It gets its final name only when it is complete.
 
     The same call continues a killed build. Other settings for the same unfinished folder raise an error.
 
@@ -55,7 +57,9 @@ def build_index(
       text_encoder: required for scann and exact. If its `titles` is False, the manifest records `title_weight` 0.
       bm25: settings of BM25.
       options: how the corpus is read, and limits of the build.
-      progress: called after each block and each embedded batch.
+      progress: called after each thousand passages read, each block, each embedded batch and each part of a ScaNN index.
+
+    Returns the manifest without its entries "format", "versions" and "files".
 
     Raises:
       UserError: unknown kind, empty or broken corpus, missing encoder, full disk, or a folder that exists, cannot be made, is

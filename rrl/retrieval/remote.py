@@ -20,7 +20,7 @@ from rrl.retrieval.wire import FORMS, parse_response, request_body
 log = logging.getLogger(__name__)
 
 TIME_OUT = 30.0
-"""Default time limit of one request, in seconds."""
+"""Default time limit of connecting to a service and of each read of its answer, in seconds."""
 
 
 class RemoteIndex:
@@ -39,7 +39,7 @@ class RemoteIndex:
         Args:
           urls: addresses of the services, with or without the path of `form`.
           form: name of the format of requests and answers, one of `FORMS`.
-          time_out: time limit of one request, in seconds.
+          time_out: time limit of connecting and of each read of an answer, in seconds.
 
         Raises UserError for an unknown form, or a url that is not http or https.
         """

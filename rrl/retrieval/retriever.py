@@ -34,7 +34,7 @@ class Hit:
 
     passage: Passage
     score: float
-    """BM25 score, or inner product; comparable within one index only."""
+    """BM25 score, inner product, or score of a search service; comparable within one index only."""
 
 
 class Index(Protocol):
@@ -128,7 +128,7 @@ class Retriever:
 
         Args:
           queries: any strings; cut at `MAX_QUERY_CHARACTERS`.
-          k: at least 1; above the size of the corpus, the whole corpus is returned.
+          k: at least 1; it may exceed the number of passages in the corpus.
           embeddings: one vector per query, from `encoder`, for an index that needs them. None: the queries that must be searched
             are embedded here, by JAX, which a host callback must not call.
 

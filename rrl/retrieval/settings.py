@@ -97,7 +97,7 @@ class EncoderSettings:
 def read_settings(folder: Path, given: Mapping[str, Any] | None = None) -> EncoderSettings:
     """Resolve the settings of a folder's encoder, and log them.
 
-    text_encoder.json holds the fields of TextSettings, `pooling` (mean or cls), `normalize`, and `family` (a key of
+    text_encoder.json holds the fields of TextSettings, `pooling` (mean or cls), `normalize`, `lower_case`, and `family` (a key of
     ENCODER_FAMILIES, with its `task`) in place of prefixes. `given` has the same keys and overrides the file. A key that is
     missing from both is looked up in this order: the files of sentence-transformers; for `query_tokens` and `passage_tokens`, the
     model's config and tokenizer (`text_lengths`); for prefixes and pooling, the family (the given one, or the one whose models

@@ -32,7 +32,7 @@ CHUNK_TOKENS = 32
 """Maximum tokens of a prefill chunk. A shorter chunk is padded."""
 
 PREFILLS_PER_EXCHANGE = 6
-"""Maximum number of prefill calls on the device between two exchanges."""
+"""A reply has room for the chunks of this many prefill calls of the largest size (`ExchangeSizes.chunks_per_prefill` chunks)."""
 
 
 class PrefillChunk(NamedTuple):

@@ -37,7 +37,7 @@ def truncate(logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0)
 
 
 def _top_p_threshold(probabilities: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
-    """Return the largest threshold such that the probabilities at or above it sum to at least `top_p`.
+    """Return a threshold: the tokens of at least this probability are the fewest that have a mass of `top_p` or more.
 
     Binary search over the bits of a float32: non-negative floats are ordered like their bits. (Sorting the vocabulary for each
     token would cost more than all layers of a small model.) The search tries the bits of the threshold from the highest on, and

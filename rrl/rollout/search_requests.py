@@ -87,7 +87,7 @@ class SearchRequests:
         """Record the outcome of an ended search.
 
         Returns:
-          the requesters that wait for nothing more: workflows, and slots whose searches have all ended.
+          the requesters whose results are complete: each request of a workflow, and each slot whose searches have all ended.
         """
         requesters = self.requesters.pop(query)
         self.failed += len(requesters) * (outcome is None)

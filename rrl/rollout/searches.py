@@ -55,8 +55,8 @@ class _InFlightQuery:
     vector: Float[np.ndarray, "1 E"] | None
     started: float
     batches: list[_SearchBatch]
-    """The batches that contain the query, in the order of their start: the first attempt, then smaller ones. The smallest
-    holds this query alone."""
+    """The batches that contain the query, in the order of their start: the first attempt, then retries in smaller batches,
+    down to one with this query alone."""
 
 
 class InFlightSearches:

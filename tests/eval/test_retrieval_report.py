@@ -47,7 +47,16 @@ def test_questions_without_gold_passages_are_left_out_and_counted(retriever):
     assert (
         found.left_out == 1 and found.groups["all"] == retrieval_report(retriever, [CITY], [1]).groups["all"]
     )
-    assert "1 questions without gold passages are left out" in found.as_text()
+    assert "1 questions without gold titles are left out" in found.as_text()
+
+
+def test_the_text_names_what_the_left_out_questions_lack(retriever):
+    by_id = dataclasses.replace(CITY, gold=(), gold_ids=("p0",))
+    found = retrieval_report(retriever, [by_id, BOTH], [1])
+    assert found.left_out == 1 and "1 questions without gold ids are left out" in found.as_text()
+    answered, unanswered = (dataclasses.replace(CITY, gold=(), answers=given) for given in (("Oslo",), ()))
+    found = retrieval_report(retriever, [answered, unanswered], [1])
+    assert found.left_out == 1 and "1 questions without answers are left out" in found.as_text()
 
 
 def test_without_gold_passages_answers_in_the_text_count(retriever):

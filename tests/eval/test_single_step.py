@@ -53,6 +53,6 @@ def test_the_table_shows_counts_and_the_interval():
     assert "at equal K: +33.3 points, 95 % interval" in lines[-1]
 
 
-def test_a_comparison_without_gold_passages_is_rejected():
-    with pytest.raises(UserError, match="none of the questions of 1 trajectories has gold passages"):
+def test_a_comparison_without_gold_titles_is_rejected():
+    with pytest.raises(UserError, match="none of the questions of 1 trajectories has gold titles"):
         compare_single_step(SOME[3:], Shelf())

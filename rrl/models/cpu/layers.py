@@ -251,7 +251,7 @@ def _load_library() -> ctypes.CDLL:
 
 
 def _compiled_library(folder: Path) -> Path:
-    """Path of the compiled library in a folder; compiles it if it is missing or other users could have written it.
+    """Path of the compiled library in a folder; compiles it unless `_is_trusted` accepts an existing one.
 
     Without a compiler, uses a library that an earlier compiler made from the same source.
 

@@ -14,6 +14,9 @@ from rrl.text.short_answers import FINAL_ANSWER, final_answer
 PromptedWorkflow = Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, str]
 """A method that runs on one question; it returns the answer."""
 
+THOUGHT_END = "</think>"
+"""Ends the thought of a reasoning model. Methods get only the text after it (`with_record`)."""
+
 ANSWER_INSTRUCTION = (
     f'End with one line that begins with "{FINAL_ANSWER}" and gives the answer alone, as short as possible: a name, a date, a '
     "number, a few words, yes or no."
@@ -108,7 +111,10 @@ class PromptedResult:
 def with_record(
     workflow: PromptedWorkflow,
 ) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
-    """Return a workflow that makes the same requests and returns a `PromptedResult`: the answer and a record of the requests."""
+    """Return a workflow that makes the same requests and returns a `PromptedResult`: the answer and a record of the requests.
+
+    `workflow` receives the outputs of a reasoning model without the thought.
+    """
     generations: list[Generated] = []
     searches: list[tuple[str, tuple[Passage, ...] | None]] = []
     reply: Any = None
@@ -137,8 +143,8 @@ def with_record(
 
 
 def _without_thought(result: Any) -> Any:
-    """Return a result, without the thought (up to `</think>`) if it is an output of a reasoning model."""
-    if isinstance(result, Generated) and (parts := result.text.rpartition("</think>"))[1]:
+    """Return a result, without the thought if it is an output of a reasoning model."""
+    if isinstance(result, Generated) and (parts := result.text.rpartition(THOUGHT_END))[1]:
         return dataclasses.replace(result, text=parts[2].lstrip())
     return result
 

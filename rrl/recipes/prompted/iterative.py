@@ -11,6 +11,7 @@ from rrl.data.trajectory import POLICY
 from rrl.errors import UserError
 from rrl.recipes.prompted.base import (
     ANSWER_INSTRUCTION,
+    THOUGHT_END,
     PromptedSettings,
     PromptedWorkflow,
     extract_answer,
@@ -175,20 +176,21 @@ def token_probabilities(
 ) -> list[tuple[str, float]]:
     """Return the sampled tokens of the output's first `characters` characters, as pairs of text and probability.
 
-    Leading white space of the output is not counted in `characters`.
+    `characters` counts neither the thought of a reasoning model nor the white space before the remaining text.
     """
     sampled = output.trajectory.roles == POLICY
     texts = [token_bytes[token] for token in output.trajectory.tokens[sampled].tolist()]
     ends = np.cumsum([len(text) for text in texts])
     joined = b"".join(texts)
-    lead = len(joined) - len(joined.lstrip())
-    end = lead + len(joined.lstrip().decode(errors="replace")[:characters].encode())
+    without_thought = joined.rpartition(THOUGHT_END.encode())[2]
+    begin = len(joined) - len(without_thought)
+    stripped = without_thought.lstrip()
+    end = len(joined) - len(stripped) + len(stripped.decode(errors="replace")[:characters].encode())
     probabilities = np.exp(output.trajectory.logps[sampled]).tolist()
-    starts = [0, *ends.tolist()]
     return [
         (text.decode(errors="replace"), probability)
-        for text, probability, start in zip(texts, probabilities, starts)
-        if text and start < end
+        for text, probability, text_end in zip(texts, probabilities, ends.tolist())
+        if begin < text_end and text_end - len(text) < end and text
     ]
 
 

@@ -160,6 +160,19 @@ def test_token_probabilities_cover_only_the_sentence() -> None:
     assert [chance for _, chance in words] == pytest.approx([1, 1, 0.25, 1])
 
 
+def test_token_probabilities_skip_the_thought_of_a_reasoning_model() -> None:
+    unsure = {"Perhaps": 0.1, "born": 0.25}
+    output = generated("<think> Perhaps so. </think> She was born there. Then", probabilities=unsure)
+    words = token_probabilities(output, VOCABULARY, len("She was born"))
+    assert words == [(" She", 1.0), (" was", 1.0), (" born", pytest.approx(0.25))]
+
+
+def test_flare_ignores_unlikely_tokens_in_the_thought_of_a_reasoning_model() -> None:
+    thought = "<think> Perhaps so. </think> Ada Berg made it. Then"
+    outcome, _ = play("flare", [("", thought, {"Perhaps": 0.1}), ("", "The final answer: Oslo")])
+    assert len(outcome.searches) == 1
+
+
 def test_search_o1_reasons_over_condensed_passages() -> None:
     outcome, prompts = play(
         "search_o1",
