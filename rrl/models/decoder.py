@@ -1,8 +1,8 @@
 """The decoder: one Flax NNX module for Qwen2, Qwen3, Llama and Gemma 3. Read `Decoder` first.
 
 Training (`Decoder.__call__`) takes a packed batch. Generation (`extend`, `prefill`) reads and writes a KVCache. Both share
-one `Layer` and loop over the layers, stacked on a leading axis L, so that compile time does not grow with L. On a CPU,
-generation can compute all layers in C++ kernels instead (`rrl.models.cpu.layers`).
+one `Layer` and loop over the layers, stacked on a leading axis L, so that compile time does not grow with L. With
+kernels (`rrl.models.kernels`), generation computes all layers in one call instead.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from rrl.models.attention import Window
 from rrl.models.attention_backends import AttentionBackend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu.layers import LANES, can_compute, cpu_layers
 from rrl.models.families import Activation
+from rrl.models.kernels import GenerationKernels
 from rrl.models.products import matmul_2d, mean_square, sum_products
 from rrl.models.rope import rotate, rotation, rotation_by_layer
 from rrl.parallel.mesh import ROW_AXES
@@ -159,15 +159,15 @@ class Decoder(nnx.Module):
         rngs: its stream "params" draws the initial parameters.
         dtype: of the computation; norms, softmax, RoPE and logits are always float32.
         param_dtype: of the stored parameters.
-        attention: kernel for packed batches (`rrl.models.attention_backends`). Generation reads its cache in XLA or, on a
-            CPU, in `rrl.models.cpu.layers`.
+        attention: kernel for packed batches (`rrl.models.attention_backends`). Generation reads its cache in XLA or in
+            the cache's kernels (`rrl.models.kernels`).
         remat: what is kept of each layer for the backward pass: "none" keeps everything except attention weights, "dots"
             keeps the products with weight matrices, "full" keeps only the layer's input. The rest is recomputed.
     """
 
     transposed_embedding: Float[Array, "D V"] | None = None
-    """A transposed copy of tied embeddings, so that `unembed` needs no transpose. Generation on a CPU sets it before its loop
-    over tokens. It must be set again after each update of the weights."""
+    """A transposed copy of tied embeddings, so that `unembed` needs no transpose. Where that is faster, generation sets it before
+    its loop over tokens (`rrl.rollout.backend.Backend.prepare`). It must be set again after each update of the weights."""
 
     def __init__(
         self,
@@ -258,14 +258,14 @@ class Decoder(nnx.Module):
             rows: cache row of each entry; None: entry p is row p, and P is `cache.rows`. Two entries may be
                 consecutive chunks of the same row. The second chunk then attends to the first one too.
             attention_batches: allowed numbers of entries that read a cache block together, in descending order
-                (`rrl.models.attention.cache_attention`). On a CPU, `rrl.rollout.cpu.shape_probe` finds numbers that give bitwise
-                equal results. (): all entries read every block that the longest entry needs.
+                (`rrl.models.attention.cache_attention`). `rrl.rollout.backends.find_shapes` finds numbers that give bitwise equal
+                results. (): all entries read every block that the longest entry needs.
 
         Returns:
             Hidden states, and the cache with the new tokens.
         """
-        if self._uses_cpu_kernel(cache):
-            x, cache = self._run_cpu_kernel(tokens, positions, cache, rows)
+        if (kernels := self._layer_kernels(cache)) is not None:
+            x, cache = self._run_kernels(kernels, tokens, positions, cache, rows)
             return normalize(self, "norm", x), cache
         start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, attention_batches)
         layers = jnp.arange(self.config.layers), stacked
@@ -282,8 +282,8 @@ class Decoder(nnx.Module):
         attention_batches: Sequence[int] = (),
     ) -> KVCache:
         """Returns the same cache as `extend`, without hidden states: the last layer only writes its keys and values."""
-        if self._uses_cpu_kernel(cache):
-            return self._run_cpu_kernel(tokens, positions, cache, rows, last_layer_attends=False)[1]
+        if (kernels := self._layer_kernels(cache)) is not None:
+            return self._run_kernels(kernels, tokens, positions, cache, rows, last_layer_attends=False)[1]
         start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, attention_batches)
 
         def weights_of(index: Array | int) -> nnx.State:
@@ -297,19 +297,20 @@ class Decoder(nnx.Module):
         )
         return one_layer(carry, jnp.int32(last), weights_of(last), reads=False)[1]
 
-    def _uses_cpu_kernel(self, cache: KVCache) -> bool:
-        """Whether `rrl.models.cpu.layers` computes all layers."""
-        mesh = jax.sharding.get_abstract_mesh()
+    def _layer_kernels(self, cache: KVCache) -> GenerationKernels | None:
+        """The cache's kernels if they compute all layers, else None."""
+        mesh, kernels = jax.sharding.get_abstract_mesh(), cache.kernels
         has_adapters = any(
             str(path[-1]).endswith(LORA_A) for path, _ in nnx.to_flat_state(nnx.state(self.layers))
         )
         single_device = mesh.empty or mesh.size == 1
-        return (
-            cache.cpu_kernel and single_device and not has_adapters and can_compute(self.config, self.dtype)
-        )
+        if kernels is None or not single_device or has_adapters:
+            return None
+        return kernels if kernels.computes_layers(self.config, self.dtype) else None
 
-    def _run_cpu_kernel(
+    def _run_kernels(
         self,
+        kernels: GenerationKernels,
         tokens: Array,
         positions: Array,
         cache: KVCache,
@@ -318,7 +319,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Hidden, KVCache]:
         """Returns the output of the last layer, which is meaningless without `last_layer_attends`, and the cache."""
         weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self.layers))}
-        x, (k, v) = cpu_layers(
+        x, (k, v) = kernels.run_layers(
             self._embed(tokens),
             rotation(self.config, positions),
             weights,
@@ -329,7 +330,6 @@ class Decoder(nnx.Module):
             slots=cache.slots,
             eps=self.config.rms_eps,
             last_layer_attends=last_layer_attends,
-            threads=cache.threads,
         )
         return x, dataclasses.replace(cache, k=k, v=v)
 
@@ -387,12 +387,12 @@ class Decoder(nnx.Module):
         return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
 
     def sampling_table(self, cache: KVCache) -> Float[Array, "D V"] | None:
-        """The unembedding table for `rrl.models.cpu.layers.cpu_draw`.
+        """The unembedding table for the cache's kernels (`GenerationKernels.sample`).
 
-        None if the CPU kernel cannot sample for this model, or if embeddings are tied and `transposed_embedding` is not set.
+        None if they cannot sample for this model, or if embeddings are tied and `transposed_embedding` is not set.
         """
-        has_adapters, aligned = hasattr(self, "head" + LORA_A), self.config.vocab_size % LANES == 0
-        if has_adapters or not aligned or not self._uses_cpu_kernel(cache):
+        kernels = None if hasattr(self, "head" + LORA_A) else self._layer_kernels(cache)
+        if kernels is None or not kernels.samples(self.config.vocab_size):
             return None
         return self.transposed_embedding if self.config.tie_embeddings else self.head[...].astype(jnp.float32)
 
