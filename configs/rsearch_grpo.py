@@ -19,7 +19,17 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import MINIWIKI_OPTIM, base_config, is_smoke, parse_run_arguments, shrink_to_smoke
+from rrl.config.shared import (
+    MINIWIKI_ENVIRONMENT,
+    MINIWIKI_OBJECTIVE,
+    MINIWIKI_OPTIM,
+    MINIWIKI_ROLLOUT,
+    MINIWIKI_TRAIN,
+    base_config,
+    is_smoke,
+    parse_run_arguments,
+    shrink_to_smoke,
+)
 
 ARGUMENTS: dict[str, Any] = {"reader": "", "prompt": ("auto", "bare", "paper")}
 """Arguments beside those of every training config, with their defaults. A tuple lists the allowed values, the default first."""
@@ -80,47 +90,14 @@ SINGLE_DEVICE: dict[str, dict[str, Any]] = {
 COLD_STARTED: dict[str, dict[str, Any]] = {
     "recipe": {
         "reader_weight": 0.3,  # the shipped reader is wrong for two of five questions, so its reward is noisy
-        "environment": {
-            "max_searches": 4,
-            "turn_tokens": 128,
-            "observation_tokens": 256,
-            "correction": "",  # the demonstrations have no corrections, and the policy never answered rightly after one
-        },
+        # No correction: the demonstrations have none, and the policy never answered rightly after one.
+        "environment": MINIWIKI_ENVIRONMENT | {"correction": ""},
     },
-    "rollout": {
-        "rows": 64,
-        "oversubscribed_slots": 32,  # these trajectories decode while others wait for passages
-        "context": 1024,
-        "wake_threshold": 16,
-        "prefill_tokens": 256,
-        # Samples of this policy are similar to each other and copy passages, so draft tokens are often accepted.
-        "draft_tokens": 1,
-        # Fixed, so that the result is bitwise the same on any number of cores.
-        "workers": 2,
-        "top_k": 2,  # passages per search
-        "top_p": 0.95,
-    },
+    "rollout": MINIWIKI_ROLLOUT
+    | {"workers": 2},  # fixed, so that the result is bitwise the same on any number of cores
     "reader_rollout": {"rows": 32, "context": 384, "prefill_tokens": 512, "workers": 2},
-    "train": {
-        "steps": 66,
-        "questions": 32,
-        "samples": 4,
-        "temperature": 1.0,
-        "eval_temperature": 0.0,
-        # The final parameters are the mean over the last half of the updates. This reduces the noise of the result, which is as
-        # large as the gain of a run.
-        "average_last": 0.5,
-    },
-    "objective": {
-        # Without a KL, gradient noise changes the policy more than the reward does, above all in the decision that occurs in
-        # every question: stop or search again.
-        "kl_coef": 0.1,
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "row_lengths": (1024,),
-        "microbatch_tokens": 2048,
-        "parallel_microbatches": 2,
-    },
+    "train": MINIWIKI_TRAIN | {"steps": 66},
+    "objective": MINIWIKI_OBJECTIVE,
     "optim": MINIWIKI_OPTIM,
 }
 """Sections for size=tiny with a cold-started policy of the built-in world."""

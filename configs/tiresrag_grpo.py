@@ -30,7 +30,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rrl.config.shared import (
+    MINIWIKI_ENVIRONMENT,
+    MINIWIKI_OBJECTIVE,
     MINIWIKI_OPTIM,
+    MINIWIKI_ROLLOUT,
+    MINIWIKI_TRAIN,
     base_config,
     is_smoke,
     parse_run_arguments,
@@ -39,36 +43,15 @@ from rrl.config.shared import (
 )
 
 MINIWIKI: dict[str, dict[str, Any]] = {
-    "recipe": {"environment": {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256}},
-    "rollout": {
-        "rows": 64,
-        "oversubscribed_slots": 32,
-        "context": 1024,
-        "wake_threshold": 16,
-        "prefill_tokens": 256,
-        "draft_tokens": 1,
-        "workers": 2,
-        "top_k": 2,  # passages per search
-        "top_p": 0.95,
-    },
-    "train": {
-        "steps": 60,
-        "questions": 32,
-        "samples": 4,
-        "temperature": 1.0,
-        "eval_temperature": 0.0,
-        "average_last": 0.5,
-    },
-    "objective": {
-        "kl_coef": 0.1,
-        "clip_low": 0.2,
-        "clip_high": 0.28,
+    "recipe": {"environment": MINIWIKI_ENVIRONMENT},
+    "rollout": MINIWIKI_ROLLOUT
+    | {"workers": 2},  # fixed, so that the result is bitwise the same on any number of cores
+    "train": MINIWIKI_TRAIN | {"steps": 60},
+    "objective": MINIWIKI_OBJECTIVE
+    | {
         "epochs": 1,
         "aggregation": "token_mean",  # the expected results were measured with it
         "constant_tokens": 1,
-        "row_lengths": (1024,),
-        "microbatch_tokens": 2048,
-        "parallel_microbatches": 2,
     },
     "optim": MINIWIKI_OPTIM,
 }

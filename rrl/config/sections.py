@@ -1,4 +1,4 @@
-"""Config sections and their frozen dataclasses: add defaults to a section (`fill_defaults`), check and build it (`build`)."""
+"""Config sections and their frozen dataclasses: add defaults (`fill_sections`, `fill_defaults`), check and build (`build`)."""
 
 import dataclasses
 import types
@@ -15,6 +15,19 @@ Section = TypeVar("Section")
 
 DERIVED = ("total_steps", "vocab_size", "eos_token_id", "pad_token_id")
 """Fields that a run computes from its steps and its tokenizer, so that no config lists them."""
+
+
+def fill_sections(config: ConfigDict, kinds: Mapping[str, type]) -> None:
+    """Apply `fill_defaults` to sections of a config, in place. A section that the config lacks is added.
+
+    Args:
+        config: the config.
+        kinds: name of each section -> its dataclass.
+    """
+    for name, kind in kinds.items():
+        if name not in config:
+            config[name] = ConfigDict()
+        fill_defaults(config[name], kind)
 
 
 def fill_defaults(section: ConfigDict, kind: type) -> None:

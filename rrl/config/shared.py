@@ -15,6 +15,41 @@ from rrl.errors import UserError
 TENSOR_PARALLEL = {"tiny": 1, "3b": 2, "7b": 4}
 """Devices on the tensor axis, by model size: the number of key-value heads (2 in Qwen2.5-3B, 4 in 7B), so that each device
 holds one head and no KV cache is replicated."""
+MINIWIKI_ENVIRONMENT: dict[str, Any] = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256}
+"""Limits of an episode with one growing context, for a cold-started policy of the built-in world."""
+MINIWIKI_ROLLOUT: dict[str, Any] = {
+    "rows": 64,
+    "oversubscribed_slots": 32,  # these trajectories decode while others wait for passages
+    "context": 1024,
+    "wake_threshold": 16,
+    "prefill_tokens": 256,
+    # Samples of these policies are similar to each other and copy passages, so draft tokens are often accepted.
+    "draft_tokens": 1,
+    "top_k": 2,  # passages per search
+    "top_p": 0.95,
+}
+"""The rollout of such policies."""
+MINIWIKI_TRAIN: dict[str, Any] = {
+    "questions": 32,
+    "samples": 4,
+    "temperature": 1.0,
+    "eval_temperature": 0.0,
+    # The final parameters are the mean over the last half of the updates. This reduces the noise of the result, which is as
+    # large as the gain of a run.
+    "average_last": 0.5,
+}
+"""Batches and evaluation of such policies."""
+MINIWIKI_OBJECTIVE: dict[str, Any] = {
+    # Without a KL, gradient noise changes the policy more than the reward does, above all in the decision that occurs in every
+    # question: stop or search again.
+    "kl_coef": 0.1,
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "row_lengths": (1024,),
+    "microbatch_tokens": 2048,
+    "parallel_microbatches": 2,
+}
+"""The objective of such policies."""
 MINIWIKI_OPTIM: dict[str, Any] = {
     "name": "adamw",
     "lr": 3e-4,
@@ -26,7 +61,7 @@ MINIWIKI_OPTIM: dict[str, Any] = {
     "b2": 0.999,
     "frozen": ("^embedding$",),
 }
-"""The optimiser of cold-started policies in the built-in world (see `RUN_ARGUMENTS`)."""
+"""The optimiser of such policies."""
 RUN_ARGUMENTS: Mapping[str, Any] = {
     "size": tuple(TENSOR_PARALLEL),
     "steps": int,
@@ -133,40 +168,19 @@ def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recip
     their own objective needs. `recipe` holds the recipe's name and fields.
     """
     config.recipe = dict(recipe)
-    config.recipe.environment = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256}
-    # Empty: a turn with neither a search nor an answer ends the episode. The cold-start data have no message after such a turn.
-    config.recipe.environment.correction = ""
-    config.rollout = {
-        "rows": 64,
-        "oversubscribed_slots": 32,
-        "context": 1024,
-        "wake_threshold": 16,
-        "prefill_tokens": 256,
-        "draft_tokens": 1,
-        "top_k": 2,
-        "top_p": 0.95,
-    }
+    # No correction: a turn with neither a search nor an answer ends the episode. The cold-start data have no message after such a
+    # turn.
+    config.recipe.environment = MINIWIKI_ENVIRONMENT | {"correction": ""}
+    config.rollout = dict(MINIWIKI_ROLLOUT)
     # A third more than R-Search's 66 steps, because many groups have equal rewards and give no gradient.
     steps = 90 if args.steps is None else args.steps
-    config.train = {
+    config.train = MINIWIKI_TRAIN | {
         "steps": steps,
-        "questions": 32,
-        "samples": 4,
-        "temperature": 1.0,
         "seed": args.seed,
         "eval_every": max(1, steps // 2),
-        "eval_temperature": 0.0,
-        "average_last": 0.5,
         "permute_rewards": args.control == "permuted",
     }
-    config.objective = {
-        "kl_coef": 0.1,
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "row_lengths": (1024,),
-        "microbatch_tokens": 2048,
-        "parallel_microbatches": 2,
-    }
+    config.objective = dict(MINIWIKI_OBJECTIVE)
     config.optim = dict(MINIWIKI_OPTIM)
 
 

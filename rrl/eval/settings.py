@@ -8,7 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from rrl.config.renamed import rename_config
-from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
+from rrl.config.sections import build, fill_defaults, fill_sections, refuse_unknown_fields
 from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.eval.dataset import DatasetConfig
 from rrl.eval.judging import PROMPTS
@@ -16,11 +16,11 @@ from rrl.eval.methods import AnsweringMethod, make_answering_method
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.weights import require_folder
 from rrl.recipes.card import require_policy
-from rrl.recipes.catalogue import is_recipe, make_recipe
+from rrl.recipes.catalogue import fill_recipe_defaults, is_recipe
 from rrl.recipes.prompted.base import PromptedSettings
 from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
-from rrl.rewards.judge_settings import JudgeSettings
+from rrl.rewards.judge_settings import JudgeSettings, fill_judge_defaults
 from rrl.rollout.config import EngineConfig
 from rrl.runs.retriever import RetrieverConfig, encoder_folder
 from rrl.text.normalize import rule_named
@@ -65,13 +65,8 @@ SECTIONS: Mapping[str, type] = {
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """Add every missing field with its default to a config (see configs/eval.py), so that each can be overridden."""
     rename_config(config)
-    for name, kind in SECTIONS.items():
-        fill_defaults(config[name], kind)
-    if "judge" in config:
-        for name, kind in JUDGE_SECTIONS.items():
-            if name not in config:
-                config[name] = ConfigDict()
-            fill_defaults(config[name], kind)
+    fill_sections(config, SECTIONS)
+    fill_judge_defaults(config)
     name = config.method.name
     if name in METHODS:
         for option, value in make_prompted_method(name).option_values.items():
@@ -81,11 +76,9 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
         for field in ("temperature", "token_bytes"):  # set by the evaluation and the tokenizer
             del config.prompted[field]
     elif is_recipe(name):
-        recipe = make_recipe(name)
-        fill_defaults(config.recipe, type(recipe))
         if "environment" not in config.recipe:
             config.recipe.environment = ConfigDict()
-        fill_defaults(config.recipe.environment, type(recipe.environment))
+        fill_recipe_defaults(name, config.recipe, config.recipe.environment)
     return config
 
 

@@ -7,7 +7,10 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
+from ml_collections import ConfigDict
+
 import rrl.recipes
+from rrl.config.sections import fill_defaults
 from rrl.errors import UserError
 from rrl.recipes.base import REGISTERED, Recipe
 
@@ -87,6 +90,21 @@ def make_recipe(
         return dataclasses.replace(recipe, environment=changed)
     except UserError as error:
         raise UserError(f"recipe.{error}") from error
+
+
+def fill_recipe_defaults(name: str, fields: ConfigDict, environment: ConfigDict) -> None:
+    """Add to the config sections of a recipe and of its environment, in place, every missing field with its default.
+
+    Args:
+      name: a name in `RECIPES`, or MODULE:CLASS.
+      fields: section of the recipe.
+      environment: section of its environment.
+
+    Raises UserError for an unknown recipe.
+    """
+    recipe = make_recipe(name)
+    fill_defaults(fields, type(recipe))
+    fill_defaults(environment, type(recipe.environment))
 
 
 for _module in pkgutil.iter_modules(rrl.recipes.__path__):

@@ -1,4 +1,4 @@
-"""Makes the judge of a run from its config."""
+"""The config sections of a judge, their defaults, and the judge made from them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
-from rrl.config.sections import build
+from rrl.config.sections import build, fill_sections
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
 from rrl.models.hardware import ComputeConfig
@@ -136,6 +137,12 @@ SECTIONS: Mapping[str, type] = {
     "judge_endpoint": EndpointConfig,
 }
 """Config sections of a judge -> their dataclasses."""
+
+
+def fill_judge_defaults(config: ConfigDict) -> None:
+    """Add every missing field of a judge's sections with its default, in place, if the config has any of these sections."""
+    if any(name in config for name in SECTIONS):
+        fill_sections(config, SECTIONS)
 
 
 def judge_sections(judge: str, model: str = "", context: int = 0) -> dict[str, dict[str, Any]]:

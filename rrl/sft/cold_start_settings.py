@@ -9,16 +9,16 @@ import jax
 from ml_collections import ConfigDict
 
 from rrl.config.renamed import rename_config
-from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
+from rrl.config.sections import build, fill_sections, refuse_unknown_fields
 from rrl.errors import UserError, at_least
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.hf import folder_hash
 from rrl.recipes.base import Recipe
 from rrl.recipes.card import require_policy
-from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.catalogue import RECIPES, fill_recipe_defaults, make_recipe
 from rrl.rewards.endpoint_config import EndpointConfig
 from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
-from rrl.rewards.judge_settings import JudgeSettings
+from rrl.rewards.judge_settings import JudgeSettings, fill_judge_defaults
 from rrl.rollout.config import EngineConfig
 from rrl.runs.datasets import DataConfig, data_fingerprint
 from rrl.runs.retriever import RetrieverConfig, encoder_folder
@@ -61,14 +61,9 @@ SECTIONS = {
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """Add every missing field with its default to a config (see configs/r3rag_cold_start.py), so that each can be overridden."""
     rename_config(config)
-    judge = JUDGE_SECTIONS if any(name in config for name in JUDGE_SECTIONS) else {}
-    for name, kind in {**SECTIONS, "endpoint": EndpointConfig, **judge}.items():
-        if name not in config:
-            config[name] = ConfigDict()
-        fill_defaults(config[name], kind)
-    recipe = make_recipe(config.recipe.name)
-    fill_defaults(config.recipe, type(recipe))
-    fill_defaults(config.recipe.environment, type(recipe.environment))
+    fill_sections(config, {**SECTIONS, "endpoint": EndpointConfig})
+    fill_judge_defaults(config)
+    fill_recipe_defaults(config.recipe.name, config.recipe, config.recipe.environment)
     return config
 
 

@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from rrl.config.renamed import rename_config
-from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
+from rrl.config.sections import build, fill_defaults, fill_sections, refuse_unknown_fields
 from rrl.errors import UserError
 from rrl.files import saving, shipped
 from rrl.models.config import DecoderConfig
@@ -37,7 +37,7 @@ from rrl.models.lora import LoraConfig, add_lora
 from rrl.models.tokenizer import load_tokenizer
 from rrl.parallel.rules import shard
 from rrl.recipes.card import RecipeCard, make_card, write_card
-from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.catalogue import fill_recipe_defaults
 from rrl.retrieval.folder import size_and_hash
 from rrl.rewards.judge_card import write_judge_card
 from rrl.rl.optim import OptimConfig
@@ -79,10 +79,7 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     rename_config(config)
     fill_defaults(config.train, SFTConfig)
     fill_defaults(config.optim, OptimConfig)
-    for name, section_type in OPTIONAL_SECTIONS.items():
-        if name not in config:
-            config[name] = ConfigDict()
-        fill_defaults(config[name], section_type)
+    fill_sections(config, OPTIONAL_SECTIONS)
     if not config.init:
         fill_defaults(config.model, DecoderConfig)
     if config.stage not in RECIPE_STAGES:
@@ -93,9 +90,7 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
         fill_defaults(config.data.retriever, RetrieverConfig)
     section = config.data.demonstrations if config.stage == "demonstrations" else config.data
     fill_defaults(section, RECIPE_STAGES[config.stage])
-    recipe = make_recipe(section.recipe)
-    fill_defaults(section.recipe_options, type(recipe))
-    fill_defaults(section.environment, type(recipe.environment))
+    fill_recipe_defaults(section.recipe, section.recipe_options, section.environment)
     return config
 
 

@@ -9,17 +9,17 @@ import jax
 from ml_collections import ConfigDict
 
 from rrl.config.renamed import rename_config
-from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
+from rrl.config.sections import build, fill_sections, refuse_unknown_fields
 from rrl.errors import UserError
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.lora import LoraConfig
 from rrl.models.weights import require_folder
 from rrl.recipes.base import Recipe
 from rrl.recipes.card import require_policy
-from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.catalogue import fill_recipe_defaults, make_recipe
 from rrl.rewards.functions import RewardConfig
 from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
-from rrl.rewards.judge_settings import JudgeSettings
+from rrl.rewards.judge_settings import JudgeSettings, fill_judge_defaults
 from rrl.rl.advantages import GROUP_RELATIVE
 from rrl.rl.critic import CriticConfig
 from rrl.rl.objective import ObjectiveConfig
@@ -54,16 +54,11 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     """Add every missing field with its default to a config (see configs/rsearch_grpo.py), so that each can be overridden."""
     rename_config(config)
     add_automatic_defaults(config)
-    critic = CRITIC_SECTIONS if "critic" in config else {}
-    judge = JUDGE_SECTIONS if any(name in config for name in JUDGE_SECTIONS) else {}
-    for name in (*judge, "rewards"):
-        if name not in config:
-            config[name] = ConfigDict()
-    for name, kind in {**SECTIONS, **critic, **judge}.items():
-        fill_defaults(config[name], kind)
-    recipe = make_recipe(config.recipe.name)
-    fill_defaults(config.recipe, type(recipe))
-    fill_defaults(config.recipe.environment, type(recipe.environment))
+    fill_sections(config, SECTIONS)
+    if "critic" in config:
+        fill_sections(config, CRITIC_SECTIONS)
+    fill_judge_defaults(config)
+    fill_recipe_defaults(config.recipe.name, config.recipe, config.recipe.environment)
     return config
 
 

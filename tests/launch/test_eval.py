@@ -11,6 +11,7 @@ import time
 import pytest
 
 from rrl.eval.results import read_lines
+from tests.launching import launch
 
 ROOT = pathlib.Path(__file__).parents[2]
 FEW = ("--config.rollout.rows=8", "--config.data.worlds=1")
@@ -90,7 +91,7 @@ def test_wrong_input_ends_with_one_error_line(
     tmp_path: pathlib.Path, name: str, flags: tuple[str, ...], words: str
 ) -> None:
     out = tmp_path / "out"
-    found = run(name, *flags, f"--{'workdir' if name == 'eval' else 'out'}={out}")
+    found = launch(name, *flags, f"--{'workdir' if name == 'eval' else 'out'}={out}")
     assert found.returncode == 2, found.stderr
     assert found.stderr.count("\n") == 1 and found.stderr.startswith("error: ") and words in found.stderr
     assert not out.exists()

@@ -1,24 +1,15 @@
 """Tests of the GGUF import command: a folder and one line for a good file, one line and exit code 2 for a wrong one."""
 
-import os
 import pathlib
 import subprocess
-import sys
 
 from rrl.models.hf import load_language_model
+from tests.launching import launch
 from tests.models.tiny_gguf import write_gguf
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def import_gguf(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "launch/import_gguf.py", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    return launch("import_gguf", *flags)
 
 
 def test_a_file_becomes_a_folder_that_loads(tmp_path: pathlib.Path) -> None:

@@ -2,22 +2,14 @@
 one line and exit code 2."""
 
 import json
-import os
 import pathlib
 import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.launching import launch
 
 
 def leakage(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "launch/leakage.py", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    return launch("leakage", *flags)
 
 
 def written(file: pathlib.Path, *texts: str) -> str:

@@ -3,29 +3,21 @@ no files."""
 
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
 
 from rrl.data.questions import load_questions
 from rrl.eval.result_card import questions_fingerprint, save_card
 from tests.eval.test_result_card import CARD
+from tests.launching import launch
 
-ROOT = pathlib.Path(__file__).parents[2]
 GOLD = [{"id": name, "question": f"{name}?", "answer": name.upper()} for name in ("a", "b", "c")]
 
 
 def score(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "launch/score.py", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    return launch("score", *flags)
 
 
 def written(file: pathlib.Path, *records: object) -> str:

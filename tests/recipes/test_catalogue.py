@@ -1,12 +1,13 @@
 """Recipes by name: those of the papers, and recipes of users."""
 
 import pytest
+from ml_collections import ConfigDict
 
 from rrl.errors import UserError
 from rrl.eval.methods import make_answering_method
 from rrl.recipes.base import register
 from rrl.recipes.card import RecipeCard, make_card
-from rrl.recipes.catalogue import RECIPES, is_recipe, make_recipe, recipe_name
+from rrl.recipes.catalogue import RECIPES, fill_recipe_defaults, is_recipe, make_recipe, recipe_name
 from rrl.recipes.rsearch import RSearch
 from tests.recipes.user_recipe import Brief
 
@@ -59,3 +60,10 @@ def test_a_recipe_registers_itself_and_a_name_can_be_taken_only_once():
 
 def test_making_a_card_imports_nothing():
     assert RecipeCard("no_such_module:Brief").recipe == "no_such_module:Brief"
+
+
+def test_recipe_and_environment_get_their_own_defaults_and_keep_given_fields():
+    fields, environment = ConfigDict({"name": OWN, "bonus": 0.5}), ConfigDict({"max_searches": 2})
+    fill_recipe_defaults(OWN, fields, environment)
+    assert fields.bonus == 0.5 and environment.max_searches == 2
+    assert environment.turn_tokens == Brief().environment.turn_tokens and "turn_tokens" not in fields

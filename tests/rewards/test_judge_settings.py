@@ -4,6 +4,7 @@ import pathlib
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY
@@ -15,7 +16,7 @@ from rrl.parallel.mesh import make_mesh
 from rrl.rewards.judge import ModelJudge
 from rrl.rewards.judge_card import FILE, JudgeCard, write_judge_card
 from rrl.rewards.judge_prompts import Thinking
-from rrl.rewards.judge_settings import JudgeSettings, judge_sections
+from rrl.rewards.judge_settings import SECTIONS, JudgeSettings, fill_judge_defaults, judge_sections
 from rrl.rewards.oracle import Oracle
 from rrl.rewards.transcript import Transcript
 from tests.rollout.world import make_world
@@ -133,3 +134,11 @@ def test_a_wrong_field_is_named(values, message):
 def test_a_missing_model_folder_is_named():
     with pytest.raises(UserError, match=r"judge\.folder='nowhere'"):
         JudgeSettings.parse({"judge": {"kind": "model", "folder": "nowhere"}}).check()
+
+
+def test_a_config_with_one_section_of_a_judge_gets_all_and_one_without_gets_none():
+    config, without = ConfigDict({"judge_rollout": {"rows": 4}}), ConfigDict({"rollout": {}})
+    fill_judge_defaults(config)
+    fill_judge_defaults(without)
+    assert set(config) == set(SECTIONS) and without.to_dict() == {"rollout": {}}
+    assert (config.judge.kind, config.judge_rollout.rows) == ("oracle", 4)

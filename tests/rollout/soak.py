@@ -15,7 +15,7 @@ def soak(mesh, workers: int = 0) -> int:
     from rrl.parallel.rules import shard
     from rrl.rollout.config import EngineConfig
     from rrl.rollout.engine import Engine
-    from tests.rollout.test_engine import SCRIPTED
+    from tests.rollout.scripted import SCRIPTED
     from tests.rollout.world import make_world
 
     decoder, tokenizer, retriever, requests = make_world()

@@ -17,7 +17,7 @@ from rrl.rollout.drafts import NgramDrafts, preceding_tokens, shift_in
 from rrl.rollout.engine import Engine
 from rrl.rollout.exchange import NO_TOKEN, RECENT_TOKENS
 from rrl.rollout.protocol import SingleTurn
-from tests.rollout.test_engine import CONFIG, KEY, SCRIPTED, assert_same, size_tolerance, world  # noqa: F401
+from tests.rollout.scripted import CONFIG, KEY, SCRIPTED, assert_same
 from tests.rollout.world import greedy_groups
 
 DRAFTING = dataclasses.replace(CONFIG, draft_tokens=2)
@@ -71,7 +71,7 @@ def wrong_drafts(drafts, recent, count):
 
 
 @pytest.fixture(scope="module")
-def runs(world):  # noqa: F811
+def runs(world):
     """(trajectories, stats, stats of greedy groups) without draft tokens ("none") and with them ("some")."""
     decoder, tokenizer, retriever, requests = world
     results = {}
@@ -83,7 +83,7 @@ def runs(world):  # noqa: F811
     return results
 
 
-def test_drafts_change_no_trajectory_and_need_fewer_steps(runs, size_tolerance):  # noqa: F811
+def test_drafts_change_no_trajectory_and_need_fewer_steps(runs, size_tolerance):
     (none, _, slow), (some, _, fast) = runs.values()
     assert_same(none, some, size_tolerance)
     assert fast.row_steps < 0.9 * slow.row_steps and slow.tokens_per_step == 1 < fast.tokens_per_step
@@ -91,7 +91,7 @@ def test_drafts_change_no_trajectory_and_need_fewer_steps(runs, size_tolerance):
     assert {t.ended for t in some} == {t.ended for t in none}
 
 
-def test_wrong_drafts_change_no_bits(world, runs, monkeypatch):  # noqa: F811
+def test_wrong_drafts_change_no_bits(world, runs, monkeypatch):
     decoder, tokenizer, retriever, requests = world
     monkeypatch.setattr(NgramDrafts, "propose", wrong_drafts)
     engine = Engine(decoder, tokenizer, DRAFTING, retriever=retriever)
@@ -100,7 +100,7 @@ def test_wrong_drafts_change_no_bits(world, runs, monkeypatch):  # noqa: F811
     assert engine.stats.tokens_per_step < runs["some"][1].tokens_per_step
 
 
-def test_with_drafts_bits_do_not_depend_on_the_batch_the_slot_or_the_kind_of_loop(world, runs):  # noqa: F811
+def test_with_drafts_bits_do_not_depend_on_the_batch_the_slot_or_the_kind_of_loop(world, runs):
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, DRAFTING, retriever=retriever)
     params = nnx.state(decoder)
@@ -117,7 +117,7 @@ def test_with_drafts_bits_do_not_depend_on_the_batch_the_slot_or_the_kind_of_loo
         pytest.param({"oversubscribed_slots": 8}, marks=pytest.mark.slow),
     ],
 )
-def test_more_drafts_workers_or_slots_give_the_same_trajectories(world, runs, size_tolerance, more):  # noqa: F811
+def test_more_drafts_workers_or_slots_give_the_same_trajectories(world, runs, size_tolerance, more):
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(DRAFTING, **more), retriever=retriever)
     assert_same(runs["some"][0], engine.run(nnx.state(decoder), requests, SCRIPTED, KEY), size_tolerance)
@@ -132,7 +132,7 @@ def test_more_drafts_workers_or_slots_give_the_same_trajectories(world, runs, si
         pytest.param((4, 1, 2), marks=pytest.mark.slow),
     ],
 )
-def test_eight_devices_draft_too(world, runs, shape):  # noqa: F811
+def test_eight_devices_draft_too(world, runs, shape):
     decoder, tokenizer, retriever, requests = world
     mesh = make_mesh(*shape)
     config = dataclasses.replace(DRAFTING, oversubscribed_slots=8)
@@ -142,7 +142,7 @@ def test_eight_devices_draft_too(world, runs, shape):  # noqa: F811
 
 
 @pytest.mark.parametrize("context", [192, pytest.param(56, marks=pytest.mark.slow)])
-def test_correct_drafts_beyond_the_end_of_a_turn_are_dropped(world, context):  # noqa: F811
+def test_correct_drafts_beyond_the_end_of_a_turn_are_dropped(world, context):
     """The turn ends at its token limit, an end-of-sequence token, or the end of the context."""
     decoder, tokenizer, _, requests = world
     # Greedy samples of four questions: the drafts of a sample come from the samples before it, and are correct.
@@ -159,7 +159,7 @@ def test_correct_drafts_beyond_the_end_of_a_turn_are_dropped(world, context):  #
     assert {t.ended for t in results[1]} == ({"length"} if context == 192 else {"length", "context_limit"})
 
 
-def test_drafts_are_disabled_if_they_change_bits(world, monkeypatch, caplog):  # noqa: F811
+def test_drafts_are_disabled_if_they_change_bits(world, monkeypatch, caplog):
     decoder, tokenizer, _, requests = world
     config = dataclasses.replace(DRAFTING, rows=8, workers=1)
     engines = [Engine(decoder, tokenizer, config) for _ in range(2)]
@@ -183,7 +183,7 @@ def test_drafts_are_disabled_if_they_change_bits(world, monkeypatch, caplog):  #
     assert any("steps of 8 rows;" in line for line in caplog.messages)
 
 
-def test_a_step_of_fewer_rows_drafts_more_per_row(world, monkeypatch):  # noqa: F811
+def test_a_step_of_fewer_rows_drafts_more_per_row(world, monkeypatch):
     """All steps compute the same number of tokens."""
     decoder, tokenizer, *_ = world
     shapes, extend = set(), Decoder.extend

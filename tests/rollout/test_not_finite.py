@@ -16,7 +16,7 @@ from rrl.parallel.rules import shard
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
 from rrl.rollout.workflow import Completion, Generate
-from tests.rollout.test_engine import CONFIG, KEY, SCRIPTED, TEMPERATURES, assert_same
+from tests.rollout.scripted import CONFIG, KEY, SCRIPTED, TEMPERATURES, assert_same
 from tests.rollout.world import make_world
 
 

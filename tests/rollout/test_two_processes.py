@@ -7,7 +7,7 @@ from flax import nnx
 
 from rrl.rollout.engine import Engine
 from rrl.rollout.workflow import Completion
-from tests.rollout.test_engine import CONFIG, KEY, SCRIPTED
+from tests.rollout.scripted import CONFIG, KEY, SCRIPTED
 from tests.rollout.test_workflow import hops
 from tests.rollout.world import greedy_groups, make_world
 from tests.two_processes import ROOT, run_twice

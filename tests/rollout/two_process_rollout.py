@@ -18,7 +18,7 @@ if __name__ == "__main__":
     from rrl.parallel.rules import shard
     from rrl.rollout.engine import Engine
     from rrl.rollout.workflow import Completion, Generate, PromptTooLong
-    from tests.rollout.test_engine import CONFIG, KEY, SCRIPTED, Scripted
+    from tests.rollout.scripted import CONFIG, KEY, SCRIPTED, Scripted
     from tests.rollout.test_workflow import hops
     from tests.rollout.world import greedy_groups, make_world
 

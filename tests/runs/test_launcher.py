@@ -10,6 +10,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from rrl.runs.launcher import default_workdir, load_config
+from tests.launching import launch
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -47,13 +48,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 )
 def test_wrong_input_prints_one_line_and_exits_with_code_2(tmp_path, flags, words):
     work = [] if any("workdir" in flag for flag in flags) else [f"--workdir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [sys.executable, "launch/sft.py", *work, *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = launch("sft", *work, *flags)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr and all(word in done.stderr for word in words), done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done.stderr
@@ -125,13 +120,7 @@ def test_a_long_argument_gives_a_folder_name_that_the_file_system_accepts(tmp_pa
     ],
 )
 def test_fields_can_be_overridden_and_their_values_are_checked(tmp_path, launcher, flags, message):
-    done = subprocess.run(
-        [sys.executable, f"launch/{launcher}.py", f"--workdir={tmp_path / 'run'}", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = launch(launcher, f"--workdir={tmp_path / 'run'}", *flags)
     assert done.returncode == 2 and f"error: {message}" in done.stderr, done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -145,13 +134,7 @@ def test_fields_can_be_overridden_and_their_values_are_checked(tmp_path, launche
     ],
 )
 def test_an_impossible_export_prints_one_line_and_writes_nothing(tmp_path, flags, message):
-    done = subprocess.run(
-        [sys.executable, "launch/export.py", f"--out={tmp_path / 'deep' / 'out'}", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = launch("export", f"--out={tmp_path / 'deep' / 'out'}", *flags)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done.stderr
     assert not list(tmp_path.iterdir())

@@ -1,110 +1,22 @@
 """Cold start by rejection sampling, end to end with a scripted teacher, and training on its pairs."""
 
-import collections
-import contextlib
-import http.server
 import json
 import os
-import re
 import shutil
 import signal
-import threading
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from rrl.errors import UserError
 from rrl.files import SaveError, exclusive_lock
-from rrl.miniwiki import KINDS, generate, mixed_questions
-from rrl.miniwiki.experts import demonstrate
-from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.card import read_card
-from rrl.recipes.r3rag import R3Rag
-from rrl.recipes.r3rag_steps import R3RagEnvironment, Step
-from rrl.rewards.chat_requests import request_body
-from rrl.rewards.endpoint_config import EndpointConfig
-from rrl.rollout.protocol import Append
 from rrl.runs.workdir import refuse_other_config
 from rrl.sft import cold_start, stages
-from rrl.sft.cold_start_pairs import ColdStartReport, select_pairs
+from rrl.sft.cold_start_pairs import ColdStartReport
 from rrl.sft.cold_start_settings import ColdStartSettings
-from rrl.sft.demonstrations import demonstration_examples
-from rrl.sft.pairs import PairsConfig, load_pairs
-from rrl.sft.teacher import EndpointTeacher
-from rrl.text.chat import chat_ids
 from rrl.train import experiment
-from tests.train import made
+from tests.sft.cold_start_runs import config, write_pairs
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start
-
-
-def config(arg="", name="r3rag_cold_start"):
-    return made.config(name, arg)
-
-
-class ScriptedService:
-    """A service that answers like the scripted expert, except at some temperatures.
-
-    At temperature 0.4 the final answer is wrong, at 0.7 the second step is malformed, and at 1.0 it searches without end.
-    `before` is called with each request.
-    """
-
-    def __init__(self, items):
-        self.plans = {item.question.text: item for item in items}
-        self.asked = collections.Counter()
-        self.before = lambda text: None
-        self.cut = lambda said: False
-        self.refused = lambda body: False
-
-    def answer(self, body):
-        text = body["messages"][-1]["content"]
-        if body["model"] == "j":
-            return "Hm."
-        (question,) = re.findall(r"Current Input: The question: (.*?)(?:\. The Previous Steps:|\n)", text)
-        self.asked[question] += 1
-        self.before(text)
-        item, number = self.plans[question], text.count("The retrieval documents:") + 1
-        hops, temperature = item.plan.hops, body["temperature"]
-        if temperature == 0.7 and number == 2:
-            return "I give up."
-        if number <= len(hops) or temperature == 1.0:
-            return Step("Go on.", query=hops[min(number, len(hops)) - 1].query).to_text(number)
-        answer = "Nobody" if temperature == 0.4 else item.question.answers[0]
-        return Step("That is it.", answer=answer).to_text(number)
-
-
-@pytest.fixture
-def service():
-    found = ScriptedService(mixed_questions(generate("train", 0, 200, 1), 2, KINDS, 0))
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if found.refused(body):
-                self.send_error(400, "too long")
-                return
-            try:
-                said = found.answer(body)
-            except ConnectionError:
-                self.close_connection = True
-                return
-            choice = {"message": {"content": said}, "finish_reason": "length" if found.cut(said) else "stop"}
-            data = json.dumps({"choices": [choice]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                self.wfile.write(data)
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    found.url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield found
-    server.shutdown()
-    server.server_close()
 
 
 def settings(service, cache, more="", **sampling):
@@ -278,204 +190,12 @@ def test_blocks_without_a_config_are_refused(service, tmp_path):
         cold_start.run(made, tmp_path / "run")
 
 
-def test_a_repeated_temperature_uses_another_seed():
-    endpoint = EndpointConfig(url="http://127.0.0.1:1", model="m")
-    service = EndpointTeacher(endpoint, R3Rag(), None, 2, (0.5, 1.0, 0.5))
-    assert [(e.config.temperature, e.config.seed) for e in service.endpoints] == [
-        (0.5, None),
-        (1.0, None),
-        (0.5, 1),
-    ]
-    bodies = [request_body(e.config, "x") for e in service.endpoints]
-    assert "seed" not in bodies[0] and bodies[2]["seed"] == 1
-
-
-def test_different_seeds_never_send_the_same_request():
-    endpoint, temperatures = EndpointConfig(url="http://127.0.0.1:1", model="m"), (0.7, 0.7, 1.0)
-    made = [EndpointTeacher(endpoint, R3Rag(), None, 2, temperatures, seed).endpoints for seed in range(4)]
-    asked = [(e.config.temperature, e.config.seed) for endpoints in made for e in endpoints]
-    assert len(set(asked)) == len(asked)
-
-
 def test_the_limit_per_question_may_change_after_sampling(service, tmp_path):
     first = cold_start.run(settings(service, tmp_path / "cache", keep=1), tmp_path / "run")
     blocks = [file.read_bytes() for file in sorted((tmp_path / "run" / "blocks").iterdir())]
     again = cold_start.run(settings(service, tmp_path / "cache", keep=0), tmp_path / "run")
     assert first.kept <= again.kept and first.trajectories == again.trajectories
     assert blocks == [file.read_bytes() for file in sorted((tmp_path / "run" / "blocks").iterdir())]
-
-
-def test_a_protocol_that_appends_to_a_context_is_refused_for_a_service(service, tmp_path):
-    class Growing:
-        """A recipe with the prompt of Figure 6 and an environment that appends."""
-
-        prompt = R3Rag(environment=R3RagEnvironment(opening="paper")).prompt
-        environment = SimpleNamespace(step=lambda episode, text, stop: Append("more"))
-
-    (item, *_) = service.plans.values()
-    endpoint = EndpointConfig(url=service.url, model="m", cache=str(tmp_path))
-    with pytest.raises(UserError, match="cannot continue after Append"):
-        EndpointTeacher(endpoint, Growing(), None, 2, (0.1,)).sample([item.question], 0)
-
-
-def record(number, *outputs, fault="", temperature=0.1):
-    pairs = [] if fault else [[f"in {i}", text] for i, text in enumerate(outputs)]
-    fields = {"temperature": temperature, "fault": fault, "unread": 0}
-    return {"number": number, "id": f"q{number}", "pairs": pairs, **fields}
-
-
-def test_the_first_distinct_trajectories_of_a_question_are_selected():
-    records = [
-        record(0, "a", "b"),
-        record(0, "a ", " b"),
-        record(0, "c"),
-        record(1, fault="incorrect"),
-        record(1, "a", "b", temperature=1.0),
-    ]
-    pairs, report = select_pairs(records, 1, 2)
-    assert [(p["id"], p["step"], p["output"]) for p in pairs] == [
-        ("q0", 1, "a"),
-        ("q0", 2, "b"),
-        ("q1", 1, "a"),
-        ("q1", 2, "b"),
-    ]
-    assert report.fell == {"duplicate": 1, "more than sampling.keep of its question": 1, "incorrect": 1}
-    assert (report.kept, report.answered, report.pairs) == (2, 2, 4)
-    _, both = select_pairs(records, 0, 2)
-    assert both.kept == 3 and both.fell == {"duplicate": 1, "incorrect": 1}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda c: c.update({"model": ""}), "give exactly one of them as the teacher"),
-        (
-            lambda c: c.endpoint.update({"url": "http://x", "model": "m"}),
-            "give exactly one of them as the teacher",
-        ),
-        (lambda c: c.recipe.update({"judge_answers": True}), "give the section judge"),
-        (lambda c: c.sampling.update({"temperatures": ()}), "sampling.temperatures"),
-        (lambda c: c.data.update({"path": "nowhere"}), "data='nowhere' is not a folder"),
-        (lambda c: c.retriever.update({"encoder": "nowhere"}), "retriever.encoder"),
-        (lambda c: c.sampling.update({"block": 0}), "sampling.block=0 must be at least 1"),
-        (lambda c: c.endpoint.update({"temperature": 0.5}), "set sampling.temperatures"),
-        (lambda c: c.endpoint.update({"seed": 3}), "set sampling.seed"),
-        (
-            lambda c: (
-                c.update({"model": ""}),
-                c.endpoint.update({"url": "http://x", "model": "m"}),
-                c.rollout.update({"top_p": 0.5}),
-            ),
-            "rollout.top_p=0.5 is not sent to a service",
-        ),
-    ],
-)
-def test_a_wrong_config_is_refused(change, message):
-    made = config("model=assets/miniwiki-policy")
-    change(made)
-    with pytest.raises(UserError, match=re.escape(message)):
-        ColdStartSettings.from_config(made)
-
-
-@pytest.mark.parametrize("arg", ["model=FOLDER,model_name=m", "judge=oracle,judge_model=m", "judge_model=m"])
-def test_a_model_name_without_a_service_is_refused(arg):
-    with pytest.raises(UserError, match="='m' names a service's model, but"):
-        config(arg)
-
-
-def test_the_teacher_gets_the_paper_prompt_and_the_limits_of_the_trained_policy():
-    assert config("model=assets/miniwiki-policy").recipe.environment.opening == "paper"
-    served = config(
-        "model=http://127.0.0.1:1/v1,model_name=m,data=FOLDER,judge=http://127.0.0.1:2/v1,judge_model=j"
-    )
-    assert served.endpoint.url and not served.model and served.recipe.judge_answers
-    assert served.rollout.top_k == 5 and served.recipe.environment.document_characters == 0
-    assert served.judge.kind == "endpoint"
-    environment = served.recipe.environment
-    assert environment.max_steps == 5  # SPEC 2: "At most 5 steps in training and evaluation"
-    trained = config("size=7b,data=FOLDER,policy=FOLDER,encoder=FOLDER", "r3rag_ppo")
-    assert (
-        environment.turn_tokens == trained.recipe.environment.turn_tokens
-    )  # R3-RAG's training counts a longer step as malformed
-
-
-# -- training on pairs (3.2.2) ------------------------------------------------------------------------------------------
-
-
-def write_pairs(path, questions=6):
-    rows = [
-        {"id": f"q{q}", "step": s, "input": f"The question: {q}?{s}", "output": f"Step {s}:\nsaid {q}"}
-        for q in range(questions)
-        for s in (1, 2)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
-
-
-def test_the_loss_is_on_outputs_only_and_training_shares_no_question_with_held_out(tmp_path):
-    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    rows = write_pairs(tmp_path / "pairs.jsonl")
-    train, held_out = load_pairs(PairsConfig(path=str(tmp_path / "pairs.jsonl"), held_out=2), tokenizer, 500)
-    assert (len(train), len(held_out)) == (8, 4)
-    for example, row in zip([*train, *held_out], rows, strict=True):
-        prompt = chat_ids(tokenizer, row["input"])
-        np.testing.assert_array_equal(example.tokens[: len(prompt)], prompt)
-        assert not example.loss_mask[: len(prompt)].any() and example.loss_mask[len(prompt) :].all()
-        targets = example.tokens[example.loss_mask]
-        assert tokenizer.decode(targets[:-1]) == row["output"] and targets[-1] == tokenizer.eos_token_id
-
-
-def test_pairs_are_tokenised_like_demonstrations(tmp_path):
-    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    wiki = generate("train", 0, 200)
-    items = wiki.questions("two_hop", 2, 0)
-    recipe = R3Rag()
-
-    class Retriever:
-        needs_embeddings = False
-
-        def search(self, queries, k, vectors):
-            hit = type("Hit", (), {"passage": wiki.passages[0]})
-            return [[hit] for _ in queries]
-
-    demonstrated = demonstration_examples(recipe, tokenizer, items, Retriever(), 1)
-    rows = []
-    for item in items:
-        prompts = [recipe.prompt(item.question)]
-        for segment in demonstrate(recipe, item, lambda query: [wiki.passages[0]]):
-            if isinstance(segment, str):
-                rows.append({"id": item.question.id, "input": prompts[-1], "output": segment})
-            else:
-                prompts.append(segment.prompt)
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train, held_out = load_pairs(PairsConfig(path=str(tmp_path / "p.jsonl"), held_out=1), tokenizer, 1000)
-    for one, other in zip([*train, *held_out], demonstrated, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
-
-
-def test_long_pairs_are_dropped_and_a_file_with_too_few_pairs_is_refused(tmp_path, capsys):
-    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    path = tmp_path / "pairs.jsonl"
-    write_pairs(path)
-    with path.open("a") as stream:
-        stream.write(json.dumps({"id": "q0", "input": "long " * 300, "output": "x"}) + "\n")
-    train, _ = load_pairs(PairsConfig(path=str(path), held_out=1), tokenizer, 300)
-    assert len(train) == 10 and "1 longer than 300 tokens" in capsys.readouterr().err
-    with pytest.raises(UserError, match="leave 0 pairs to train on"):
-        load_pairs(PairsConfig(path=str(path), held_out=6), tokenizer, 300)
-    path.write_text('{"input": "a"}\n')
-    with pytest.raises(UserError, match="line 1: output: missing"):
-        load_pairs(PairsConfig(path=str(path)), tokenizer, 300)
-    with pytest.raises(UserError, match="is not a file; give the pairs"):
-        PairsConfig(path=str(tmp_path / "none"))
-
-
-def test_training_on_pairs_uses_the_settings_of_the_paper():
-    # SPEC.md 2: lr 1e-5 / 7e-6, batch 8 / 16, at most 4,096 tokens (appendix C: Llama, Qwen)
-    qwen, llama = config("size=7b", "r3rag_sft"), config("size=8b", "r3rag_sft")
-    assert (qwen.optim.lr, qwen.train.rows, qwen.train.row_length) == (7e-6, 16, 4096)
-    assert (llama.optim.lr, llama.train.rows, llama.train.row_length) == (1e-5, 8, 4096)
 
 
 @pytest.mark.slow

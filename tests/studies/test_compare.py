@@ -1,10 +1,8 @@
 """Tests of comparisons: the commands of each arm, and the table of their results."""
 
 import json
-import os
 import pathlib
 import subprocess
-import sys
 import types
 
 import pytest
@@ -15,8 +13,7 @@ from rrl.stopping import RunStopped
 from rrl.studies.arm_comparison.arms import ArmRun, arm_runs, commands
 from rrl.studies.arm_comparison.compare import compare, wait_for
 from rrl.studies.arm_comparison.measurements import table_rows
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.launching import launch
 
 
 def finish(arm_run, before, after, minutes):
@@ -320,13 +317,7 @@ def test_the_provenance_of_the_supervised_arm_includes_its_config_but_not_its_mi
 def test_a_failure_ends_with_one_error_line_and_its_exit_code(tmp_path, flags, code, words):
     (tmp_path / "broken.py").write_text("import ml_collections\n\n\ndef get_config(arg):\n    return 1 / 0\n")
     flags = [flag.format(broken=tmp_path / "broken.py") for flag in flags]
-    done = subprocess.run(
-        [sys.executable, "launch/compare.py", f"--out={tmp_path / 'out'}", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = launch("compare", f"--out={tmp_path / 'out'}", *flags)
     assert done.returncode == code, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and words in errors[0], done.stderr

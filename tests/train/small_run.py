@@ -76,7 +76,7 @@ def run(
 CONFIG = RLConfig(
     steps=STEPS,
     optim=OptimConfig(lr=1e-2, total_steps=STEPS),
-    objective=ObjectiveConfig(kl_coef=0.01, row_lengths=(64, 128), microbatch_tokens=512),
+    objective=ObjectiveConfig(kl_coef=0.01, row_lengths=(128,), microbatch_tokens=512),
     questions=4,
     samples=3,
     eval_every=2,
