@@ -21,7 +21,8 @@ from rrl.models.attention import Window
 from rrl.models.attention_backends import AttentionBackend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu.layers import LANES, can_compute, cpu_layers
+from rrl.models.cpu.layers import LANES, MATRICES, can_compute, cpu_layers
+from rrl.models.cpu.packed import PackedMatrix, pack
 from rrl.models.families import Activation
 from rrl.models.products import matmul_2d, mean_square, sum_products
 from rrl.models.rope import rotate, rotation, rotation_by_layer
@@ -41,6 +42,8 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 Hidden = Float[Array, "B T D"]
+TABLE = "table"
+"""Name of the unembedding table in `Decoder.packed`."""
 Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
 ]
@@ -167,6 +170,9 @@ class Decoder(nnx.Module):
     transposed_embedding: Float[Array, "D V"] | None = None
     """A transposed copy of tied embeddings, so that `unembed` needs no transpose. Generation on a CPU sets it before its loop
     over tokens. It must be set again after each update of the weights."""
+    packed: dict[str, PackedMatrix] | None = None
+    """Packed copies of the layers' matrices, by name, and of the unembedding TABLE if its vocabulary is a multiple of LANES. The
+    CPU kernels use them instead of the parameters. See `pack`."""
 
     def __init__(
         self,
@@ -317,6 +323,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Hidden, KVCache]:
         """Returns the output of the last layer, which is meaningless without `last_layer_attends`, and the cache."""
         weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self.layers))}
+        weights |= self.packed or {}
         x, (k, v) = cpu_layers(
             self._embed(tokens),
             rotation(self.config, positions),
@@ -325,8 +332,8 @@ class Decoder(nnx.Module):
             cache.v,
             positions,
             rows,
+            config=self.config,
             slots=cache.slots,
-            eps=self.config.rms_eps,
             last_layer_attends=last_layer_attends,
             threads=cache.threads,
         )
@@ -385,14 +392,34 @@ class Decoder(nnx.Module):
             logits += self.lora_scale * (narrow @ getattr(self, "head" + LORA_B)[...].astype(hidden.dtype))
         return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
 
-    def sampling_table(self, cache: KVCache) -> Float[Array, "D V"] | None:
+    def pack(self, name: str, threads: int = 1) -> None:
+        """Sets `packed` in a format (`rrl.models.cpu.packed.FORMATS`). Call it again after each update of the weights.
+
+        Call `can_compute` first. The decoder must have no adapters. `threads` is the maximum number of threads.
+        """
+        packed = {
+            matrix: pack(
+                getattr(self.layers, matrix)[...], name, inner_axes=2 if matrix == "o" else 1, threads=threads
+            )
+            for matrix in MATRICES
+        }
+        if self.config.vocab_size % LANES == 0:
+            tied = self.config.tie_embeddings
+            table = (self.embedding if tied else self.head)[...][None]
+            packed[TABLE] = pack(table, name, transposed=tied, threads=threads)
+        self.packed = nnx.data(packed)
+
+    def sampling_table(self, cache: KVCache) -> Float[Array, "D V"] | PackedMatrix | None:
         """The unembedding table for `rrl.models.cpu.layers.cpu_draw`.
 
-        None if the CPU kernel cannot sample for this model, or if embeddings are tied and `transposed_embedding` is not set.
+        None if the CPU kernel cannot sample for this model, or if embeddings are tied and neither `packed` nor
+        `transposed_embedding` is set.
         """
         has_adapters, aligned = hasattr(self, "head" + LORA_A), self.config.vocab_size % LANES == 0
         if has_adapters or not aligned or not self._uses_cpu_kernel(cache):
             return None
+        if self.packed is not None:
+            return self.packed[TABLE]
         return self.transposed_embedding if self.config.tie_embeddings else self.head[...].astype(jnp.float32)
 
     @property

@@ -22,7 +22,8 @@ from rrl.errors import UserError
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu.layers import can_attend, can_compute, supports
-from rrl.models.decoder import Decoder, cast_params
+from rrl.models.cpu.packed import supports_format
+from rrl.models.decoder import TABLE, Decoder, cast_params
 from rrl.models.lora import merge_lora
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.runtime import available_cores
@@ -274,8 +275,13 @@ class RolloutPrograms:
             dtype,
             slots_last=self.on_cpu,
             cpu_kernel=self.uses_cpu_attention(dtype),
-            threads=available_cores() if self.single_cpu and self.workers == 1 else 1,
+            threads=self.threads,
         )
+
+    @property
+    def threads(self) -> int:
+        """Maximum number of threads of a CPU kernel."""
+        return available_cores() if self.single_cpu and self.workers == 1 else 1
 
     def uses_cpu_attention(self, dtype: DTypeLike) -> bool:
         """Return whether the CPU kernel (`rrl.models.cpu.layers`) reads the cache."""
@@ -289,15 +295,43 @@ class RolloutPrograms:
     def model(self, params: PyTree) -> Decoder:
         """Return the decoder with these parameters, prepared for generation. Call it before the program's loop.
 
-        If the CPU kernel computes the layers (`uses_cpu_layers`), LoRA adapters are added to the weights. On one CPU, a tied
-        embedding table is transposed. Both happen once, not at each token. Each worker holds its own copies.
+        If the CPU kernel computes the layers (`uses_cpu_layers`), LoRA adapters are added to the weights, and large weights are
+        packed. On one CPU, a tied embedding table is transposed, if it is not packed. This happens once, not at each token. Each
+        worker holds its own copies.
         """
         model = nnx.merge(self.graph, params)
         if self.uses_cpu_layers(model.dtype):
             model = merge_lora(model)
-        if self.single_cpu and model.config.tie_embeddings:
+        if name := self.packed_format(model.dtype):
+            model.pack(name, self.threads)
+        if self.single_cpu and model.config.tie_embeddings and TABLE not in (model.packed or {}):
             model.transposed_embedding = model.embedding[...].T
         return model
+
+    def packed_format(self, dtype: DTypeLike) -> str | None:
+        """Return the format in which the CPU kernel gets the matrices (`EngineConfig.weights`); None: they are not packed.
+
+        Raises:
+          UserError: this device, model or processor does not support `EngineConfig.weights`.
+        """
+        name = self.config.weights
+        if not self.uses_cpu_layers(dtype):
+            if name not in ("auto", str(jnp.dtype(dtype))):
+                raise UserError(
+                    f"rollout.weights={name} needs the CPU kernels, which this device, mesh, model or compute.dtype does "
+                    "not use; set rollout.weights=auto"
+                )
+            return None
+        if name in ("auto", "float32") and not self.weights_dominate:
+            return None
+        if name == "auto":
+            return "bfloat16" if supports_format("bfloat16") else "float32"
+        if not supports_format(name):
+            needed = {"bfloat16": "AVX512_BF16", "int8": "AVX512_VNNI"}[name]
+            raise UserError(
+                f"rollout.weights={name} needs a processor with {needed}; set rollout.weights=auto"
+            )
+        return name
 
     def sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
         """Return the inputs of sampling."""

@@ -49,6 +49,7 @@ def cache_key(programs: RolloutPrograms, params: PyTree) -> str:
         shapes,
         programs.uses_cpu_layers(dtype),
         programs.uses_cpu_attention(dtype),
+        programs.packed_format(dtype),
     )
     engine = (
         config,
