@@ -24,8 +24,8 @@ def paired_test(
     """Compare `run` with `first` on the same questions by a metric of answers or of retrieval.
 
     Returns None if the questions differ, if one run lacks the metric, or if `run` is `first`; for a metric of retrieval also if
-    the gold passages differ or no question has a value in both runs. Raises UserError if the runs list their questions in
-    different orders.
+    the gold passages differ, if they are recognised in different ways (by ids or titles), or if no question has a value in both
+    runs. Raises UserError if the runs list their questions in different orders.
     """
     first_values, second_values = (
         {**each.metrics, **each.retrieval_metrics}.get(metric) for each in (first, run)

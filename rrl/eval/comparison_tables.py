@@ -35,7 +35,8 @@ RETRIEVAL = (
     "mrr_by_answer",
 )
 """Metrics of retrieval that tables show (see `rrl.retrieval.gold`). "passages" is the mean number
-of retrieved passages. "eta_re" is R2AG's efficiency (Table A.6). "..._by_answer" counts passages that contain a gold answer."""
+of retrieved passages. "eta_re" is R2AG's efficiency (Table A.6). "..._by_answer" treats the first
+passage that contains a gold answer as the gold passage."""
 
 Table = list[tuple[str, ...]]
 """The rows of a table in a report; the first is its head."""
@@ -147,7 +148,7 @@ def as_markdown(runs: Sequence[EvaluationRun], rows: Sequence[Mapping[str, Any]]
     first, *others = tables(runs, rows)
     lines += ["", "Percent, with intervals over questions.", "", *_markdown(first)]
     if notes := comparability_notes(runs):
-        lines += ["", "\\* not directly comparable with the first row:", ""]
+        lines += ["", "\\* not directly comparable with the first row, or with failures:", ""]
         lines += [f"- {note}" for note in notes]
     for table in others:
         lines += ["", *_markdown(table)]

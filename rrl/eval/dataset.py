@@ -145,7 +145,8 @@ def with_retriever(
 ) -> Dataset:
     """Return the dataset with a retriever over its corpus, if it has a corpus.
 
-    `seconds` is the time limit of a search. `workdir` stores a large index (see `rrl.runs.retriever.load_retriever`).
+    `seconds` is the time limit of a search on a search service, and unused for other indexes. `workdir` stores a large index
+    (see `rrl.runs.retriever.load_retriever`).
     """
     if not dataset.corpus:
         return dataset

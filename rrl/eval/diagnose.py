@@ -49,7 +49,7 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
 
     Args:
       trajectories: `answer`, `segments`, `searches` and the question are read.
-      judge: judges sufficiency after each search, for all trajectories in one call.
+      judge: called twice, for all trajectories at once: on sufficiency after 0, 1, ..., n searches, and on the kinds of error.
       answer: the tag of answers; their text is left out of the judged transcript.
 
     Returns the diagnoses, in the order of the trajectories.

@@ -71,7 +71,7 @@ def match_predictions(
 ) -> list[Prediction | None]:
     """Return the prediction for each question.
 
-    Predictions for questions with the same text are assigned to them in order.
+    When matching by text, predictions for questions with the same text are assigned to them in order.
 
     Args:
       predictions: of one file; their ids, if they have any, are unique.
@@ -82,9 +82,11 @@ def match_predictions(
       by: match by "id", or by the text of the "question". Predictions without ids are always matched by text.
 
     Raises UserError, with the line, for an id or text that is not among the questions, for a text that occurs more often in the
-    predictions than in the questions, and for a missing prediction unless `missing` is "wrong".
+    predictions than in the questions, for an id whose prediction has the text of another question, and for a missing prediction
+    unless `missing` is "wrong". Raises UserError if more than half of the predictions that are matched by id have another text
+    than their question.
     """
-    by_id = by == "id" and predictions[0].id is not None
+    by_id = by == "id" and all(prediction.id is not None for prediction in predictions)
     question_keys: Sequence[Any]
     prediction_keys: Sequence[Any]
     if by_id:

@@ -52,7 +52,7 @@ def drop_partial_line(path: Path) -> None:
 def _ids(path: Path, allowed: set[str]) -> set[str]:
     """Return the ids in a file. Raises UserError, which names the line, for an id that is missing, repeated or not `allowed`."""
     first: dict[str, int] = {}
-    remedy = "remove that line, and its question is answered again"
+    remedy = "remove that line, and its question is answered or judged again"
     for number, record in read_json_lines(path, remedy):
         if "id" not in record:
             raise UserError(f"{path}, line {number}: the record has no id; {remedy}")

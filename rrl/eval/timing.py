@@ -53,7 +53,8 @@ def seconds_per_question(workdir: Path, verdicts_name: str = "") -> dict[str, fl
 
     The engine answers many questions at a time, so this is not the time that one question takes.
 
-    "answer" is the whole rollout. "search" adds up the searches, which run in parallel with the rollout and with each other.
+    "answer" is the whole rollout. "search" is the sum of the durations of all searches, which run in parallel with the rollout
+    and with each other; with several schedulers (one per data shard) it is the largest of their sums.
     "read" is the reader model (R2AG's generator). "judge" is the judge whose file of verdicts is `verdicts_name`.
     """
     lines = read_timing(workdir)

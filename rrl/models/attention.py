@@ -26,11 +26,11 @@ them. Smaller blocks save more and fit in the CPU's cache; more blocks take long
 )
 @dataclasses.dataclass(frozen=True)
 class ReadGroups:
-    """G groups of entries that read the cache together. An entry is one sequence of a step's batch."""
+    """Groups of E entries that read the cache together. An entry is the new tokens of one sequence, or a chunk of them."""
 
-    order: Int[Array, "G P/G"] | None
+    order: Int[Array, "groups E"] | None
     """Indices of each group's entries. None: all P entries form one group in the order of the batch."""
-    needed: Int[Array, "G P/G"]
+    needed: Int[Array, "groups E"]
     """Number of blocks that each of them reads, in descending order; without `order` the largest number, [1, 1]."""
     batch_sizes: tuple[int, ...] = ()
     """Allowed numbers of entries that read a block together, in descending order. Each is the batch size of a matrix product."""
@@ -190,7 +190,7 @@ def cache_attention(
         keys_values: keys and values of all layers; with `slots_last` the keys are [L, blocks, R, K, H, slot].
         layer: which layer to read.
         positions: position of each query.
-        rows: cache row of each of the P entries, the sequences of the batch; None: entry p reads row p.
+        rows: cache row of each of the P entries (`ReadGroups`); None: entry p reads row p.
         groups: from `KVCache.read_groups`.
         slots_last: layout of the keys.
         window: number of slots that a query of this layer attends to at most, its own included. Blocks before the windows of
@@ -200,7 +200,7 @@ def cache_attention(
     kv_heads = keys_values[1].shape[3]
     grouped = jnp.swapaxes(q.reshape(-1, time, kv_heads, heads // kv_heads, width), 1, 2)
 
-    def attend_group(entries: Array | None, needed: Array) -> Float[Array, "P/G K T G H"]:
+    def attend_group(entries: Array | None, needed: Array) -> Float[Array, "E K T G H"]:
         batch_sizes: tuple[int, ...]
         if entries is None:
             queries, batch_sizes = _GroupQueries(grouped, positions, rows), (len(q),)

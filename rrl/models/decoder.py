@@ -1,7 +1,8 @@
 """The decoder: one Flax NNX module for Qwen2, Qwen3, Llama and Gemma 3. Read `Decoder` first.
 
 Training (`Decoder.__call__`) takes a packed batch. Generation (`extend`, `prefill`) reads and writes a KVCache. Both share
-one `Layer` and scan over the layers, stacked on a leading axis L, so that compile time does not grow with L.
+one `Layer` and loop over the layers, stacked on a leading axis L, so that compile time does not grow with L. On a CPU,
+generation can compute all layers in C++ kernels instead (`rrl.models.cpu.layers`).
 """
 
 import dataclasses
@@ -163,8 +164,8 @@ class Decoder(nnx.Module):
         param_dtype: of the stored parameters.
         attention: kernel for packed batches (`rrl.models.attention_backends`). Generation reads its cache in XLA or, on a
             CPU, in `rrl.models.cpu.layers`.
-        remat: what the backward pass keeps of each layer: "none" keeps everything, "dots" keeps the matrix products, "full"
-            keeps only the layer's input. The rest is recomputed.
+        remat: what is kept of each layer for the backward pass: "none" keeps everything except attention weights, "dots"
+            keeps the products with weight matrices, "full" keeps only the layer's input. The rest is recomputed.
     """
 
     transposed_embedding: Float[Array, "D V"] | None = None
@@ -260,7 +261,7 @@ class Decoder(nnx.Module):
             positions: slot and RoPE position of each token; tokens at positions >= `cache.slots` are padding and are
                 not stored.
             cache: holds keys and values of the past.
-            rows: cache row of each entry (sequence); None: entry p is row p, and P is `cache.rows`. Two entries may be
+            rows: cache row of each entry; None: entry p is row p, and P is `cache.rows`. Two entries may be
                 consecutive chunks of the same row. The second chunk then attends to the first one too.
             attention_batches: allowed numbers of entries that read a cache block together, in descending order
                 (`rrl.models.attention.cache_attention`). On a CPU, `rrl.rollout.cpu.shape_probe` finds numbers that give bitwise

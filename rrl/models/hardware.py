@@ -49,20 +49,21 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
-    """Dtypes, attention kernel and rematerialisation of the policy."""
+    """Dtypes, attention kernel and rematerialisation of a run's models."""
 
     dtype: str = "float32"
-    """Dtype of the computation and of the key-value cache: float32, bfloat16 or auto. Norms, softmax, log-probabilities and
-    losses are always float32. auto: bfloat16 on GPUs and TPUs; float32 on a CPU, whose compiled layers
-    (`rrl.models.cpu.layers`) support only float32."""
+    """Dtype of the computation, of the key-value cache, and of the parameters of models that are not trained (reader, judge):
+    float32, bfloat16 or auto. Norms, softmax, log-probabilities and losses are always float32. auto: bfloat16 on GPUs and TPUs;
+    float32 on a CPU, whose compiled layers (`rrl.models.cpu.layers`) support only float32."""
     param_dtype: str = "float32"
-    """Dtype of the master weights and of the optimiser's state. In bfloat16 an update smaller than 0.4 % of a
-    weight is lost, so use it only with high learning rates."""
+    """Dtype of the master weights of trained models and of the optimiser's state. In bfloat16 an update smaller than 0.2 to
+    0.4 % of a weight is lost, so use it only with high learning rates."""
     attention: str = "auto"
     """Attention kernel for packed batches: blocks (CPUs), xla, cudnn (NVIDIA GPUs, 16 bit), splash (TPUs, without
     `objective.share_prefixes`), or auto, the fastest one that runs on the platform."""
     remat: Remat = "none"
-    """What the backward pass recomputes: none, dots (everything except matrix products) or full (each layer from its input)."""
+    """What the backward pass recomputes: none, dots (everything except products with weight matrices) or full (each layer from
+    its input). Attention weights are recomputed with every setting."""
 
     def __post_init__(self) -> None:
         one_of(("auto", *DTYPES), self, "dtype", where="compute.")

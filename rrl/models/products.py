@@ -2,8 +2,8 @@
 
 XLA on CPU compiles a sum of products, as in the gradients of norms and softmax, to a single loop. It takes ten times as long as
 the products followed by a matrix product with ones. A matrix product with a transposed left side, as in a kernel's gradient,
-takes 1.5 times as long as with a copy that was transposed first. Accelerators compile the plain expressions. `jax.grad` and
-`jax.vjp` are supported for first-order gradients, `jax.jvp` is not.
+takes 1.5 times as long as with a copy that was transposed first. Accelerators compile the plain expressions. `matmul_2d` has no
+forward-mode derivative (`jax.jvp`).
 """
 
 import jax

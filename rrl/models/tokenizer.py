@@ -212,10 +212,10 @@ def _warn_end_of_turn(folder: str, turn_end: str, eos: str) -> None:
 
 
 def _declared_class(folder: Path) -> Any:
-    """The class that loads a folder's tokenizer as defined in its tokenizer.json.
+    """PreTrainedTokenizerFast, which follows tokenizer.json, if a folder declares this class; otherwise AutoTokenizer.
 
-    If config.json has model_type qwen2, AutoTokenizer uses Qwen's class whatever class the folder declares. That class
-    splits text by Qwen's rules, so the tokenizer would differ from the saved one.
+    transformers 5 calls it TokenizersBackend. If config.json has model_type qwen2, AutoTokenizer uses Qwen's class whatever
+    class the folder declares. That class splits text by Qwen's rules, so the tokenizer would differ from the saved one.
     """
     try:
         declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get(

@@ -1,6 +1,6 @@
-"""Build an index folder block by block, so that a corpus of lines need not fit in memory and a killed build can continue.
+"""Build an index folder block by block, so that a killed build can continue.
 
-Read `build_index` first.
+The corpus need not fit in memory, unless it is a single JSON document. Read `build_index` first.
 
 Until the index is complete, its folder is named OUT.unfinished. After a kill, the corpus is read again from the start, unless it
 is a file that was read to its end. The slow stages (embedding, counting words, ScaNN) continue after their last complete block

@@ -10,7 +10,14 @@ from typing import Any
 from rrl.data.passages import Passage, iter_passages
 from rrl.errors import UserError
 from rrl.files import atomic_stream
-from rrl.retrieval.build_state import CORPUS_STATE, TRUNCATED_COUNTS, BuildOptions, Progress, read_state
+from rrl.retrieval.build_state import (
+    CORPUS_STATE,
+    PARTIAL_BLOCK,
+    TRUNCATED_COUNTS,
+    BuildOptions,
+    Progress,
+    read_state,
+)
 from rrl.retrieval.folder import write_passages
 
 
@@ -55,7 +62,7 @@ def write_corpus(
 
 def _remove_derived_files(unfinished: Path) -> None:
     """Remove the files that later stages made from the passages."""
-    for name in ("embeddings.npy", TRUNCATED_COUNTS):
+    for name in ("embeddings.npy", TRUNCATED_COUNTS, PARTIAL_BLOCK):
         (unfinished / name).unlink(missing_ok=True)
     for name in ("words", "bm25", "scann"):
         shutil.rmtree(unfinished / name, ignore_errors=True)

@@ -37,17 +37,18 @@ def write_embeddings(
     """
     vectors_file = VectorFile(unfinished / "embeddings.npy", len(passages), text_encoder.dim, block)
     truncated_counts, partial = unfinished / TRUNCATED_COUNTS, unfinished / PARTIAL_BLOCK
-    _drop_counts_of_later_blocks(truncated_counts, vectors_file.rows, block)
+    first_missing = vectors_file.rows  # an earlier build wrote the rows before it
+    _drop_counts_of_later_blocks(truncated_counts, first_missing, block)
 
     def report(rows_of_block: int) -> None:
-        """Report the complete blocks and this many passages of the next one."""
+        """Report the passages of complete blocks, plus this many of the next block."""
         progress("embed", vectors_file.rows + rows_of_block, len(passages))
 
     def tokenize(start: int) -> tuple[list[list[int]], int]:
         return text_encoder.tokenize_passages(passages[start : start + block])
 
     report(0)
-    starts = range(vectors_file.rows, len(passages), block)
+    starts = range(first_missing, len(passages), block)
     with ThreadPoolExecutor(1) as pool:
         # The next block is read and tokenised while the device works on this one.
         tokenized = pool.submit(tokenize, starts[0]) if starts else None

@@ -50,7 +50,7 @@ def report_page(
     )
     notes = "".join(f"<li>{_text(note)}</li>" for note in comparability_notes(runs))
     notes_html = (
-        f"<div class='notes'>* not directly comparable with the first row:<ul>{notes}</ul></div>"
+        f"<div class='notes'>* not directly comparable with the first row, or with failures:<ul>{notes}</ul></div>"
         if notes
         else ""
     )

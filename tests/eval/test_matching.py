@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -106,6 +107,13 @@ def test_unanswerable_questions_count_only_under_squad2(
         assert score(pairs, scored, rule).metrics["em"].tolist() == em
     file.write_text('{"b": null}')
     assert score(load_predictions(file), questions[1:2], RULES["squad2"]).metrics["em"].tolist() == [1]
+
+
+@pytest.mark.parametrize("by", ["id", "question"])
+def test_without_predictions_every_question_is_missing(by: Literal["id", "question"]) -> None:
+    with pytest.raises(UserError, match="p: no prediction for 3 of the 3 questions of d"):
+        match_predictions([], QUESTIONS, "p", "d", by=by)
+    assert match_predictions([], QUESTIONS, "p", "d", "wrong", by) == [None, None, None]
 
 
 def test_of_two_questions_with_one_id_the_answerable_one_counts() -> None:

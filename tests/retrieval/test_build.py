@@ -142,6 +142,24 @@ def test_a_changed_corpus_is_embedded_again(tmp_path: Path) -> None:
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_saved_embeddings_of_a_partial_block_are_not_reused_for_another_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rrl.retrieval.build_embeddings.SAVE_SECONDS", 0.0)
+
+    def killed(stage: str, done: int, total: int) -> None:
+        if stage == "embed" and done >= 60:
+            raise KeyboardInterrupt
+
+    file, out = corpus(tmp_path), tmp_path / "index"
+    with pytest.raises(KeyboardInterrupt):
+        build_index(file, out, "exact", WordEncoder(), progress=killed)  # type: ignore[arg-type]
+    file.write_text(file.read_text().replace("Name ", "Other "))
+    build_index(file, out, "exact", WordEncoder())  # type: ignore[arg-type]
+    build_index(file, tmp_path / "whole", "exact", WordEncoder())  # type: ignore[arg-type]
+    assert contents(out) == contents(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_build_killed_while_it_finishes_repeats_no_work(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
