@@ -169,9 +169,10 @@ def cpu_draw(
     """
     shapes = [jax.ShapeDtypeStruct(uniform.shape, dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     call = jax.ffi.ffi_call(DRAW, shapes)
-    packed = isinstance(table, PackedMatrix)
-    numbers = {"top_k": top_k, "vocabulary": table.width if packed else table.shape[1], "threads": threads}
-    numbers["format"] = format_number(table.format if packed else ROW_MAJOR)
+    name, width = (
+        (table.format, table.width) if isinstance(table, PackedMatrix) else (ROW_MAJOR, table.shape[1])
+    )
+    numbers = {"top_k": top_k, "vocabulary": width, "format": format_number(name), "threads": threads}
     options = {name: np.int32(number) for name, number in numbers.items()} | {"top_p": np.float32(top_p)}
     return tuple(call(hidden.astype(jnp.float32), _argument(table), uniform, temperature, **options))
 

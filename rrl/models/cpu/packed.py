@@ -40,15 +40,15 @@ class PackedMatrix:
     """Columns of a matrix."""
 
 
-def format_number(name: str) -> np.int32:
+def format_number(name: str) -> int:
     """The kernels' number of a format."""
-    return np.int32(FORMATS.index(name))
+    return FORMATS.index(name)
 
 
 def supports_format(name: str) -> bool:
     """Whether this CPU has the instructions of a packed format. False if the kernels cannot be compiled."""
     kernels = library()
-    return kernels is not None and bool(kernels.rrl_supports_format(FORMATS.index(name)))
+    return kernels is not None and bool(kernels.rrl_supports_format(format_number(name)))
 
 
 def packed_bytes(inner: int, width: int, name: str) -> int:
@@ -69,7 +69,7 @@ def pack(
     Args:
         matrices: [L, inner..., width...], computed in float32. The products of the inner and of the output axes must be multiples
             of 16.
-        name: a packed format that `supports_format`.
+        name: a packed format. Call `supports_format` first; it registers the kernels with JAX.
         inner_axes: number of axes over which a product sums.
         transposed: the output axis comes first: [L, width, inner].
         threads: maximum number of threads.
@@ -86,5 +86,6 @@ def pack(
         inner, width = width, inner
     out = jax.ShapeDtypeStruct((layers, packed_bytes(inner, width, name)), jnp.uint8)
     call = jax.ffi.ffi_call(PACK, out)
-    data = call(flat, transposed=transposed, format=format_number(name), threads=np.int32(threads))
+    numbers = {"format": np.int32(format_number(name)), "threads": np.int32(threads)}
+    data = call(flat, transposed=transposed, **numbers)
     return PackedMatrix(data, name, width)

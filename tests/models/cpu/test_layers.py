@@ -13,9 +13,12 @@ from rrl.models.attention import cache_attention
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu import layers as kernel
+from rrl.models.cpu import library as kernel_library
 from rrl.models.cpu.layers import can_attend, can_compute, cpu_attention, cpu_copy, cpu_layers
+from rrl.models.cpu.packed import FORMATS
 from rrl.models.lora import LoraConfig, add_lora, merge_lora
 from rrl.models.rope_scaling import Llama3Scaling
+from tests.models.cpu.test_draw import check_equals_sample, sampling_inputs
 from tests.models.small import draw, extend, filled, make, places, run
 
 LAYERS, BLOCKS, ROWS = 2, 3, 5
@@ -173,7 +176,7 @@ def test_tokens_without_a_slot_give_zeros(compiled):
 
 def test_very_negative_gates_give_zeros(compiled):
     """The exponential's smallest result is above 0, and times a very negative gate it would not be negligible."""
-    decoder = nnx.merge(*nnx.split(make(SHAPES["one-layer"])))
+    decoder = nnx.clone(make(SHAPES["one-layer"]))
     decoder.embedding[...] = jnp.abs(decoder.embedding[...])
     decoder.layers.mlp_norm[...] = jnp.abs(decoder.layers.mlp_norm[...])
     decoder.layers.o[...] = jnp.zeros_like(decoder.layers.o[...])
@@ -218,7 +221,7 @@ def test_a_token_of_nan_reaches_only_tokens_that_see_it(compiled, which):
     decoder, tokens = make(BASE), draw(BASE, 3, 40).at[0, 20].set(7).at[1:].add(1)
     tokens = jnp.where((tokens == 7) & (jnp.arange(120).reshape(3, 40) != 20), 8, tokens)
     cache = caches(BASE, 3, 60)[which == "XLA"]
-    broken = nnx.merge(*nnx.split(decoder))
+    broken = nnx.clone(decoder)
     broken.embedding[...] = broken.embedding[...].at[7].set(jnp.nan)
     (healthy, _), (found, after) = (extend(d, tokens, places(3, 40), cache) for d in (decoder, broken))
     assert np.isnan(np.asarray(found)[0, 20:]).all()
@@ -280,7 +283,7 @@ def test_models_with_adapters_use_xla_until_they_are_merged(compiled):
 
 def test_a_transposed_embedding_gives_the_same_logits():
     decoder, hidden = make(BASE), jax.random.normal(jax.random.key(0), (2, 3, BASE.hidden))
-    transposed = nnx.merge(*nnx.split(decoder))
+    transposed = nnx.clone(decoder)
     transposed.transposed_embedding = decoder.embedding[...].T
     np.testing.assert_allclose(transposed.unembed(hidden), decoder.unembed(hidden), rtol=1e-5, atol=1e-5)
 
@@ -303,14 +306,16 @@ def test_unsupported_dtypes_and_head_dimensions_use_xla(dtype, width):
 @pytest.mark.slow
 def test_the_kernels_run_without_avx512(compiled, tmp_path, monkeypatch):
     """Compiles for the compiler's default instruction set."""
-    monkeypatch.setattr(kernel, "NATIVE", "-w")
-    library = ctypes.CDLL(str(kernel._compiled_library(tmp_path)))
+    monkeypatch.setattr(kernel_library, "NATIVE", "-w")
+    library = ctypes.CDLL(str(kernel_library._compiled_library(tmp_path)))
     for name in ("ATTENTION", "LAYERS", "COPY", "DRAW"):
         target = getattr(kernel, name)
         monkeypatch.setattr(kernel, name, f"{target}_short")
         jax.ffi.register_ffi_target(
             f"{target}_short", jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
         )
+    for name, supported in (("float32", True), ("bfloat16", False), ("int8", False)):
+        assert library.rrl_supports_format(FORMATS.index(name)) == supported
     q, k, v, at, rows = made(4, 21, 2, 2, 32)
     groups = KVCache(k, v, SLOTS, slots_last=True).read_groups(at)
     expected = cache_attention(q, (k, v), jnp.int32(1), at, rows, groups, slots_last=True)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 from rrl.models.cpu.layers import cpu_draw
 from rrl.models.cpu.packed import BITS, pack, packed_bytes, supports_format
@@ -63,7 +64,7 @@ def test_layers_with_packed_weights_equal_those_of_xla(name, shape):
     tokens, rows, slots = draw(config, 4, 70), jnp.array([3, 0, 3, 1]), 250
     at = places(4, 70) + jnp.array([20, 0, 90, slots - 70])[:, None]
     ours, theirs = caches(config, 5, slots)
-    packed = make(config)
+    packed = nnx.clone(make(config))
     packed.pack(name)
     (found, cache), (wanted, other) = (
         extend(packed, tokens, at, ours, rows),
@@ -81,7 +82,7 @@ def test_layers_with_packed_weights_equal_those_of_xla(name, shape):
 
 def test_a_tokens_bits_depend_only_on_its_past_with_packed_weights(name):
     config = SHAPES["large"]
-    decoder, tokens = make(config), draw(config, 9, 60)
+    decoder, tokens = nnx.clone(make(config)), draw(config, 9, 60)
     decoder.pack(name)
     (whole, ours), (threaded, _) = (
         extend(decoder, tokens, places(9, 60), caches(config, 9, 60, threads)[0]) for threads in (1, 4)
