@@ -86,11 +86,6 @@ def get_config(arg: str = "") -> ConfigDict:
         config.update(PUBLISHED)
         config.train.steps = QUESTIONS[args.stage] // 64 if args.steps is None else args.steps
         config.train.update({"seed": args.seed, "permute_rewards": args.control == "permuted"})
-    if args.stage == 2:
-        # The guard takes a mean reward at or below this for a sign of collapse (`rrl.train.guard`). It is the lowest possible
-        # reward: all trajectories are malformed. A base model can start close to it. In stage 1 the lowest reward is the guard's
-        # default, 0.
-        config.guard.reward = -(0.5 if tiny else 2.0)
     config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
     if is_smoke(args):
         shrink_to_smoke(config)

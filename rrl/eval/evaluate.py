@@ -10,7 +10,6 @@ Read `run` first. A run's folder holds:
 - card.json, scores.jsonl, trajectories.html and, last, metrics.json, once every question is answered.
 """
 
-import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from rrl.errors import UserError
 from rrl.eval.dataset import Dataset, load_dataset, with_retriever
 from rrl.eval.evaluation_report import report_evaluation
 from rrl.eval.judging import Judgements, judge_correctness, score_short_answers, verdicts_file
-from rrl.eval.methods import AnsweringMethod, TimedReader, TrainedAgent
+from rrl.eval.methods import AnsweringMethod, TimedReader
 from rrl.eval.provenance import current_commit
 from rrl.eval.result_card import ResultCard
 from rrl.eval.results import ResultLines, read_lines
@@ -111,15 +110,11 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
 
 def _warn_of_other_recipe(settings: EvaluationSettings, log: TimedLog) -> None:
     """Log a warning if the policy was trained with another recipe than the one it is evaluated with."""
-    policy_card = read_card(settings.policy)
-    if (
-        policy_card is not None
-        and isinstance(settings.method, TrainedAgent)
-        and policy_card.recipe != settings.method.recipe_name
-    ):
+    policy_card, recipe_name = read_card(settings.policy), settings.method.recipe_name
+    if policy_card is not None and recipe_name and policy_card.recipe != recipe_name:
         log(
             f"warning: policy {settings.policy} was trained with the recipe {policy_card.recipe}, and is evaluated with "
-            f"{settings.method.recipe_name}, whose protocol it was not trained on; method={policy_card.recipe} is its recipe"
+            f"{recipe_name}, whose protocol it was not trained on; method={policy_card.recipe} is its recipe"
         )
 
 
@@ -164,7 +159,7 @@ def _engine(settings: EvaluationSettings, data: Dataset, log: TimedLog) -> tuple
 
 def _with_reader(settings: EvaluationSettings) -> AnsweringMethod:
     """Return the method, with its reader model loaded if it has one."""
-    if not (settings.reader and isinstance(settings.method, TrainedAgent)):
+    if not settings.reader:
         return settings.method
     decoder, tokenizer = load_language_model(
         settings.reader,
@@ -173,9 +168,8 @@ def _with_reader(settings: EvaluationSettings) -> AnsweringMethod:
         dtype=jnp.dtype(settings.compute.dtype),
         param_dtype=jnp.dtype(settings.compute.dtype),
     )
-    return dataclasses.replace(
-        settings.method, reader=TimedReader(Reader(decoder, tokenizer, settings.reader_rollout).replies)
-    )
+    reader = TimedReader(Reader(decoder, tokenizer, settings.reader_rollout).replies)
+    return settings.method.with_reader(reader)
 
 
 def answer_questions(
@@ -188,7 +182,6 @@ def answer_questions(
 ) -> None:
     """Answer all questions that results.jsonl lacks, and append each answer as soon as it is finished."""
     count = len(data.questions)
-    reader = method.reader if isinstance(method, TrainedAgent) else None
     lines = ResultLines(workdir / "results.jsonl", (question.id for question in data.questions))
     todo = [(at, question) for at, question in enumerate(data.questions) if question.id not in lines.ids]
     right = answered = 0.0
@@ -206,10 +199,12 @@ def answer_questions(
         for start in range(0, len(todo), method.batch_size):
             batch = todo[start : start + method.batch_size]
             key = jax.random.key(settings.eval.seed)
-            seconds_before = reader.seconds if reader else 0.0
+            seconds_before = method.reader.seconds if method.reader else 0.0
             method.answer(engine, params, batch, key, settings.eval.temperature, on_record)
             stats = engine.stats
-            reader_seconds: dict[str, Any] = {"read": reader.seconds - seconds_before} if reader else {}
+            reader_seconds: dict[str, Any] = (
+                {"read": method.reader.seconds - seconds_before} if method.reader else {}
+            )
             append_timing(
                 workdir,
                 len(batch),

@@ -51,6 +51,17 @@ class AnsweringMethod(Protocol):
         """Its name in a result card, with the options that differ from their defaults."""
 
     @property
+    def recipe_name(self) -> str:
+        """Name of the recipe whose protocol it follows; "" for a prompted method."""
+
+    @property
+    def reader(self) -> "TimedReader | None":
+        """The loaded reader, which answers from the passages that the method retrieved; None: the method answers itself."""
+
+    def with_reader(self, reader: "TimedReader") -> "AnsweringMethod":
+        """Return the method with a loaded reader. Only called if its config names one, which a prompted method refuses."""
+
+    @property
     def batch_size(self) -> int:
         """Number of questions in one call of `answer`."""
 
@@ -166,6 +177,9 @@ class TrainedAgent:
     reader: TimedReader | None = None
     """The loaded reader model."""
 
+    def with_reader(self, reader: TimedReader) -> "TrainedAgent":
+        return dataclasses.replace(self, reader=reader)
+
     @property
     def batch_size(self) -> int:
         return ENGINE_BATCH if self.reader is None else READER_BATCH
@@ -263,6 +277,11 @@ class PromptedAgent:
     settings: PromptedSettings
     batch_size = ENGINE_BATCH
     judges_short_forms = False
+    recipe_name = ""
+    reader = None
+
+    def with_reader(self, reader: TimedReader) -> "PromptedAgent":
+        raise NotImplementedError("a prompted method answers itself")
 
     @property
     def name(self) -> str:

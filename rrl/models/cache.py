@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from rrl.models.attention import ReadGroups, cache_attention
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu.layers import cpu_attention, cpu_copy
+from rrl.models.kernels import GenerationKernels
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import constrain, fit
 
@@ -46,13 +46,11 @@ class KVCache:
     slots_last: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether slots are the last axis of `k`. On a CPU the matrix product then needs no transpose; on a TPU writing one key
     would copy all keys."""
-    cpu_kernel: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether the C++ kernels of `rrl.models.cpu.layers` compute attention over the cache. On a single device they also compute
-    all layers (`Decoder.extend`) and copy rows. Needs a CPU and `slots_last`."""
+    kernels: GenerationKernels | None = dataclasses.field(default=None, metadata={"static": True})
+    """Kernels that compute attention over the cache. On a single device they also compute all layers (`Decoder.extend`) and copy
+    rows. They need `slots_last`. None: XLA computes everything."""
     windows: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     """Number of slots that a query of each layer attends to at most; (): no layer has a sliding window."""
-    threads: int = dataclasses.field(default=1, metadata={"static": True})
-    """Maximum number of threads of the CPU kernels; the result is bitwise independent of it."""
 
     @classmethod
     def create(
@@ -63,16 +61,14 @@ class KVCache:
         dtype: DTypeLike = jnp.float32,
         *,
         slots_last: bool = False,
-        cpu_kernel: bool = False,
-        threads: int = 1,
+        kernels: GenerationKernels | None = None,
     ) -> "KVCache":
-        """An empty cache of `rows` sequences of up to `slots` tokens. The CPU kernels must support the model, if they are used
-        (`rrl.models.cpu.layers.supports`)."""
+        """An empty cache of `rows` sequences of up to `slots` tokens. `kernels` must support the model and the dtype."""
         lead = (config.layers, -(-slots // BLOCK), rows, config.kv_heads)
         last = BLOCK, config.head_dim
         keys = jnp.zeros((*lead, *(reversed(last) if slots_last else last)), dtype)
         values = _shard(jnp.zeros((*lead, *last), dtype))
-        return cls(_shard(keys), values, slots, slots_last, cpu_kernel, config.windows, threads)
+        return cls(_shard(keys), values, slots, slots_last, kernels, config.windows)
 
     @property
     def rows(self) -> int:
@@ -84,13 +80,13 @@ class KVCache:
 
         Entries are sorted by the number of blocks that they read, the largest first, so that short entries do not wait for long
         ones. An entry reads the blocks up to its last position below S. The entries are not sorted and form one group in three
-        cases: `batch_sizes` is empty or (P,); `batch_sizes[0]` does not divide P; or the CPU kernel is used, which needs no
+        cases: `batch_sizes` is empty or (P,); `batch_sizes[0]` does not divide P; or the cache has kernels, which need no
         groups. If rows are split over devices, each device groups its own entries.
         """
 
         def on_device(positions: Array) -> ReadGroups:
             needed = jnp.max(jnp.where(positions < self.slots, positions // BLOCK + 1, 0), axis=1)
-            ungrouped = self.cpu_kernel or not batch_sizes
+            ungrouped = self.kernels is not None or not batch_sizes
             if ungrouped or len(needed) % batch_sizes[0] or tuple(batch_sizes) == (len(needed),):
                 return ReadGroups(None, jnp.max(needed)[None, None])
             order = jnp.argsort(-needed).reshape(-1, batch_sizes[0])
@@ -182,8 +178,8 @@ class KVCache:
         cache = dataclasses.replace(self, k=pair[0], v=pair[1])
         if not reads:
             return q, cache
-        if self.cpu_kernel:
-            return cpu_attention(q, *pair, layer, positions, rows, self.slots), cache
+        if self.kernels is not None:
+            return self.kernels.attend(q, *pair, layer, positions, rows, self.slots), cache
         window = jnp.asarray(self.windows, jnp.int32)[layer] if self.windows else None
         slots_last = self.slots_last
         out = cache_attention(q, pair, layer, positions, rows, groups, slots_last=slots_last, window=window)
@@ -210,8 +206,8 @@ class KVCache:
         mesh = jax.sharding.get_abstract_mesh()
         begin, end = jnp.broadcast_to(shared, slots.shape) // BLOCK, (slots + BLOCK - 1) // BLOCK
         if mesh.empty or mesh.size == 1:
-            if self.cpu_kernel:
-                k, v = cpu_copy(self.k, self.v, source, target, begin, end, threads=self.threads)
+            if self.kernels is not None:
+                k, v = self.kernels.copy_rows(self.k, self.v, source, target, begin, end)
             else:
                 k, v = _copy_blocks((self.k, self.v), source, target, begin, end, jnp.int32(0))
             return dataclasses.replace(self, k=k, v=v)

@@ -1,15 +1,15 @@
 """The decoder: one Flax NNX module for Qwen2, Qwen3, Llama and Gemma 3. Read `Decoder` first.
 
 Training (`Decoder.__call__`) takes a packed batch. Generation (`extend`, `prefill`) reads and writes a KVCache. Both share
-one `Layer` and loop over the layers, stacked on a leading axis L, so that compile time does not grow with L. On a CPU,
-generation can compute all layers in C++ kernels instead (`rrl.models.cpu.layers`).
+one `Layer` and loop over the layers, stacked on a leading axis L, so that compile time does not grow with L. With
+kernels (`rrl.models.kernels`), generation computes all layers in one call instead.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,8 @@ from rrl.models.attention import Window
 from rrl.models.attention_backends import AttentionBackend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu.layers import LANES, MATRICES, can_compute, cpu_layers
-from rrl.models.cpu.packed import PackedMatrix, pack
 from rrl.models.families import Activation
+from rrl.models.kernels import GenerationKernels
 from rrl.models.products import matmul_2d, mean_square, sum_products
 from rrl.models.rope import rotate, rotation, rotation_by_layer
 from rrl.parallel.mesh import ROW_AXES
@@ -42,9 +41,9 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-Hidden = Float[Array, "B T D"]
 TABLE = "table"
-"""Name of the unembedding table in `Decoder.packed`."""
+"""Name of the unembedding table in `Decoder.kernel_weights`."""
+Hidden = Float[Array, "B T D"]
 Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
 ]
@@ -162,18 +161,18 @@ class Decoder(nnx.Module):
         rngs: its stream "params" draws the initial parameters.
         dtype: of the computation; norms, softmax, RoPE and logits are always float32.
         param_dtype: of the stored parameters.
-        attention: kernel for packed batches (`rrl.models.attention_backends`). Generation reads its cache in XLA or, on a
-            CPU, in `rrl.models.cpu.layers`.
+        attention: kernel for packed batches (`rrl.models.attention_backends`). Generation reads its cache in XLA or in
+            the cache's kernels (`rrl.models.kernels`).
         remat: what is kept of each layer for the backward pass: "none" keeps everything except attention weights, "dots"
             keeps the products with weight matrices, "full" keeps only the layer's input. The rest is recomputed.
     """
 
     transposed_embedding: Float[Array, "D V"] | None = None
-    """A transposed copy of tied embeddings, so that `unembed` needs no transpose. Generation on a CPU sets it before its loop
-    over tokens. It must be set again after each update of the weights."""
-    packed: dict[str, PackedMatrix] | None = None
-    """Packed copies of the layers' matrices, by name, and of the unembedding TABLE if its vocabulary is a multiple of LANES. The
-    CPU kernels use them instead of the parameters. See `pack`."""
+    """A transposed copy of tied embeddings, so that `unembed` needs no transpose. Where that is faster, generation sets it before
+    its loop over tokens (`rrl.rollout.backend.Backend.prepare`). It must be set again after each update of the weights."""
+    kernel_weights: dict[str, Any] | None = None
+    """Copies of weights in a format of the cache's kernels, which use them instead of the parameters: those of `layers` by name,
+    and the unembedding TABLE. Set like `transposed_embedding`."""
 
     def __init__(
         self,
@@ -264,14 +263,14 @@ class Decoder(nnx.Module):
             rows: cache row of each entry; None: entry p is row p, and P is `cache.rows`. Two entries may be
                 consecutive chunks of the same row. The second chunk then attends to the first one too.
             attention_batches: allowed numbers of entries that read a cache block together, in descending order
-                (`rrl.models.attention.cache_attention`). On a CPU, `rrl.rollout.cpu.shape_probe` finds numbers that give bitwise
-                equal results. (): all entries read every block that the longest entry needs.
+                (`rrl.models.attention.cache_attention`). `rrl.rollout.backends.find_shapes` finds numbers that give bitwise equal
+                results. (): all entries read every block that the longest entry needs.
 
         Returns:
             Hidden states, and the cache with the new tokens.
         """
-        if self._uses_cpu_kernel(cache):
-            x, cache = self._run_cpu_kernel(tokens, positions, cache, rows)
+        if (kernels := self._layer_kernels(cache)) is not None:
+            x, cache = self._run_kernels(kernels, tokens, positions, cache, rows)
             return normalize(self, "norm", x), cache
         start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, attention_batches)
         layers = jnp.arange(self.config.layers), stacked
@@ -288,8 +287,8 @@ class Decoder(nnx.Module):
         attention_batches: Sequence[int] = (),
     ) -> KVCache:
         """Returns the same cache as `extend`, without hidden states: the last layer only writes its keys and values."""
-        if self._uses_cpu_kernel(cache):
-            return self._run_cpu_kernel(tokens, positions, cache, rows, last_layer_attends=False)[1]
+        if (kernels := self._layer_kernels(cache)) is not None:
+            return self._run_kernels(kernels, tokens, positions, cache, rows, last_layer_attends=False)[1]
         start, one_layer, stacked = self._layer_step(tokens, positions, cache, rows, attention_batches)
 
         def weights_of(index: Array | int) -> nnx.State:
@@ -303,19 +302,20 @@ class Decoder(nnx.Module):
         )
         return one_layer(carry, jnp.int32(last), weights_of(last), reads=False)[1]
 
-    def _uses_cpu_kernel(self, cache: KVCache) -> bool:
-        """Whether `rrl.models.cpu.layers` computes all layers."""
-        mesh = jax.sharding.get_abstract_mesh()
+    def _layer_kernels(self, cache: KVCache) -> GenerationKernels | None:
+        """The cache's kernels if they compute all layers, else None."""
+        mesh, kernels = jax.sharding.get_abstract_mesh(), cache.kernels
         has_adapters = any(
             str(path[-1]).endswith(LORA_A) for path, _ in nnx.to_flat_state(nnx.state(self.layers))
         )
         single_device = mesh.empty or mesh.size == 1
-        return (
-            cache.cpu_kernel and single_device and not has_adapters and can_compute(self.config, self.dtype)
-        )
+        if kernels is None or not single_device or has_adapters:
+            return None
+        return kernels if kernels.computes_layers(self.config, self.dtype) else None
 
-    def _run_cpu_kernel(
+    def _run_kernels(
         self,
+        kernels: GenerationKernels,
         tokens: Array,
         positions: Array,
         cache: KVCache,
@@ -323,12 +323,11 @@ class Decoder(nnx.Module):
         last_layer_attends: bool = True,
     ) -> tuple[Hidden, KVCache]:
         """Returns the output of the last layer, which is meaningless without `last_layer_attends`, and the cache."""
-        weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self.layers))}
-        weights |= self.packed or {}
-        x, (k, v) = cpu_layers(
+        parameters = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self.layers))}
+        x, (k, v) = kernels.run_layers(
             self._embed(tokens),
             rotation(self.config, positions),
-            weights,
+            parameters | (self.kernel_weights or {}),
             cache.k,
             cache.v,
             positions,
@@ -336,7 +335,6 @@ class Decoder(nnx.Module):
             config=self.config,
             slots=cache.slots,
             last_layer_attends=last_layer_attends,
-            threads=cache.threads,
         )
         return x, dataclasses.replace(cache, k=k, v=v)
 
@@ -393,34 +391,18 @@ class Decoder(nnx.Module):
             logits += self.lora_scale * (narrow @ getattr(self, "head" + LORA_B)[...].astype(hidden.dtype))
         return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
 
-    def pack(self, name: str, threads: int = 1) -> None:
-        """Sets `packed` in a format (`rrl.models.cpu.packed.FORMATS`). Call it again after each update of the weights.
+    def sampling_table(self, cache: KVCache) -> Any:
+        """The unembedding table for the cache's kernels (`GenerationKernels.sample`): a float32 array [D, V], or the one of
+        `kernel_weights`.
 
-        Call `can_compute` first. The decoder must have no adapters. `threads` is the maximum number of threads.
-        """
-        packed = {
-            matrix: pack(
-                getattr(self.layers, matrix)[...], name, inner_axes=2 if matrix == "o" else 1, threads=threads
-            )
-            for matrix in MATRICES
-        }
-        if self.config.vocab_size % LANES == 0:
-            tied = self.config.tie_embeddings
-            table = (self.embedding if tied else self.head)[...][None]
-            packed[TABLE] = pack(table, name, transposed=tied, threads=threads)
-        self.packed = nnx.data(packed)
-
-    def sampling_table(self, cache: KVCache) -> Float[Array, "D V"] | PackedMatrix | None:
-        """The unembedding table for `rrl.models.cpu.layers.cpu_draw`.
-
-        None if the CPU kernel cannot sample for this model, or if embeddings are tied and neither `packed` nor
+        None if they cannot sample for this model, or if embeddings are tied and neither `kernel_weights` nor
         `transposed_embedding` is set.
         """
-        has_adapters, aligned = hasattr(self, "head" + LORA_A), self.config.vocab_size % LANES == 0
-        if has_adapters or not aligned or not self._uses_cpu_kernel(cache):
+        kernels = None if hasattr(self, "head" + LORA_A) else self._layer_kernels(cache)
+        if kernels is None or not kernels.samples(self.config.vocab_size):
             return None
-        if self.packed is not None:
-            return self.packed[TABLE]
+        if (table := (self.kernel_weights or {}).get(TABLE)) is not None:
+            return table
         return self.transposed_embedding if self.config.tie_embeddings else self.head[...].astype(jnp.float32)
 
     @property

@@ -28,6 +28,7 @@ from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, make_optimizer
 from rrl.rl.update import GradientAccumulator, Updater
 from rrl.rollout.automaton import compile_stops
+from rrl.rollout.backends import select_backend
 from rrl.rollout.programs import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
 from rrl.train.settings import TrainSettings
 
@@ -62,6 +63,7 @@ def compile_rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> 
         model.config,
         settings.rollout,
         mesh,
+        select_backend(settings.rollout, model.config, mesh),
         eos=np.zeros(1, np.int32),
         host_callback=_refuse_host_callback,
     )

@@ -112,6 +112,15 @@ class Recipe(abc.ABC):
         return -math.inf, math.inf
 
     @property
+    def collapsed_reward(self) -> float:
+        """Mean of `rewards["total"]` at or below which a policy counts as collapsed: what it earns if every episode fails.
+
+        `guard.reward="auto"` is this. By default the lowest possible total, or 0 if there is none.
+        """
+        low, _ = self.reward_range
+        return low if math.isfinite(low) else 0.0
+
+    @property
     def uninformative_spread(self) -> float:
         """A group whose totals differ by at most this is uninformative: its answers may all be equally good.
 
@@ -193,9 +202,7 @@ def check_tags(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     prompt, environment = recipe.prompt(Question("", "", ("",))), recipe.environment
     text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
-    tags = [*recipe.tags, *(["think"] if "<think>" in text else [])]
-    if isinstance(environment, Stream):
-        tags += [environment.search, environment.observation, environment.answer]
+    tags = [*recipe.tags, *(["think"] if "<think>" in text else []), *environment.tags]
     for marker in (marker for tag in tags for marker in markers(tag)):
         if special_token := find_special_token(tokenizer, marker):
             raise UserError(

@@ -103,6 +103,7 @@ class R1Searcher(Recipe):
 
     @property
     def reward_range(self) -> tuple[float, float]:
+        """A policy whose episodes are all malformed earns the lower end; a base model can start close to it."""
         if self.stage == 1:
             return 0.0, self.retrieval_reward + self.format_reward
         return -self.malformed_penalty, 1.0

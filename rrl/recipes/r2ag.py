@@ -31,6 +31,7 @@ from rrl.rollout.protocol import (
     CONTEXT,
     TURN_TOKENS,
     Append,
+    Environment,
     Episode,
     Finish,
     Restart,
@@ -91,7 +92,7 @@ class Expansion:
 
 
 @dataclasses.dataclass(frozen=True)
-class R2AGEnvironment:
+class R2AGEnvironment(Environment):
     """Tree expansion (Definition 2.1, B.1): an output proposes queries, all are searched in parallel, and a new prompt shows the
     question with all documents found so far.
 

@@ -106,6 +106,11 @@ class R3Rag(Recipe):
         last = max(LAST_STEP_REWARD, self.correct_scale)
         return self.malformed_reward, scale * self.environment.max_steps + last
 
+    @property
+    def collapsed_reward(self) -> float:
+        """0: an episode without relevant documents and without a right answer. Only malformed steps earn less."""
+        return 0.0
+
     def prompt(self, question: Question) -> str | Prompt:
         return self.environment.prompt(question, [])
 

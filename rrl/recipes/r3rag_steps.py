@@ -14,6 +14,7 @@ from rrl.rollout.protocol import (
     CONTEXT,
     TURN_TOKENS,
     Append,
+    Environment,
     Episode,
     Finish,
     Restart,
@@ -72,7 +73,7 @@ def parse_step(text: str) -> Step | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class R3RagEnvironment:
+class R3RagEnvironment(Environment):
     """At most five steps, each in a new context. A malformed step ends the episode.
 
     A query of the last step is searched too (Algorithm 1), although no later step reads its documents. A step that reaches

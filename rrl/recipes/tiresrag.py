@@ -179,6 +179,11 @@ class TiresRag(Recipe):
         return -self.reflect_weight, 1.0 + weights
 
     @property
+    def collapsed_reward(self) -> float:
+        """0: no answers. Only reflections that make right answers wrong earn less."""
+        return 0.0
+
+    @property
     def _uses_sufficiency(self) -> bool:
         return self.sufficient_weight > 0 or self.use_difficulty or self.penalty_weight > 0
 

@@ -40,8 +40,8 @@ class ObjectiveConfig:
     """Divisor of each sequence's loss sum with aggregation "constant". Dr. GRPO uses the longest output allowed."""
     drop_spread: float | None = None
     """Groups whose total rewards differ by at most this are left out of the update, including their KL; 0: groups with equal
-    rewards; None: no group is left out. In a config file the value may also be "auto", which is replaced by
-    `Recipe.uninformative_spread`, a value computed from the weights of the recipe's rewards."""
+    rewards; None: no group is left out. In a config the value may also be "auto", which is replaced by
+    `Recipe.uninformative_spread` in the scale of the total (`rrl.train.automatic`)."""
     minibatches: int = 1
     """Optimiser steps per epoch, each on its share of the groups."""
     epochs: int = 1

@@ -48,10 +48,11 @@ class EngineConfig:
     field changes no result. Without it, XLA computes the layers, and this field may change the last bits of
     log-probabilities."""
     weights: Weights = "auto"
-    """On one CPU with the CPU kernel: the number format of the matrix products of rollouts (`rrl.models.cpu.packed`). Updates
-    compute with the policy's own weights; the metric sampling_logp_diff is the size of the difference, and
-    `objective.importance_cap` corrects for it. auto: bfloat16 if the processor multiplies it and reading the weights dominates a
-    decode step, else float32. Other devices compute in `compute.dtype` and allow only auto."""
+    """Number format of the matrix products of rollouts on one CPU: float32, bfloat16 or int8 (`rrl.models.cpu.packed`).
+    auto: bfloat16 if the processor multiplies it and reading the weights dominates a decode step, else float32. Updates compute
+    with the policy's own weights; the metric sampling_logp_diff is the size of the difference, and `objective.importance_cap`
+    corrects for it. Models that the CPU kernels do not support and other devices compute in `compute.dtype`; they allow only
+    auto."""
     top_k: int = 3
     """Passages per search."""
     top_p: float = 1.0

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from rrl.models.cache import KVCache
-from rrl.models.cpu.layers import cpu_draw
 from rrl.models.decoder import MAX_DECODE_TOKENS, Decoder
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.rollout.decode_state import DecodeState, RolloutState
@@ -82,21 +81,21 @@ def sample_tokens(
     """Sample one token after each of the T tokens of a row.
 
     If the samples before sample t equal the draft tokens, sample t is the one that decoding one token per step would give. All
-    are sampled in one call, so that the bits of a log-probability do not depend on t. The CPU kernel (`rrl.models.cpu.layers`)
-    samples if it computed the layers over this cache.
+    are sampled in one call, so that the bits of a log-probability do not depend on t. The cache's kernels sample if they
+    computed the layers.
     """
     count, time, hidden_size = hidden.shape
     positions = (state.offset + state.position)[:, None] + jnp.arange(1, time + 1)
     keys = row_keys(sampler.key, jnp.repeat(state.seed, time), positions.ravel())
     temperature, unembedding = jnp.repeat(state.temperature, time), model.sampling_table(cache)
     truncation: dict[str, Any] = {"top_p": sampler.top_p, "top_k": sampler.top_k}
-    if unembedding is None:
+    if unembedding is None or cache.kernels is None:
         logits = model.unembed(hidden).reshape(count * time, -1)
         sampled = sample(logits, keys, temperature, **truncation)
     else:
         greedy, hidden = is_greedy(temperature), hidden.reshape(count * time, hidden_size)
         inputs = uniform(keys), jnp.where(greedy, 0.0, temperature)
-        sampled = cpu_draw(hidden, unembedding, *inputs, **truncation, threads=cache.threads)
+        sampled = cache.kernels.sample(hidden, unembedding, *inputs, **truncation)
     ids, logps, sampled_logps = (part.reshape(count, time) for part in sampled)
     return [SampledTokens(ids[:, t], logps[:, t], sampled_logps[:, t]) for t in range(time)]
 

@@ -16,8 +16,8 @@ from jaxtyping import Int, Key, PyTree
 
 from rrl.models.decoder import Decoder
 from rrl.retrieval.retriever import Retriever
+from rrl.rollout.backends import find_shapes, select_backend
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.exchange import PAUSED, DeviceReport
 from rrl.rollout.host_calls import WeakCallback
 from rrl.rollout.programs import RolloutPrograms
@@ -69,6 +69,7 @@ class LoopRunner:
             decoder.config,
             config,
             mesh,
+            select_backend(config, decoder.config, mesh),
             eos=eos,
             host_callback=WeakCallback(self.host_callback),
             encoder=encoder,
@@ -118,7 +119,7 @@ class LoopRunner:
         if is_new := signature not in self.compiled:
             if not self.compiled:
                 self._preparing = "probing shapes"
-                configure_shapes(self.programs, inputs.params)
+                self.programs.shapes = find_shapes(self.programs, inputs.params)
             build = self.programs.reference_loop if inputs.reference else self.programs.episode_loop
             self.compiled[signature] = build(turn_tokens, stops.first_accept)
             turns = f"turns of {turn_tokens} tokens, {len(stops.strings)} stop strings"
@@ -177,7 +178,7 @@ class LoopRunner:
 
     def _device_computes(self) -> bool:
         """Return whether all schedulers wait for a device that computes on the cores of this process."""
-        return self.programs.on_cpu and all(
+        return self.programs.backend.computes_on_host and all(
             scheduler.stage in DEVICE_STAGES for _, scheduler in self.local_schedulers(self.schedulers)
         )
 

@@ -21,14 +21,10 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from rrl.errors import UserError
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu.layers import can_attend, can_compute, supports
-from rrl.models.cpu.packed import supports_format
-from rrl.models.decoder import TABLE, Decoder, cast_params
-from rrl.models.lora import merge_lora
+from rrl.models.decoder import Decoder, cast_params
 from rrl.parallel.mesh import data_shards
-from rrl.parallel.runtime import available_cores
+from rrl.rollout.backend import Backend, StepShapes
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.cpu.workers import compiler_options, weights_dominate, worker_count
 from rrl.rollout.decode_state import DecodeState, RolloutState
 from rrl.rollout.decoding import DecodeSettings, Sampler, decode, tokens_per_row
 from rrl.rollout.drafts import NgramDrafts
@@ -64,6 +60,7 @@ class RolloutPrograms:
         decoder_config: DecoderConfig,
         config: EngineConfig,
         mesh: Mesh,
+        backend: Backend,
         *,
         eos: Int[np.ndarray, "E"],
         host_callback: HostCallback,
@@ -76,22 +73,20 @@ class RolloutPrograms:
           decoder_config: the policy's shape.
           config: the engine's settings.
           mesh: devices to run on.
+          backend: how to use these devices (`rrl.rollout.backends.select_backend`).
           eos: end-of-sequence token ids.
           host_callback: called from inside the loop.
           encoder: embeds queries. None: the retriever needs no embeddings.
 
         Raises:
-          UserError: the rows, slots or workers do not fit the mesh, or `sample_top_k` exceeds the vocabulary.
+          UserError: the rows or slots do not fit the mesh, or `sample_top_k` exceeds the vocabulary.
         """
         self.graph, self.decoder_config, self.config = graph, decoder_config, config
-        self.mesh, self.eos, self.host_callback, self.encoder = mesh, eos, host_callback, encoder
+        self.mesh, self.backend, self.eos = mesh, backend, eos
+        self.host_callback, self.encoder = host_callback, encoder
         self.shards = data_shards(mesh)
         _check_sizes(config, decoder_config, self.shards)
-        self.on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self.single_cpu = self.on_cpu and mesh.size == 1
-        """Whether the mesh is one CPU device. Only then are there several workers and a shape probe."""
-        self.weights_dominate = self.single_cpu and weights_dominate(decoder_config)
-        self.workers = worker_count(config, decoder_config) if self.single_cpu else 1
+        self.workers = backend.workers
         self.decode_rows = config.rows // self.workers
         """Rows of a decode step of one worker."""
         self.slots = self.decode_rows + -(-config.oversubscribed_slots // self.workers)
@@ -104,16 +99,14 @@ class RolloutPrograms:
             query_tokens=encoder.query_tokens if encoder else 0,
             max_wait_steps=config.max_wait_steps * (2 if config.oversubscribed_slots else 1),
         )
-        # The shape probe may replace the next four before a loop is built.
-        self.widths: tuple[int, ...] = (self.decode_rows,)
-        """`DecodeSettings.widths`."""
-        self.attention_batches: tuple[int, ...] = ()
-        """`DecodeSettings.attention_batches`."""
-        self.step_tokens = self.decode_rows * (config.draft_tokens + 1) if config.draft_tokens else 0
-        """`DecodeSettings.step_tokens`."""
-        self.chunk_counts: tuple[int, ...] = (self.sizes.chunks_per_prefill,)
-        """`PrefillSettings.chunk_counts`."""
-        self.compiler_options = compiler_options(self.workers) if self.single_cpu else {}
+        self.shapes = StepShapes(
+            widths=(self.decode_rows,),
+            attention_batches=(),
+            chunk_counts=(self.sizes.chunks_per_prefill,),
+            step_tokens=self.decode_rows * (config.draft_tokens + 1) if config.draft_tokens else 0,
+        )
+        """Shapes of the steps: the largest ones. The engine replaces them by those of `rrl.rollout.backends.find_shapes` before a
+        loop is built."""
         self._jitted: weakref.WeakSet = weakref.WeakSet()
 
     @property
@@ -122,9 +115,9 @@ class RolloutPrograms:
         return DecodeSettings(
             context=self.config.context,
             wake_threshold=self.sizes.wake_threshold * self.shards,
-            widths=self.widths,
-            attention_batches=self.attention_batches,
-            step_tokens=self.step_tokens,
+            widths=self.shapes.widths,
+            attention_batches=self.shapes.attention_batches,
+            step_tokens=self.shapes.step_tokens,
         )
 
     @property
@@ -132,15 +125,15 @@ class RolloutPrograms:
         """The settings of `prefill`."""
         return PrefillSettings(
             context=self.config.context,
-            chunk_counts=self.chunk_counts,
+            chunk_counts=self.shapes.chunk_counts,
             max_copies=self.sizes.max_copies,
-            attention_batches=(1,) if self.single_cpu else (),
-            learn_drafts=self.step_tokens > 0,
+            attention_batches=self.backend.prefill_attention_batches,
+            learn_drafts=self.shapes.step_tokens > 0,
         )
 
     def jit(self, function: Callable, **options: Any) -> Any:
         """Return `jax.jit` of a function with this mesh's compiler options. `close` frees what is compiled."""
-        jitted = jax.jit(function, compiler_options=self.compiler_options, **options)
+        jitted = jax.jit(function, compiler_options=dict(self.backend.compiler_options), **options)
         self._jitted.add(jitted)
         return jitted
 
@@ -253,14 +246,17 @@ class RolloutPrograms:
         def listed(counts: Sequence[int | str]) -> str:
             return ", ".join(map(str, counts))
 
-        steps = f"{listed(self.widths)} rows"
-        if self.step_tokens:
+        widths, attention_batches, chunk_counts, step_tokens = self.shapes
+        steps = f"{listed(widths)} rows"
+        if step_tokens:
             steps = listed(
-                [f"{width} rows x {tokens_per_row(self.step_tokens, width)} tokens" for width in self.widths]
+                [f"{width} rows x {tokens_per_row(step_tokens, width)} tokens" for width in widths]
             )
-        if self.attention_batches:
-            steps += f", which read cache blocks of {BLOCK} tokens for {listed(self.attention_batches)} rows together"
-        chunks = f"{listed(self.chunk_counts)} chunks x {self.sizes.chunk_tokens} tokens"
+        if attention_batches:
+            steps += (
+                f", which read cache blocks of {BLOCK} tokens for {listed(attention_batches)} rows together"
+            )
+        chunks = f"{listed(chunk_counts)} chunks x {self.sizes.chunk_tokens} tokens"
         return (
             f"{self.workers} rollout workers, each with {self.slots} slots x {self.sizes.context} tokens: decode steps of "
             f"{steps}; prefills of {chunks} on each of {self.shards} data shards"
@@ -273,65 +269,13 @@ class RolloutPrograms:
             self.slots,
             positions,
             dtype,
-            slots_last=self.on_cpu,
-            cpu_kernel=self.uses_cpu_attention(dtype),
-            threads=self.threads,
+            slots_last=self.backend.slots_last,
+            kernels=self.backend.kernels(dtype),
         )
 
-    @property
-    def threads(self) -> int:
-        """Maximum number of threads of a CPU kernel."""
-        return available_cores() if self.single_cpu and self.workers == 1 else 1
-
-    def uses_cpu_attention(self, dtype: DTypeLike) -> bool:
-        """Return whether the CPU kernel (`rrl.models.cpu.layers`) reads the cache."""
-        config = self.decoder_config
-        return self.on_cpu and supports(config) and can_attend(dtype, config.head_dim)
-
-    def uses_cpu_layers(self, dtype: DTypeLike) -> bool:
-        """Return whether the CPU kernel computes the layers. It skips padding, so that padding takes no time there."""
-        return self.single_cpu and self.uses_cpu_attention(dtype) and can_compute(self.decoder_config, dtype)
-
     def model(self, params: PyTree) -> Decoder:
-        """Return the decoder with these parameters, prepared for generation. Call it before the program's loop.
-
-        If the CPU kernel computes the layers (`uses_cpu_layers`), LoRA adapters are added to the weights, and large weights are
-        packed. On one CPU, a tied embedding table is transposed, if it is not packed. This happens once, not at each token. Each
-        worker holds its own copies.
-        """
-        model = nnx.merge(self.graph, params)
-        if self.uses_cpu_layers(model.dtype):
-            model = merge_lora(model)
-        if name := self.packed_format(model.dtype):
-            model.pack(name, self.threads)
-        if self.single_cpu and model.config.tie_embeddings and TABLE not in (model.packed or {}):
-            model.transposed_embedding = model.embedding[...].T
-        return model
-
-    def packed_format(self, dtype: DTypeLike) -> str | None:
-        """Return the format in which the CPU kernel gets the matrices (`EngineConfig.weights`); None: they are not packed.
-
-        Raises:
-          UserError: this device, model or processor does not support `EngineConfig.weights`.
-        """
-        name = self.config.weights
-        if not self.uses_cpu_layers(dtype):
-            if name not in ("auto", str(jnp.dtype(dtype))):
-                raise UserError(
-                    f"rollout.weights={name} needs the CPU kernels, which this device, mesh, model or compute.dtype does "
-                    "not use; set rollout.weights=auto"
-                )
-            return None
-        if name in ("auto", "float32") and not self.weights_dominate:
-            return None
-        if name == "auto":
-            return "bfloat16" if supports_format("bfloat16") else "float32"
-        if not supports_format(name):
-            needed = {"bfloat16": "AVX512_BF16", "int8": "AVX512_VNNI"}[name]
-            raise UserError(
-                f"rollout.weights={name} needs a processor with {needed}; set rollout.weights=auto"
-            )
-        return name
+        """Return the decoder with these parameters, prepared for generation. Call it before the program's loop."""
+        return self.backend.prepare(nnx.merge(self.graph, params))
 
     def sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
         """Return the inputs of sampling."""
@@ -363,7 +307,9 @@ class RolloutPrograms:
         """As `QueryEncoder.embed`; without an encoder, return `previous`."""
         if self.encoder is None:
             return previous
-        return self.encoder.embed(encoder_state, queries, count, previous, in_batches=self.single_cpu)
+        return self.encoder.embed(
+            encoder_state, queries, count, previous, in_batches=self.backend.embeds_in_batches
+        )
 
 
 def _check_sizes(config: EngineConfig, decoder_config: DecoderConfig, shards: int) -> None:

@@ -101,6 +101,7 @@ class Environment(Protocol):
     In the terms of reinforcement learning: the state is an `Episode`, an action is the text that the policy writes in a turn,
     and `step` returns the next observation or the end of the episode. The first observation is the recipe's prompt
     (`rrl.recipes.base.Recipe.prompt`). One environment serves all episodes: its methods depend on their arguments only.
+    An environment of a recipe extends this class, which has the defaults of optional members.
     """
 
     @property
@@ -114,6 +115,12 @@ class Environment(Protocol):
     @property
     def observation_tokens(self) -> int:
         """Maximum tokens of an observation's body."""
+
+    @property
+    def tags(self) -> tuple[Tag, ...]:
+        """Optional: tags that the environment reads or writes. `rrl.recipes.base.check_tags` refuses a tokenizer that would hide
+        one in text."""
+        return ()
 
     def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         """Return the result of a turn. `text` is what the policy wrote in it; `stop` is a stop string, EOS, TURN_TOKENS or
@@ -157,7 +164,7 @@ def message_ids(
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream:
+class Stream(Environment):
     """Reasoning and search as one stream of text in one context, without restarts (R-Search, TIRESRAG-R1, Search-R1, ReSearch).
 
     A turn ends at `</search>`, and the environment appends an observation. After `max_searches` turns there is one last
@@ -207,6 +214,10 @@ class Stream:
         closing = markers(self.search)[1]
         return (closing, markers(self.answer)[1]) if self.stop_at_answer else (closing,)
 
+    @property
+    def tags(self) -> tuple[Tag, ...]:
+        return self.search, self.observation, self.answer
+
     def step(self, episode: Episode, text: str, stop: str) -> StepResult:
         last = episode.turn >= self.max_searches
         if stop == self.stops[0]:
@@ -245,7 +256,7 @@ def _is_tag(tag: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class SingleTurn:
+class SingleTurn(Environment):
     """One prompt and one output: for readers, judges and closed-book generation."""
 
     turn_tokens: int = 64

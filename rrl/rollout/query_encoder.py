@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 QUERIES_PER_ENCODE = 4
-"""On one CPU: number of queries that are embedded together. Other devices embed all queries of an exchange together."""
+"""Number of queries that are embedded together if `QueryEncoder.embed` runs in batches."""
 
 
 @dataclasses.dataclass(frozen=True)

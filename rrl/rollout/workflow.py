@@ -28,6 +28,7 @@ from rrl.rollout.protocol import (
     EOS,
     TURN_TOKENS,
     Append,
+    Environment,
     Episode,
     Finish,
     Restart,
@@ -128,7 +129,7 @@ def numbered_workflows(
 
 
 @dataclasses.dataclass(frozen=True)
-class Completion:
+class Completion(Environment):
     """The environment of each `Generate`: one turn, to its end or to a stop string."""
 
     stop_sets: tuple[tuple[str, ...], ...] = ()

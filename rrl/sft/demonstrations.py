@@ -48,6 +48,11 @@ class RecipeDataConfig:
         """Return the recipe. Raises UserError if it is unknown or has a wrong field."""
         return make_recipe(self.recipe, dict(self.recipe_options), dict(self.environment))
 
+    @property
+    def fingerprint(self) -> str:
+        """Optional: identifies data that the other fields do not determine; "" by default."""
+        return ""
+
 
 @dataclasses.dataclass(frozen=True)
 class DemonstrationConfig(RecipeDataConfig):

@@ -41,7 +41,7 @@ class PairsConfig(RecipeDataConfig):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the file."""
+        """SHA-256 of the file of pairs."""
         return hashlib.sha256(pathlib.Path(self.path).read_bytes()).hexdigest()
 
 

@@ -153,7 +153,7 @@ class StageSettings:
             identity["tokenizer_sha256"] = size_and_hash(tokenizer_file)["sha256"]
         if (encoder := values["data"].get("encoder")) and shipped(encoder).is_dir():
             identity["encoder_sha256"] = folder_hash(encoder)
-        if isinstance(self.recipe_data, PairsConfig):
+        if self.recipe_data is not None and self.recipe_data.fingerprint:
             identity["pairs"] = self.recipe_data.fingerprint
         return identity
 

@@ -18,8 +18,9 @@ class GuardConfig:
     the initial state. "off" checks nothing."""
     steps: int = 10
     """Consecutive steps for which a sign of collapse must last."""
-    reward: float = 0.0
-    """A mean total reward of a step at or below this is a sign of collapse."""
+    reward: float | None = 0.0
+    """A mean total reward of a step at or below this is a sign of collapse; None: the reward is not checked. In a config the
+    default is "auto", which is replaced by `Recipe.collapsed_reward` in the scale of the total (`rrl.train.automatic`)."""
     entropy: float = 1e-3
     """A mean entropy per policy token at or below this, in nats, is a sign of collapse."""
     kl: float = 10.0
@@ -29,7 +30,8 @@ class GuardConfig:
         one_of(ACTIONS, self, "action", where="guard.")
         at_least(1, self, "steps", where="guard.")
         at_least(0, self, "entropy", "kl", where="guard.")
-        at_least(-math.inf, self, "reward", where="guard.")
+        if self.reward is not None:
+            at_least(-math.inf, self, "reward", where="guard.")
 
 
 class Guard:
@@ -39,7 +41,6 @@ class Guard:
         self.config = config
         # `not x > limit` is also true for NaN.
         self._signs: dict[str, tuple[str, Callable[[float], bool]]] = {
-            f"the reward is at most {config.reward:g}": ("reward/total", lambda x: not x > config.reward),
             f"the entropy is at most {config.entropy:g}": (
                 "train/entropy",
                 lambda x: not x > config.entropy,
@@ -53,6 +54,12 @@ class Guard:
             "no gradient is finite": ("train/grad_norm", lambda x: not math.isfinite(x)),
             "no gradient of the critic is finite": ("critic/grad_norm", lambda x: not math.isfinite(x)),
         }
+        if (reward := config.reward) is not None:
+
+            def is_low(x: float) -> bool:
+                return not x > reward + 1e-8  # the mean of equal rewards may differ from them by rounding
+
+            self._signs = {f"the reward is at most {reward:g}": ("reward/total", is_low), **self._signs}
         self._streaks: dict[str, list[int]] = {sign: [] for sign in self._signs}
 
     @property

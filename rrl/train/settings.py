@@ -27,6 +27,7 @@ from rrl.rl.optim import OptimConfig
 from rrl.rollout.config import EngineConfig
 from rrl.runs.datasets import DataConfig
 from rrl.runs.retriever import RetrieverConfig, encoder_folder
+from rrl.train.automatic import add_automatic_defaults, resolve_automatic
 from rrl.train.guard import GuardConfig
 from rrl.train.rl_config import RLConfig
 
@@ -52,6 +53,7 @@ CRITIC_SECTIONS = {"critic": CriticConfig, "critic_optim": OptimConfig}
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """Add every missing field with its default to a config (see configs/rsearch_grpo.py), so that each can be overridden."""
     rename_config(config)
+    add_automatic_defaults(config)
     critic = CRITIC_SECTIONS if "critic" in config else {}
     judge = JUDGE_SECTIONS if any(name in config for name in JUDGE_SECTIONS) else {}
     for name in (*judge, "rewards"):
@@ -135,7 +137,7 @@ class TrainSettings:
                 f"recipe.name={name!r} needs a judge for its rewards; give the section judge, with kind oracle, model "
                 "or endpoint"
             )
-        train = _train_config(values, recipe)
+        train = _train_config(resolve_automatic(values, recipe))
         _check_advantage(recipe, make_recipe(name).advantage, train)
         if train.steps:
             recipe.check_samples(train.samples)
@@ -164,12 +166,10 @@ class TrainSettings:
         )
 
 
-def _train_config(values: Mapping[str, Any], recipe: Recipe) -> RLConfig:
-    """Return the settings of the RL run itself, with those of its objective, optimisers and guard."""
+def _train_config(values: Mapping[str, Any]) -> RLConfig:
+    """Return the settings of the RL run itself, with those of its objective, optimisers and guard. No field is "auto"."""
     steps = values["train"]["steps"]
-    recipe_weight = values.get("rewards", {}).get("recipe_weight", 1.0)
-    spread = resolve_drop_spread(values["objective"].get("drop_spread"), recipe, recipe_weight)
-    objective = build(ObjectiveConfig, {**values["objective"], "drop_spread": spread}, "objective")
+    objective = build(ObjectiveConfig, values["objective"], "objective")
     critic = _critic_config(values, steps)
     warmup = critic.warmup_steps if critic else 0
     total = max(steps - warmup, 1) * objective.optimizer_steps
@@ -182,16 +182,6 @@ def _train_config(values: Mapping[str, Any], recipe: Recipe) -> RLConfig:
         critic=critic,
         guard=build(GuardConfig, values["guard"], "guard"),
     )
-
-
-def resolve_drop_spread(spread: Any, recipe: Recipe, recipe_weight: float) -> Any:
-    """Return `objective.drop_spread`; for "auto" the recipe's own value, in the scale of the total (`rewards.recipe_weight`).
-
-    Raises UserError for another string.
-    """
-    if isinstance(spread, str) and spread != "auto":
-        raise UserError(f"objective.drop_spread={spread!r} must be a number, None, or auto")
-    return recipe_weight * recipe.uninformative_spread if spread == "auto" else spread
 
 
 def _check_advantage(recipe: Recipe, default: str, train: RLConfig) -> None:

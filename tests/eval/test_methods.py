@@ -107,6 +107,8 @@ def test_names_of_methods_show_changed_options() -> None:
     assert make_answering_method({"name": "r3rag"}, None, None).judges_short_forms  # it answers in sentences
     assert not make_answering_method({"name": "r3rag"}, {"short_answers": False}, None).judges_short_forms
     assert not (trained.judges_short_forms or method.judges_short_forms)
+    assert trained.recipe_name == "rsearch" and method.recipe_name == ""
+    assert trained.reader is method.reader is None
     assert trained.limits == {"max_searches": 2, "turn_tokens": 500, "observation_tokens": 1800}
     assert json.dumps(trained.identity) and json.dumps(method.identity)
     assert trained.identity["environment"]["max_searches"] == 2

@@ -1,5 +1,7 @@
 """Properties of all recipes: an opened `<think>` belongs to the policy's text, and no tag may be a special token."""
 
+import dataclasses
+
 import pytest
 
 from rrl.data.trajectory import PROMPT
@@ -8,6 +10,7 @@ from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.base import check_tags
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.r1_searcher import R1Searcher
+from rrl.recipes.r2ag import R2AG, R2AGEnvironment
 from rrl.recipes.research import ReSearch
 from rrl.recipes.search_r1 import SearchR1
 from rrl.rewards.transcript import transcript_of
@@ -61,14 +64,26 @@ def test_a_recipe_tag_that_is_a_special_token_is_refused(name):
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     recipe = make_recipe(name)
     check_tags(recipe, tokenizer)
-    environment = recipe.environment
-    shown = [environment.observation] if hasattr(environment, "observation") else []
-    for tag in [*recipe.tags, *shown]:
+    for tag in [*recipe.tags, *recipe.environment.tags]:
         marker = tag[0] if isinstance(tag, tuple) else f"</{tag}>"
         other = load_tokenizer("assets/miniwiki-tokenizer")
         other.add_special_tokens({"additional_special_tokens": [marker]})
         with pytest.raises(UserError, match=r"is a special token of the tokenizer .*choose another tag"):
             check_tags(recipe, other)
+
+
+def test_a_declared_tag_of_a_users_environment_is_checked():
+    @dataclasses.dataclass(frozen=True)
+    class Calculator(R2AGEnvironment):  # not a `Stream`
+        tags = ("result",)
+
+    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+    recipe = R2AG(environment=Calculator())
+    check_tags(recipe, tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<result>"]})
+    check_tags(R2AG(), tokenizer)
+    with pytest.raises(UserError, match="the tag '<result>' of the recipe would never be recognised"):
+        check_tags(recipe, tokenizer)
 
 
 @pytest.mark.parametrize("name", ["search_r1", "r1_searcher", "tiresrag"])

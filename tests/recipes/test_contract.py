@@ -138,6 +138,7 @@ def test_every_recipe_declares_what_the_run_needs(name):
     recipe = make_recipe(name)
     low, high = recipe.reward_range
     assert low <= 0 < high and 0 <= recipe.uninformative_spread < high - low
+    assert low <= recipe.collapsed_reward <= 0  # an episode that fails
     assert isinstance(recipe.prompt(GOLD), str | Prompt)
     assert make_card(recipe, 1024, 3).make() == recipe
     first = recipe.curriculum([GOLD] * 3, 2, 0)

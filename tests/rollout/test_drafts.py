@@ -12,7 +12,7 @@ from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.rollout import decoding
-from rrl.rollout.cpu.shape_probe import configure_shapes
+from rrl.rollout.backends import find_shapes
 from rrl.rollout.drafts import NgramDrafts, preceding_tokens, shift_in
 from rrl.rollout.engine import Engine
 from rrl.rollout.exchange import NO_TOKEN, RECENT_TOKENS
@@ -163,8 +163,8 @@ def test_drafts_are_disabled_if_they_change_bits(world, monkeypatch, caplog):  #
     decoder, tokenizer, _, requests = world
     config = dataclasses.replace(DRAFTING, rows=8, workers=1)
     engines = [Engine(decoder, tokenizer, config) for _ in range(2)]
-    configure_shapes(engines[0].programs, nnx.state(decoder))
-    assert engines[0].programs.step_tokens == 24 and "8 rows x 3 tokens" in engines[0].programs.describe()
+    assert find_shapes(engines[0].programs, nnx.state(decoder)).step_tokens == 24
+    assert "8 rows x 3 tokens" in engines[0].programs.describe()
     sample_tokens = decoding.sample_tokens
 
     def changed_bits(*arguments):
@@ -178,7 +178,7 @@ def test_drafts_are_disabled_if_they_change_bits(world, monkeypatch, caplog):  #
     monkeypatch.setattr(decoding, "sample_tokens", changed_bits)
     with caplog.at_level("INFO", "rrl.rollout.loop_runner"):
         engines[1].run(nnx.state(decoder), requests[:1], SingleTurn(turn_tokens=4), KEY)
-    assert engines[1].programs.step_tokens == 0 and engines[1].stats.tokens_per_step == 1
+    assert engines[1].programs.shapes.step_tokens == 0 and engines[1].stats.tokens_per_step == 1
     assert any("rollout.draft_tokens=2 is ignored" in line for line in caplog.messages)
     assert any("steps of 8 rows;" in line for line in caplog.messages)
 
@@ -194,7 +194,7 @@ def test_a_step_of_fewer_rows_drafts_more_per_row(world, monkeypatch):  # noqa: 
 
     monkeypatch.setattr(Decoder, "extend", recorded)
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=32, workers=1, draft_tokens=1))
-    configure_shapes(engine.programs, nnx.state(decoder))
+    find_shapes(engine.programs, nnx.state(decoder))
     assert shapes == {(32, 2), (16, 4), (8, 8)}
 
 

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from rrl.data.trajectory import NOT_FINITE, POLICY
+from rrl.models.cpu import kernels
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
-from rrl.rollout import programs as rollout_programs
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
 from rrl.rollout.workflow import Completion, Generate
@@ -75,7 +75,7 @@ def test_an_episode_ends_before_its_first_sample_from_nan_and_others_keep_their_
 ):
     decoder, tokenizer, retriever, requests = world
     if variant == "no kernel":
-        monkeypatch.setattr(rollout_programs, "can_attend", lambda *_: False)
+        monkeypatch.setattr(kernels, "can_attend", lambda *_: False)
     params, mesh = nnx.state(decoder), make_mesh(2, 2, 2) if variant == "mesh" else None
     config = dataclasses.replace(CONFIG, **VARIANTS[variant])
     engine = Engine(decoder, tokenizer, config, retriever=retriever, mesh=mesh)
@@ -115,7 +115,7 @@ def test_a_model_of_nan_writes_nothing_and_the_log_names_the_first_question(
 ):
     decoder, tokenizer, _, requests = world
     if not kernel:
-        monkeypatch.setattr(rollout_programs, "can_attend", lambda *_: False)
+        monkeypatch.setattr(kernels, "can_attend", lambda *_: False)
     config = dataclasses.replace(CONFIG, top_p=1.0, sample_top_k=0, rows=4)
     engine = Engine(decoder, tokenizer, dataclasses.replace(config, **truncation))
     params = jax.tree.map(lambda x: x * jnp.nan, nnx.state(decoder))

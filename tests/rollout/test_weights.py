@@ -15,8 +15,8 @@ from rrl.models.cpu.packed import supports_format
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
-from rrl.rollout import programs as rollout_programs
 from rrl.rollout.config import EngineConfig
+from rrl.rollout.cpu import backend as cpu_backend
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
 from tests.rollout.world import make_world
@@ -37,7 +37,7 @@ def large(monkeypatch):
     """Treats the small model like one whose weights are packed."""
     if not can_attend(jnp.float32, 16):
         pytest.skip("this machine has no C++ compiler")
-    monkeypatch.setattr(rollout_programs, "weights_dominate", lambda config: True)
+    monkeypatch.setattr(cpu_backend, "weights_dominate", lambda config: True)
 
 
 @pytest.fixture(params=DIFFERENCE)
@@ -58,7 +58,7 @@ def packed_format(world, weights, **options):
     """The format of an engine's matrices."""
     decoder, tokenizer, _, _ = world
     with Engine(decoder, tokenizer, dataclasses.replace(CONFIG, weights=weights), **options) as engine:
-        return engine.programs.packed_format(jnp.float32)
+        return engine.programs.backend.packed_format(jnp.float32)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -82,26 +82,26 @@ def test_log_probabilities_are_those_of_the_trainer_to_the_rounding_of_the_forma
 
 
 def test_auto_packs_large_weights_in_bfloat16_if_the_processor_multiplies_it(world, large, monkeypatch):
-    monkeypatch.setattr(rollout_programs, "supports_format", lambda name: True)
+    monkeypatch.setattr(cpu_backend, "supports_format", lambda name: True)
     assert packed_format(world, "auto") == "bfloat16"
-    monkeypatch.setattr(rollout_programs, "supports_format", lambda name: name == "float32")
+    monkeypatch.setattr(cpu_backend, "supports_format", lambda name: name == "float32")
     assert packed_format(world, "auto") == "float32"
 
 
 def test_small_weights_are_packed_only_in_a_smaller_format(world, large, monkeypatch):
-    monkeypatch.setattr(rollout_programs, "weights_dominate", lambda config: False)
-    monkeypatch.setattr(rollout_programs, "supports_format", lambda name: True)
+    monkeypatch.setattr(cpu_backend, "weights_dominate", lambda config: False)
+    monkeypatch.setattr(cpu_backend, "supports_format", lambda name: True)
     assert [packed_format(world, name) for name in ("auto", "float32", "int8")] == [None, None, "int8"]
 
 
 def test_a_format_that_the_processor_lacks_is_refused_before_a_rollout(world, large, monkeypatch):
-    monkeypatch.setattr(rollout_programs, "supports_format", lambda name: False)
+    monkeypatch.setattr(cpu_backend, "supports_format", lambda name: False)
     with pytest.raises(UserError, match=r"rollout\.weights=int8 needs a processor with AVX512_VNNI; set"):
         sample(world, "int8")
 
 
 def test_a_model_that_the_cpu_kernels_do_not_compute_is_refused(world, monkeypatch):
-    monkeypatch.setattr(rollout_programs, "can_attend", lambda *_: False)
+    monkeypatch.setattr(cpu_backend, "cpu_kernels", lambda *_: None)
     with pytest.raises(UserError, match=r"rollout\.weights=int8 needs the CPU kernels"):
         sample(world, "int8")
     with pytest.raises(UserError, match="weights='int4' is unknown"):

@@ -1,6 +1,7 @@
 """The stages of supervised training run from their configs and write loadable folders."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import pathlib
 
@@ -18,7 +19,7 @@ from rrl.rl.optim import OptimConfig
 from rrl.runs.retriever import RetrieverConfig
 from rrl.sft.config import SFTConfig
 from rrl.sft.sources import AlternatingSource, StreamSource
-from rrl.sft.stages import OPTIONAL_SECTIONS, DemonstrationConfig, run, scale_parameters
+from rrl.sft.stages import OPTIONAL_SECTIONS, DemonstrationConfig, StageSettings, run, scale_parameters
 from rrl.sft.streams import StreamConfig, parse_curriculum
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -139,6 +140,18 @@ def test_a_config_lists_every_field_and_unknown_fields_are_refused(name, tmp_pat
     config.extra = 1
     with pytest.raises(UserError, match=r"config\.extra is unknown"):
         run(config, tmp_path / "run")
+
+
+def test_the_identity_of_a_run_on_pairs_has_the_content_of_their_file(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    identities = []
+    for content in ("one", "two"):
+        file.write_text(content)
+        values = config_of("r3rag_sft", f"pairs={file},init=assets/miniwiki-policy")
+        identities.append(StageSettings.from_config(values).identity())
+    assert identities[0].pop("pairs") == hashlib.sha256(b"one").hexdigest() != identities[1].pop("pairs")
+    assert identities[0] == identities[1]
+    assert DemonstrationConfig().fingerprint == ""  # `config.data` determines the demonstrations
 
 
 def test_an_alternating_source_cycles_through_its_sources():

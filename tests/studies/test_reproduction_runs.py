@@ -162,6 +162,22 @@ def test_with_another_command_a_field_added_since_counts_as_its_default(monkeypa
     assert "was made by" in manifest_mismatch(nameless, whole)
 
 
+def test_a_stored_number_matches_the_automatic_value_of_today(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    run = PlannedRun("a", "train", "configs/r1_searcher.py:steps=4", 1)
+    settings = resolved_settings(run)
+    assert settings["guard"]["reward"] == -0.5 and settings["objective"]["drop_spread"] is None
+    manifest = RunManifest(run.command("{out}"), settings, "abc")
+    assert manifest_mismatch(manifest, run) == ""
+    given = dataclasses.replace(run, fields={"guard.reward": -0.5})
+    assert manifest_mismatch(manifest, given) == ""
+    assert "was made by" in manifest_mismatch(
+        manifest, dataclasses.replace(run, fields={"guard.reward": 0.0})
+    )
+    del settings["guard"]["reward"]
+    assert manifest_mismatch(dataclasses.replace(manifest, settings=settings), given) == ""
+
+
 @pytest.mark.skipif(available_cores() < 2, reason="two runs side by side need two cores")
 def test_two_runs_execute_at_the_same_time_on_separate_cores(tmp_path, monkeypatch):
     assert sorted(core for share in core_shares(2) for core in share) == sorted(os.sched_getaffinity(0))

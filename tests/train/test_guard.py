@@ -1,5 +1,6 @@
 """Signs of collapse, and the number of steps they must last."""
 
+import numpy as np
 import pytest
 
 from rrl.errors import UserError
@@ -46,6 +47,19 @@ def test_a_step_without_the_sign_ends_it_and_one_without_the_metric_does_not():
 def test_simultaneous_signs_are_reported_together():
     guard = Guard(GuardConfig(steps=1))
     assert guard.check(1, {"reward/total": -1.0, "train/kl": 11.0}).count(";") == 1
+
+
+def test_a_mean_that_differs_from_the_threshold_by_rounding_is_a_sign():
+    mean = float(np.mean([-0.7] * 3))
+    assert mean > -0.7
+    assert Guard(GuardConfig(steps=1, reward=-0.7)).check(1, WELL | {"reward/total": mean})
+    assert not Guard(GuardConfig(steps=1, reward=-0.7)).check(1, WELL | {"reward/total": -0.69})
+
+
+def test_without_a_threshold_the_reward_is_not_checked():
+    guard = Guard(GuardConfig(steps=1, reward=None))
+    assert guard.check(1, WELL | {"reward/total": -5.0}) == "" and not guard.sees_collapse
+    assert guard.check(2, WELL | {"train/entropy": 0.0})
 
 
 def test_action_off_checks_nothing():

@@ -90,4 +90,4 @@ def test_documents_are_cut_to_512_characters_in_training_and_whole_in_evaluation
 def test_a_config_lists_fields_of_recipe_critic_and_judge():
     filled = config()
     assert filled.recipe.correct_scale == 1.6 and filled.recipe.environment.max_steps == 5
-    assert filled.critic.clip == 0.5 and filled.judge.kind == "oracle"
+    assert filled.critic.clip == "auto" and filled.judge.kind == "oracle"

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu.library import ATTENTION, COPY, DRAW, LAYERS, library
-from rrl.models.cpu.packed import ROW_MAJOR, PackedMatrix, format_number
+from rrl.models.cpu.packed import MATRICES, ROW_MAJOR, PackedMatrix, format_number
 
 log = logging.getLogger(__name__)
 WEIGHTS = (
@@ -30,8 +30,6 @@ WEIGHTS = (
     *("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
 )
 """Names of the layer weights, in the order of the kernel's arguments."""
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-"""The weights that may be packed."""
 LANES = 16
 """The head dimension must be a multiple of this; for `cpu_layers`, the hidden and MLP widths too."""
 

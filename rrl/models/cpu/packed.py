@@ -18,15 +18,21 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from rrl.models.cpu.library import PACK, library
+from rrl.models.decoder import TABLE, Decoder
 
 ROW_MAJOR = "row_major"
 FORMATS = (ROW_MAJOR, "float32", "bfloat16", "int8")
 """All formats, in the order of `Format` in packed.h. Row-major matrices are not packed."""
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8}
 """Bits of a number in each packed format."""
+INSTRUCTIONS = {"bfloat16": "AVX512_BF16", "int8": "AVX512_VNNI"}
+"""The processor's extension that a format needs."""
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+"""The weights of a layer that may be packed."""
 
 
 @jax.tree_util.register_dataclass
@@ -89,3 +95,26 @@ def pack(
     numbers = {"format": np.int32(format_number(name)), "threads": np.int32(threads)}
     data = call(flat, transposed=transposed, **numbers)
     return PackedMatrix(data, name, width)
+
+
+def pack_decoder(decoder: Decoder, name: str, threads: int = 1) -> None:
+    """Sets `Decoder.kernel_weights` to packed copies of the layers' matrices and of the unembedding table.
+
+    The table is left out if the vocabulary is no multiple of 16.
+
+    Args:
+        decoder: a model without adapters that `rrl.models.cpu.layers.can_compute`.
+        name: a packed format that `supports_format`.
+        threads: maximum number of threads.
+    """
+    packed = {
+        matrix: pack(
+            getattr(decoder.layers, matrix)[...], name, inner_axes=2 if matrix == "o" else 1, threads=threads
+        )
+        for matrix in MATRICES
+    }
+    if decoder.config.vocab_size % 16 == 0:
+        tied = decoder.config.tie_embeddings
+        table = (decoder.embedding if tied else decoder.head)[...][None]
+        packed[TABLE] = pack(table, name, transposed=tied, threads=threads)
+    decoder.kernel_weights = nnx.data(packed)

@@ -47,19 +47,18 @@ def cache_key(programs: RolloutPrograms, params: PyTree) -> str:
         programs.decoder_config,
         str(dtype),
         shapes,
-        programs.uses_cpu_layers(dtype),
-        programs.uses_cpu_attention(dtype),
-        programs.packed_format(dtype),
+        programs.backend.computes_layers(dtype),
+        programs.backend.kernels(dtype),
     )
     engine = (
         config,
         programs.sizes,
         programs.workers,
         programs.shards,
-        programs.step_tokens,
+        programs.shapes.step_tokens,
         len(programs.eos),
     )
-    compiler = programs.compiler_options, [(name, getattr(jax.config, name)) for name in JAX_OPTIONS]
+    compiler = programs.backend.compiler_options, [(name, getattr(jax.config, name)) for name in JAX_OPTIONS]
     return _hash(model, engine, compiler, _code(), _machine())
 
 

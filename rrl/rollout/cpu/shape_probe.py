@@ -3,7 +3,7 @@
 A decode step with fewer rows, or a prefill with fewer chunks, is faster. But for some shapes XLA splits a matrix product in
 another way, which changes the last bits. Then the tokens of a row would depend on the number of rows in the step, and so on the
 speed of searches. The probe runs the real decode and prefill steps over the model's first layers, once per candidate shape, and
-compares bits (`rrl.rollout.cpu.probe_programs`). It also checks that draft tokens change no bits. Read `configure_shapes`, then
+compares bits (`rrl.rollout.cpu.probe_programs`). It also checks that draft tokens change no bits. Read `find_cpu_shapes`, then
 `probe_shapes`.
 """
 
@@ -11,7 +11,7 @@ import concurrent.futures
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -19,8 +19,10 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from rrl.parallel.runtime import available_cores
+from rrl.rollout.backend import StepShapes
 from rrl.rollout.cpu.probe_cache import cache_key, load, store
 from rrl.rollout.cpu.probe_programs import DecodeOutput, compile_decode, first_layers, run_prefill
+from rrl.rollout.cpu.workers import weights_dominate
 from rrl.rollout.programs import RolloutPrograms
 
 log = logging.getLogger(__name__)
@@ -37,37 +39,25 @@ PROBE_SECONDS = 60.0
 Draft tokens could change bits, so they are always probed."""
 
 
-class ProbeResult(NamedTuple):
-    """Shapes that give every row the same bits as the largest shape; each field largest first."""
-
-    widths: tuple[int, ...]
-    """Batch sizes of a decode step: how many rows it may compute."""
-    attention_batches: tuple[int, ...]
-    """How many rows may read a cache block in one matrix product of attention (`DecodeSettings.attention_batches`)."""
-    chunk_counts: tuple[int, ...]
-    """Numbers of chunks that are prefilled together."""
-    step_tokens: int
-    """Tokens of a decode step, including draft tokens. 0: drafts change bits, and must not be used."""
-
-
-def configure_shapes(programs: RolloutPrograms, params: PyTree) -> None:
-    """Set the shapes of the programs on one CPU. Call it before building loops.
+def find_cpu_shapes(programs: RolloutPrograms, params: PyTree) -> StepShapes:
+    """Return the shapes that programs on one CPU may use.
 
     The probe runs if a worker has at least MIN_PROBED_ROWS rows and the weights do not dominate the time of a step, or if
     there are draft tokens. If draft tokens change bits, they are disabled with a warning.
     """
-    fewer_rows = programs.decode_rows >= MIN_PROBED_ROWS and not programs.weights_dominate
-    if programs.single_cpu and (fewer_rows or programs.step_tokens):
-        result = probe_shapes(programs, params)
-        programs.widths, programs.attention_batches, programs.chunk_counts, programs.step_tokens = result
-    if programs.config.draft_tokens and not programs.step_tokens:
+    fewer_rows = programs.decode_rows >= MIN_PROBED_ROWS and not weights_dominate(programs.decoder_config)
+    if not (fewer_rows or programs.shapes.step_tokens):
+        return programs.shapes
+    shapes = probe_shapes(programs, params)
+    if programs.config.draft_tokens and not shapes.step_tokens:
         log.warning(
             "rollout.draft_tokens=%d is ignored: on this processor correct drafts would change the bits of later tokens",
             programs.config.draft_tokens,
         )
+    return shapes
 
 
-def probe_shapes(programs: RolloutPrograms, params: PyTree) -> ProbeResult:
+def probe_shapes(programs: RolloutPrograms, params: PyTree) -> StepShapes:
     """Return the shapes that change no bits, from the cache (`rrl.rollout.cpu.probe_cache`) or by probing all candidates.
 
     If the weights dominate (`workers.weights_dominate`), only draft tokens are probed: fewer rows or chunks save no time. A
@@ -77,7 +67,7 @@ def probe_shapes(programs: RolloutPrograms, params: PyTree) -> ProbeResult:
     dtype = nnx.merge(programs.graph, params).dtype
     rows, chunks = _row_candidates(programs), _chunk_candidates(programs, dtype)
     key = cache_key(programs, params)
-    if (stored := _validated(load(key), rows, chunks, programs.step_tokens)) is not None:
+    if (stored := _validated(load(key), rows, chunks, programs.shapes.step_tokens)) is not None:
         return stored
     deadline = _Deadline(PROBE_SECONDS)
     result = _probe(*first_layers(programs, params), rows, chunks, deadline)
@@ -107,7 +97,7 @@ def _row_candidates(programs: RolloutPrograms) -> list[int]:
     """Return the candidate numbers of rows, largest first."""
     counts = [programs.decode_rows]
     while (
-        not programs.weights_dominate
+        not weights_dominate(programs.decoder_config)
         and counts[-1] >= MIN_PROBED_ROWS
         and not counts[-1] % (2 * ROW_MULTIPLE)
     ):
@@ -118,7 +108,7 @@ def _row_candidates(programs: RolloutPrograms) -> list[int]:
 def _chunk_candidates(programs: RolloutPrograms, dtype: DTypeLike) -> list[int]:
     """Return the candidate numbers of chunks, largest first."""
     counts = [programs.sizes.chunks_per_prefill]
-    fewer = not (programs.weights_dominate or programs.uses_cpu_layers(dtype))
+    fewer = not (weights_dominate(programs.decoder_config) or programs.backend.computes_layers(dtype))
     while fewer and counts[-1] > MIN_CHUNKS and not counts[-1] % 2:
         counts.append(counts[-1] // 2)
     return counts
@@ -126,9 +116,9 @@ def _chunk_candidates(programs: RolloutPrograms, dtype: DTypeLike) -> list[int]:
 
 def _validated(
     stored: Mapping[str, Any] | None, rows: list[int], chunks: list[int], step_tokens: int
-) -> ProbeResult | None:
+) -> StepShapes | None:
     """Return a stored result if it is a possible result of a probe, else None."""
-    if stored is None or set(stored) != set(ProbeResult._fields):
+    if stored is None or set(stored) != set(StepShapes._fields):
         return None
     valid = []
     for name, candidates in (("widths", rows), ("attention_batches", rows), ("chunk_counts", chunks)):
@@ -140,12 +130,12 @@ def _validated(
     complete = widths[:1] == (rows[0],) and chunk_counts[:1] == (chunks[0],)
     if not complete or stored["step_tokens"] not in (0, step_tokens):
         return None
-    return ProbeResult(widths, attention_batches, chunk_counts, int(stored["step_tokens"]))
+    return StepShapes(widths, attention_batches, chunk_counts, int(stored["step_tokens"]))
 
 
 def _probe(
     programs: RolloutPrograms, params: PyTree, rows: list[int], chunks: list[int], deadline: _Deadline
-) -> ProbeResult:
+) -> StepShapes:
     """Run all candidates and compare bits."""
 
     def prefilled(count: int) -> tuple[np.ndarray, ...] | None:
@@ -154,7 +144,7 @@ def _probe(
     with concurrent.futures.ThreadPoolExecutor(available_cores(), "rrl-probe") as pool:
         # A single candidate needs no comparison.
         prefills = [pool.submit(prefilled, count) for count in chunks if len(chunks) > 1]
-        step_tokens = programs.step_tokens
+        step_tokens = programs.shapes.step_tokens
         decode_result = _probe_decode(programs, params, rows, step_tokens, pool, deadline)
         if decode_result is None:  # drafts change bits: probe again without them
             step_tokens = 0
@@ -162,7 +152,7 @@ def _probe(
         same = _same_as_first([prefill.result() for prefill in prefills])
     assert decode_result is not None, "only drafts can make the result None"
     fewer = (count for count, is_same in zip(chunks[1:], same[1:], strict=True) if is_same)
-    return ProbeResult(*decode_result, (chunks[0], *fewer), step_tokens)
+    return StepShapes(*decode_result, (chunks[0], *fewer), step_tokens)
 
 
 def _probe_decode(
@@ -213,8 +203,8 @@ def _decode_candidates(
     """Return the (width, attention_batches) pairs to compare with the largest shape, which is (rows[0], ())."""
     if len(rows) == 1:
         return []
-    if programs.uses_cpu_attention(nnx.merge(programs.graph, params).dtype):
-        return [(count, ()) for count in rows[1:]]  # the CPU kernel reads the cache row by row
+    if programs.backend.kernels(nnx.merge(programs.graph, params).dtype) is not None:
+        return [(count, ()) for count in rows[1:]]  # the kernel reads the cache row by row
     return [(count, tuple(rows[index:])) for index, count in enumerate(rows)]
 
 

@@ -21,6 +21,7 @@ from rrl.runs.launcher import load_config
 from rrl.sft import stages
 from rrl.studies.reproduction.plan import PlannedRun
 from rrl.train import settings as train_settings
+from rrl.train.automatic import resolve_automatic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +107,10 @@ def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
         stored = with_defaults[run.launcher](
             ConfigDict(_merged(_empty_sections(current), rename_stored(manifest.settings)))
         )
+        complete = _without_auto(stored.to_dict())
     except (UserError, AttributeError, KeyError):  # the stored settings no longer form a config
         return None
-    return _merged(current, json.loads(json.dumps(stored.to_dict(), default=str)))
+    return _merged(current, json.loads(json.dumps(complete, default=str)))
 
 
 def _empty_sections(settings: Any) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def _first_difference(stored: Any, current: Any, name: str = "") -> str:
 def resolved_settings(run: PlannedRun) -> dict[str, Any]:
     """Return all fields of the config that the run's command resolves to today, as JSON values.
 
-    `objective.drop_spread="auto"` is resolved too: it stands for a number that depends on other fields.
+    A field that is "auto" is resolved too: it stands for a number that depends on other fields.
     """
     file = Path(run.config.partition(":")[0])
     if not file.is_file():
@@ -152,13 +154,16 @@ def _settings(_: bytes, config: str, *overrides: str) -> str:
     """Return the resolved config as JSON. The bytes of the file are part of the cache key, so an edited
     file is read again."""
     settings = load_config(config, overrides).to_dict()
-    if (objective := settings.get("objective", {})).get("drop_spread") == "auto":
-        fields = dict(settings["recipe"])
-        recipe = make_recipe(fields.pop("name"), fields, fields.pop("environment", {}))
-        objective["drop_spread"] = train_settings.resolve_drop_spread(
-            "auto", recipe, settings["rewards"]["recipe_weight"]
-        )
-    return json.dumps(settings, sort_keys=True, default=str)
+    return json.dumps(_without_auto(settings), sort_keys=True, default=str)
+
+
+def _without_auto(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config in which no field is "auto". Only training configs have such fields."""
+    if "objective" not in settings or "recipe" not in settings:
+        return settings
+    fields = dict(settings["recipe"])
+    recipe = make_recipe(fields.pop("name"), fields, fields.pop("environment", {}))
+    return resolve_automatic(settings, recipe)
 
 
 def manifest_file(run: PlannedRun, out: Path) -> Path:

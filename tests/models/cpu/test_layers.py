@@ -14,6 +14,7 @@ from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu import layers as kernel
 from rrl.models.cpu import library as kernel_library
+from rrl.models.cpu.kernels import CpuKernels
 from rrl.models.cpu.layers import can_attend, can_compute, cpu_attention, cpu_copy, cpu_layers
 from rrl.models.cpu.packed import FORMATS
 from rrl.models.lora import LoraConfig, add_lora, merge_lora
@@ -127,8 +128,8 @@ def test_large_scores_do_not_overflow(compiled, score):
 
 def caches(config, rows, slots, threads=1):
     """Two empty caches: one for the CPU kernels and one for XLA."""
-    how = {"slots_last": True, "threads": threads}
-    return [KVCache.create(config, rows, slots, cpu_kernel=compiled, **how) for compiled in (True, False)]
+    kernels = CpuKernels(threads), None
+    return [KVCache.create(config, rows, slots, slots_last=True, kernels=used) for used in kernels]
 
 
 def prefill(decoder, tokens, at, cache, rows=None):
@@ -239,7 +240,7 @@ def test_copying_reads_all_sources_before_writing(compiled, threads):
     draw = np.random.default_rng(0)
     held = [draw.normal(size=(LAYERS, BLOCKS, ROWS, 2, *last)) for last in ((16, BLOCK), (BLOCK, 16))]
     k, v = (jnp.asarray(part, jnp.float32) for part in held)
-    cache = KVCache(k, v, SLOTS, slots_last=True, cpu_kernel=threads > 0, threads=threads)
+    cache = KVCache(k, v, SLOTS, slots_last=True, kernels=CpuKernels(threads) if threads else None)
     source, target = jnp.array([0, 1, 2, 2, 0, 1]), jnp.array([1, 2, 0, 3, ROWS, 4])
     slots, shared = jnp.array([200, 1, 2 * BLOCK, SLOTS, SLOTS, 0]), jnp.array([0, 0, BLOCK + 3, 5, 0, 0])
     found = jax.jit(lambda cache: cache.copy_rows(source, target, slots, shared))(cache)
@@ -274,7 +275,7 @@ def test_models_with_adapters_use_xla_until_they_are_merged(compiled):
         held = getattr(decoder.layers, name)
         held[...] = jax.random.normal(jax.random.key(1), held.shape) * 0.1
     tokens, (ours, theirs) = draw(BASE, 2, 9), caches(BASE, 2, 20)
-    assert not decoder._uses_cpu_kernel(ours) and merge_lora(decoder)._uses_cpu_kernel(ours)
+    assert not decoder._layer_kernels(ours) and merge_lora(decoder)._layer_kernels(ours)
     wanted, _ = extend(decoder, tokens, places(2, 9), theirs)
     for model in (decoder, merge_lora(decoder)):
         found, _ = extend(model, tokens, places(2, 9), ours)

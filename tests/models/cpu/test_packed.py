@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from rrl.models.cpu.layers import cpu_draw
-from rrl.models.cpu.packed import BITS, pack, packed_bytes, supports_format
+from rrl.models.cpu.packed import BITS, pack, pack_decoder, packed_bytes, supports_format
 from tests.models.cpu.test_layers import SHAPES, caches
 from tests.models.small import draw, extend, make, places
 
@@ -65,7 +65,7 @@ def test_layers_with_packed_weights_equal_those_of_xla(name, shape):
     at = places(4, 70) + jnp.array([20, 0, 90, slots - 70])[:, None]
     ours, theirs = caches(config, 5, slots)
     packed = nnx.clone(make(config))
-    packed.pack(name)
+    pack_decoder(packed, name)
     (found, cache), (wanted, other) = (
         extend(packed, tokens, at, ours, rows),
         extend(make(config), tokens, at, theirs, rows),
@@ -83,7 +83,7 @@ def test_layers_with_packed_weights_equal_those_of_xla(name, shape):
 def test_a_tokens_bits_depend_only_on_its_past_with_packed_weights(name):
     config = SHAPES["large"]
     decoder, tokens = nnx.clone(make(config)), draw(config, 9, 60)
-    decoder.pack(name)
+    pack_decoder(decoder, name)
     (whole, ours), (threaded, _) = (
         extend(decoder, tokens, places(9, 60), caches(config, 9, 60, threads)[0]) for threads in (1, 4)
     )

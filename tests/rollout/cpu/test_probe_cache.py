@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from rrl.models.cpu import kernels
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
-from rrl.rollout import programs as rollout_programs
+from rrl.rollout.backend import StepShapes
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu import probe_cache, shape_probe
 from rrl.rollout.cpu.probe_cache import cache_key, load, store
-from rrl.rollout.cpu.shape_probe import ProbeResult, _validated, probe_shapes
+from rrl.rollout.cpu.shape_probe import _validated, probe_shapes
 from rrl.rollout.engine import Engine
 from tests.rollout.world import make_world
 
@@ -113,7 +114,7 @@ def test_other_machines_and_libraries_have_another_key(world, monkeypatch):
     add_key()
     monkeypatch.setattr(probe_cache, "available_cores", lambda: 3)
     add_key()
-    monkeypatch.setattr(rollout_programs, "can_attend", lambda *_: False)
+    monkeypatch.setattr(kernels, "can_attend", lambda *_: False)
     add_key()
     monkeypatch.setattr(probe_cache.importlib.metadata, "version", lambda name: "9.9")
     add_key()
@@ -143,8 +144,8 @@ def test_other_machines_and_libraries_have_another_key(world, monkeypatch):
 )
 def test_an_impossible_stored_result_is_ignored(changed):
     candidates = [32, 16, 8], [4], 64
-    assert _validated(STORED, *candidates) == ProbeResult((32, 8), (), (4,), 64)
-    assert _validated(STORED | {"step_tokens": 0}, *candidates) == ProbeResult((32, 8), (), (4,), 0)
+    assert _validated(STORED, *candidates) == StepShapes((32, 8), (), (4,), 64)
+    assert _validated(STORED | {"step_tokens": 0}, *candidates) == StepShapes((32, 8), (), (4,), 0)
     assert _validated(STORED | changed, *candidates) is None and _validated(None, *candidates) is None
 
 
@@ -152,13 +153,13 @@ def test_a_second_engine_uses_the_stored_result(world, folder, monkeypatch):
     decoder, tokenizer = world
     monkeypatch.setattr(shape_probe, "load", load)
     monkeypatch.setattr(shape_probe, "store", store)
-    results = [ProbeResult((32, 16), (), (4,), 64), ProbeResult((32,), (), (4,), 0)]
+    results = [StepShapes((32, 16), (), (4,), 64), StepShapes((32,), (), (4,), 0)]
     monkeypatch.setattr(shape_probe, "_probe", lambda *_: results.pop(0))
 
     def probed():
         return probe_shapes(Engine(decoder, tokenizer, CONFIG).programs, nnx.state(decoder))
 
-    assert probed() == probed() == ProbeResult((32, 16), (), (4,), 64)
+    assert probed() == probed() == StepShapes((32, 16), (), (4,), 64)
     (file,) = folder.iterdir()
     file.write_text('{"widths": [32, 31]}')
-    assert probed() == probed() == ProbeResult((32,), (), (4,), 0)
+    assert probed() == probed() == StepShapes((32,), (), (4,), 0)

@@ -9,21 +9,25 @@ import pytest
 from flax import nnx
 
 from rrl.models import cache
+from rrl.models.cpu import kernels
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.rollout import decoding
-from rrl.rollout import programs as rollout_programs
+from rrl.rollout.backend import StepShapes
+from rrl.rollout.backends import find_shapes
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu import shape_probe, workers
-from rrl.rollout.cpu.probe_programs import _with_random_adapters
-from rrl.rollout.cpu.shape_probe import configure_shapes
+from rrl.rollout.cpu.probe_programs import _with_random_adapters, first_layers
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)
 CONFIG = EngineConfig(rows=32, context=192, wake_threshold=8, prefill_tokens=128, workers=1, top_p=0.95)
+
+LARGEST = StepShapes((32,), (), (4,), 0)
+"""The shapes of CONFIG without a probe."""
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +41,20 @@ def world():
 @pytest.mark.parametrize(("oversubscribed_slots", "compiled"), [(0, True), (8, True), (8, False)])
 def test_steps_of_fewer_rows_change_no_bits(world, oversubscribed_slots, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(rollout_programs, "can_attend", lambda *_: False)
+        monkeypatch.setattr(kernels, "can_attend", lambda *_: False)
     decoder, tokenizer, requests = world
     config = dataclasses.replace(CONFIG, oversubscribed_slots=oversubscribed_slots)
     narrowed, wide = (Engine(decoder, tokenizer, config) for _ in range(2))
     monkeypatch.setattr(
-        "rrl.rollout.loop_runner.configure_shapes",
-        lambda programs, params: None if programs is wide.programs else configure_shapes(programs, params),
+        "rrl.rollout.loop_runner.find_shapes",
+        lambda programs, params: (
+            programs.shapes if programs is wide.programs else find_shapes(programs, params)
+        ),
     )
     params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
     results, whole = (engine.run(params, requests, environment, KEY) for engine in (narrowed, wide))
-    assert (wide.programs.widths, wide.programs.attention_batches, wide.programs.chunk_counts) == (
-        (32,),
-        (),
-        (4,),
-    )
-    shapes = narrowed.programs.widths, narrowed.programs.attention_batches, narrowed.programs.chunk_counts
-    if shapes == ((32,), (), (4,)):
+    assert wide.programs.shapes == LARGEST
+    if narrowed.programs.shapes == LARGEST:
         pytest.skip("on this processor all smaller shapes change bits")
     assert narrowed.stats.row_steps == wide.stats.row_steps
     for one, other in zip(results, whole, strict=True):
@@ -71,7 +72,7 @@ def test_steps_of_fewer_rows_change_no_bits(world, oversubscribed_slots, compile
     ],
 )
 def test_shapes_that_change_bits_are_not_used(world, monkeypatch, function, size, allowed):
-    monkeypatch.setattr(rollout_programs, "can_attend", lambda *_: False)
+    monkeypatch.setattr(kernels, "can_attend", lambda *_: False)
     decoder, tokenizer, _ = world
     owner = cache if function == "cache_attention" else Decoder
     original = getattr(owner, function)
@@ -85,11 +86,10 @@ def test_shapes_that_change_bits_are_not_used(world, monkeypatch, function, size
 
     monkeypatch.setattr(owner, function, wrong_attention if function == "cache_attention" else wrong_at_size)
     engine = Engine(decoder, tokenizer, CONFIG)
-    configure_shapes(engine.programs, nnx.state(decoder))
-    configured = engine.programs.widths, engine.programs.attention_batches, engine.programs.chunk_counts
-    for used, most in zip(configured, allowed, strict=True):  # other shapes may change bits on this processor
+    *shapes, _ = find_shapes(engine.programs, nnx.state(decoder))
+    for used, most in zip(shapes, allowed, strict=True):  # other shapes may change bits on this processor
         assert set(used) <= set(most)
-    assert configured[0][0] == 32 and configured[2][0] == 4
+    assert shapes[0][0] == 32 and shapes[2][0] == 4
 
 
 @pytest.mark.slow
@@ -104,8 +104,7 @@ def test_a_difference_in_few_last_bits_is_detected(world, monkeypatch):
 
     def widths():
         engine = Engine(decoder, tokenizer, CONFIG)
-        configure_shapes(engine.programs, nnx.state(decoder))
-        return engine.programs.widths
+        return find_shapes(engine.programs, nnx.state(decoder)).widths
 
     monkeypatch.setattr(decoding, "sample_tokens", wrong_at_width)
     *_, narrowest = correct = widths()
@@ -134,18 +133,26 @@ def test_if_the_weights_dominate_only_drafts_are_probed(world, monkeypatch):
     for draft_tokens, probed in ((0, set()), (1, {(32, 2, 2)})):
         config = dataclasses.replace(CONFIG, workers=0, draft_tokens=draft_tokens)
         programs = Engine(decoder, tokenizer, config).programs
-        configure_shapes(programs, nnx.state(decoder))
+        found = find_shapes(programs, nnx.state(decoder))
         assert programs.workers == 1 and shapes == probed
-        configured = programs.widths, programs.attention_batches, programs.chunk_counts, programs.step_tokens
-        assert configured == ((32,), (), (4,), 64 * draft_tokens)
+        assert found == LARGEST._replace(step_tokens=64 * draft_tokens)
 
 
 def test_the_probe_runs_the_first_layers_only(world, monkeypatch):
     deep = Decoder(dataclasses.replace(world[0].config, layers=6), rngs=nnx.Rngs(0))
     shapes = shapes_of_steps(monkeypatch)
     programs = Engine(deep, world[1], dataclasses.replace(CONFIG, rows=16)).programs
-    configure_shapes(programs, nnx.state(deep))
+    find_shapes(programs, nnx.state(deep))
     assert shapes == {(16, 1, 4), (8, 1, 4)} and programs.decoder_config.layers == deep.config.layers == 6
+
+
+def test_the_probe_uses_kernels_only_if_the_whole_model_does(world):
+    """Here only the layers after the probed ones have a sliding window, which the kernels do not compute."""
+    windows = {"sliding_window": 64, "sliding_layers": (False,) * 4 + (True,)}
+    deep = Decoder(dataclasses.replace(world[0].config, layers=5, **windows), rngs=nnx.Rngs(0))
+    programs, _ = first_layers(Engine(deep, world[1], CONFIG).programs, nnx.state(deep))
+    assert programs.decoder_config.layers == 4 and not programs.decoder_config.windows
+    assert jax.eval_shape(lambda: programs.cache(64, jnp.float32)).kernels is None
 
 
 def test_after_the_time_limit_only_the_full_width_and_drafts_are_used(world, monkeypatch, caplog):
@@ -156,8 +163,8 @@ def test_after_the_time_limit_only_the_full_width_and_drafts_are_used(world, mon
     shapes = shapes_of_steps(monkeypatch)
     programs = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, draft_tokens=1)).programs
     with caplog.at_level("INFO", "rrl.rollout.cpu.shape_probe"):
-        configure_shapes(programs, nnx.state(decoder))
-    assert programs.widths == (32,) and programs.step_tokens == 64 and shapes == {(32, 2, 2)}
+        found = find_shapes(programs, nnx.state(decoder))
+    assert found.widths == (32,) and found.step_tokens == 64 and shapes == {(32, 2, 2)}
     assert not stored and "the shape probe stopped after 0 s" in caplog.text
 
 
@@ -166,8 +173,7 @@ def test_few_rows_or_several_devices_have_one_width(world):
     few = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=15))
     many = Engine(decoder, tokenizer, CONFIG, mesh=make_mesh(2, devices=jax.devices()[:2]))
     for engine, rows in ((few, 15), (many, 32)):
-        configure_shapes(engine.programs, nnx.state(decoder))
-        assert engine.programs.widths == (rows,)
+        assert find_shapes(engine.programs, nnx.state(decoder)).widths == (rows,)
 
 
 def test_the_probe_replaces_zero_adapters_by_random_ones(world):
