@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,8 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+TABLE = "table"
+"""Name of the unembedding table in `Decoder.kernel_weights`."""
 Hidden = Float[Array, "B T D"]
 Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
@@ -168,6 +170,9 @@ class Decoder(nnx.Module):
     transposed_embedding: Float[Array, "D V"] | None = None
     """A transposed copy of tied embeddings, so that `unembed` needs no transpose. Where that is faster, generation sets it before
     its loop over tokens (`rrl.rollout.backend.Backend.prepare`). It must be set again after each update of the weights."""
+    kernel_weights: dict[str, Any] | None = None
+    """Copies of weights in a format of the cache's kernels, which use them instead of the parameters: those of `layers` by name,
+    and the unembedding TABLE. Set like `transposed_embedding`."""
 
     def __init__(
         self,
@@ -318,17 +323,17 @@ class Decoder(nnx.Module):
         last_layer_attends: bool = True,
     ) -> tuple[Hidden, KVCache]:
         """Returns the output of the last layer, which is meaningless without `last_layer_attends`, and the cache."""
-        weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self.layers))}
+        parameters = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self.layers))}
         x, (k, v) = kernels.run_layers(
             self._embed(tokens),
             rotation(self.config, positions),
-            weights,
+            parameters | (self.kernel_weights or {}),
             cache.k,
             cache.v,
             positions,
             rows,
+            config=self.config,
             slots=cache.slots,
-            eps=self.config.rms_eps,
             last_layer_attends=last_layer_attends,
         )
         return x, dataclasses.replace(cache, k=k, v=v)
@@ -386,14 +391,18 @@ class Decoder(nnx.Module):
             logits += self.lora_scale * (narrow @ getattr(self, "head" + LORA_B)[...].astype(hidden.dtype))
         return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
 
-    def sampling_table(self, cache: KVCache) -> Float[Array, "D V"] | None:
-        """The unembedding table for the cache's kernels (`GenerationKernels.sample`).
+    def sampling_table(self, cache: KVCache) -> Any:
+        """The unembedding table for the cache's kernels (`GenerationKernels.sample`): a float32 array [D, V], or the one of
+        `kernel_weights`.
 
-        None if they cannot sample for this model, or if embeddings are tied and `transposed_embedding` is not set.
+        None if they cannot sample for this model, or if embeddings are tied and neither `kernel_weights` nor
+        `transposed_embedding` is set.
         """
         kernels = None if hasattr(self, "head" + LORA_A) else self._layer_kernels(cache)
         if kernels is None or not kernels.samples(self.config.vocab_size):
             return None
+        if (table := (self.kernel_weights or {}).get(TABLE)) is not None:
+            return table
         return self.transposed_embedding if self.config.tie_embeddings else self.head[...].astype(jnp.float32)
 
     @property

@@ -5,7 +5,7 @@ kernels a device has is decided where the cache is created. `rrl.models.cpu.kern
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -55,14 +55,14 @@ class GenerationKernels(Protocol):
         self,
         x: Float[Array, "P T D"],
         rotary: tuple[Float[Array, "P T H/2"], Float[Array, "P T H/2"]],
-        weights: Mapping[str, Float[Array, "L ..."]],
+        weights: Mapping[str, Any],
         k: Float[Array, "L blocks R K H slot"],
         v: Float[Array, "L blocks R K slot H"],
         positions: Int[Array, "P T"],
         rows: Int[Array, "P"] | None,
         *,
+        config: DecoderConfig,
         slots: int,
-        eps: float,
         last_layer_attends: bool,
     ) -> tuple[Float[Array, "P T D"], tuple[Array, Array]]:
         """Return the output of all layers of a decoder on new tokens, and the cache with these tokens.
@@ -70,9 +70,9 @@ class GenerationKernels(Protocol):
         Args:
             x: input of the first layer.
             rotary: cosine and sine of each token's angles.
-            weights: of all layers, by their names in `rrl.models.decoder.Layer`.
+            weights: of all layers, by their names in `rrl.models.decoder.Layer`: arrays [L, ...], or in a format of the kernels.
             k, v, positions, rows, slots: see `attend`.
-            eps: of the norms.
+            config: shape of the model.
             last_layer_attends: False: the last layer only writes its keys and values; the output is meaningless.
         """
 
@@ -82,7 +82,7 @@ class GenerationKernels(Protocol):
     def sample(
         self,
         hidden: Float[Array, "B D"],
-        table: Float[Array, "D V"],
+        table: Any,
         uniform: Float[Array, "B"],
         temperature: Float[Array, "B"],
         *,
@@ -93,7 +93,7 @@ class GenerationKernels(Protocol):
 
         Args:
             hidden: hidden states.
-            table: unembedding table.
+            table: unembedding table: an array [D, V], or in a format of the kernels.
             uniform: a random number in [0, 1) for each token, for inverse-CDF sampling.
             temperature: 0 is greedy.
             top_p: samples from the smallest set of most likely tokens whose total probability is at least this.

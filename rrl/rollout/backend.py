@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jax.typing import DTypeLike
 
+from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.models.kernels import GenerationKernels
 
@@ -58,3 +59,12 @@ class Backend:
     def prepare(self, model: Decoder) -> Decoder:
         """Return a decoder prepared for generation: what is done once before a loop over tokens, not at each token."""
         return model
+
+
+def without_kernels(weights: str) -> None:
+    """Raise UserError if `EngineConfig.weights` asks for another format than that in which XLA computes."""
+    if weights != "auto":
+        raise UserError(
+            f"rollout.weights={weights} needs the CPU kernels, which this device, mesh, model or compute.dtype does not use; "
+            "set rollout.weights=auto"
+        )

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from rrl.models.config import DecoderConfig
-from rrl.rollout.backend import Backend, StepShapes
+from rrl.rollout.backend import Backend, StepShapes, without_kernels
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu.backend import cpu_backend
 from rrl.rollout.cpu.shape_probe import find_cpu_shapes
@@ -18,10 +18,13 @@ def select_backend(config: EngineConfig, decoder_config: DecoderConfig, mesh: Me
     """Return the backend for a policy of this shape on these devices.
 
     Raises:
-      UserError: `config.workers` does not fit the devices.
+      UserError: `config.workers` or `config.weights` does not fit the devices.
     """
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return cpu_backend(config, decoder_config, mesh) if on_cpu else Backend()
+    if on_cpu:
+        return cpu_backend(config, decoder_config, mesh)
+    without_kernels(config.weights)
+    return Backend()
 
 
 def find_shapes(programs: RolloutPrograms, params: PyTree) -> StepShapes:

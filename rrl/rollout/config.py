@@ -1,9 +1,12 @@
 """Sizes and sampling settings of the rollout engine."""
 
 import dataclasses
+from typing import Literal, get_args
 
-from rrl.errors import UserError, at_least, at_most, integer_at_least, require_number
+from rrl.errors import UserError, at_least, at_most, integer_at_least, one_of, require_number
 from rrl.models.decoder import MAX_DECODE_TOKENS
+
+Weights = Literal["auto", "float32", "bfloat16", "int8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,12 @@ class EngineConfig:
     (`rrl.rollout.cpu.workers`). Other devices have one. With the CPU kernel (`rrl.models.cpu.layers`) this
     field changes no result. Without it, XLA computes the layers, and this field may change the last bits of
     log-probabilities."""
+    weights: Weights = "auto"
+    """Number format of the matrix products of rollouts on one CPU: float32, bfloat16 or int8 (`rrl.models.cpu.packed`).
+    auto: bfloat16 if the processor multiplies it and reading the weights dominates a decode step, else float32. Updates compute
+    with the policy's own weights; the metric sampling_logp_diff is the size of the difference, and `objective.importance_cap`
+    corrects for it. Models that the CPU kernels do not support and other devices compute in `compute.dtype`; they allow only
+    auto."""
     top_k: int = 3
     """Passages per search."""
     top_p: float = 1.0
@@ -67,6 +76,7 @@ class EngineConfig:
         integer_at_least(0, self, "oversubscribed_slots", "workers", "sample_top_k", "draft_tokens")
         at_most(MAX_DECODE_TOKENS - 1, self, "draft_tokens")
         at_least(0, self, "stall_seconds")
+        one_of(get_args(Weights), self, "weights", where="rollout.")
         require_number(self, "search_seconds", "top_p")
         if not self.search_seconds > 0:
             raise UserError(

@@ -17,6 +17,7 @@ from rrl.models.cpu.layers import (
     cpu_layers,
     supports,
 )
+from rrl.models.cpu.packed import PackedMatrix
 
 
 def cpu_kernels(config: DecoderConfig, dtype: DTypeLike, threads: int = 1) -> "CpuKernels | None":
@@ -54,14 +55,14 @@ class CpuKernels:
         self,
         x: Array,
         rotary: tuple[Array, Array],
-        weights: Mapping[str, Array],
+        weights: Mapping[str, Array | PackedMatrix],
         k: Array,
         v: Array,
         positions: Array,
         rows: Array | None,
         *,
+        config: DecoderConfig,
         slots: int,
-        eps: float,
         last_layer_attends: bool,
     ) -> tuple[Array, tuple[Array, Array]]:
         return cpu_layers(
@@ -72,8 +73,8 @@ class CpuKernels:
             v,
             positions,
             rows,
+            config=config,
             slots=slots,
-            eps=eps,
             last_layer_attends=last_layer_attends,
             threads=self.threads,
         )
@@ -82,6 +83,13 @@ class CpuKernels:
         return vocab_size % LANES == 0
 
     def sample(
-        self, hidden: Array, table: Array, uniform: Array, temperature: Array, *, top_p: float, top_k: int
+        self,
+        hidden: Array,
+        table: Array | PackedMatrix,
+        uniform: Array,
+        temperature: Array,
+        *,
+        top_p: float,
+        top_k: int,
     ) -> tuple[Array, Array, Array]:
         return cpu_draw(hidden, table, uniform, temperature, top_p=top_p, top_k=top_k, threads=self.threads)

@@ -7,192 +7,18 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <functional>
 #include <limits>
-#include <utility>
 #include <vector>
 
+#include "attention.h"
+#include "packed.h"
 #include "products.h"
+#include "sampling.h"
 
 namespace {
 
-// The softmax computes the exponentials of this many registers, and so of this many scores, at a time.
-constexpr int64_t kExpRegisters = 4, kExpScores = kExpRegisters * kLanes;
-// Number of queries whose scores with a block are in memory at a time.
-constexpr int64_t kQueryTile = 16;
 // Number of tokens per pass through a layer; four times as many if its weights are large.
 constexpr int64_t kChunkTokens = 64;
-// Maximum number of tokens in a QueryGroup.
-constexpr int64_t kGroupTokens = 32;
-// To find the sampled token, the weights of this many vocabulary entries are summed at a time.
-constexpr int64_t kSumBlock = 128;
-// Top-p sums the weights of this many vocabulary entries in float32 before it adds them to a double.
-constexpr int64_t kTopPBlock = 32 * kSumBlock;
-constexpr float kLowest = std::numeric_limits<float>::lowest();
-
-// The queries of some tokens of one row and one key head, with the state of their running softmax.
-class QueryGroup {
- public:
-  QueryGroup(int64_t capacity, int64_t width)
-      : width_(width), capacity_((capacity + kLanes - 1) / kLanes * kLanes), visible_(capacity) {
-    buffer_.resize(capacity_ * (2 * width + kLanes + 2) / kLanes);
-    queries_ = reinterpret_cast<float*>(buffer_.data());
-    weighted_ = queries_ + capacity_ * width;
-    total_ = weighted_ + capacity_ * width;
-    peak_ = total_ + capacity_ * kLanes;
-    rescale_ = peak_ + capacity_;
-    std::fill_n(peak_, capacity_, kLowest);
-  }
-
-  QueryGroup(QueryGroup&&) = default;  // a copy would write to the same memory
-
-  // Adds a query that sees the first `slots` slots of its row; `out` is for its result.
-  void add(const float* query, int64_t slots, float* out) {
-    const int64_t m = outputs_.size();
-    for (int64_t c = 0; c < width_; ++c) queries_[m * width_ + c] = query[c] * kLog2e;
-    visible_[m] = slots;
-    outputs_.push_back(out);
-    longest_ = std::max(longest_, slots);
-  }
-
-  int64_t longest() const { return longest_; }
-
-  // Reads the block whose first slot is `first`, for a few queries at a time, so that their scores stay in the CPU's cache.
-  // `scores` is a buffer for them.
-  void read(const float* keys, const float* values, int64_t first, int64_t block, float* scores) {
-    const int64_t count = outputs_.size();
-    const int64_t length = std::min(block, (longest_ - first + kExpScores - 1) / kExpScores * kExpScores);
-    for (int64_t begin = 0; begin < count; begin += kQueryTile)
-      read_tile(begin, std::min(begin + kQueryTile, count), keys, values, first, length, block, scores);
-  }
-
-  // Divides the sums and writes the results.
-  void finish() const {
-    for (size_t m = 0; m < outputs_.size(); ++m) {
-      float sum = 0;
-      for (int i = 0; i < kLanes; ++i) sum += total_[m * kLanes + i];
-      for (int64_t c = 0; c < width_; ++c) outputs_[m][c] = weighted_[m * width_ + c] / sum;
-    }
-  }
-
- private:
-  // Running softmax (Milakov & Gimelshein 2018) of queries begin..end-1 over the first `length` slots of a block.
-  void read_tile(int64_t begin, int64_t end, const float* keys, const float* values, int64_t first, int64_t length,
-                 int64_t block, float* scores) {
-    const int64_t count = end - begin;
-    multiply<kRows>({queries_ + begin * width_, width_}, {keys, block}, count, width_, length, nullptr, scores, block);
-    float *peak = peak_ + begin, *rescale = rescale_ + begin, *total = total_ + begin * kLanes;
-    for (int64_t m = 0; m < count; ++m) {
-      float* score = scores + m * block;
-      const int64_t visible = std::max<int64_t>(visible_[begin + m] - first, 0);
-      if (visible < length) std::fill(score + visible, score + length, kLowest);
-      Lanes high = load(score);
-      for (int64_t s = kLanes; s < length; s += kLanes) high = larger(high, load(score + s));
-      const float before = peak[m];
-      peak[m] = largest_of<kLanes>(larger(high, broadcast(before)));
-      rescale[m] = before - peak[m];
-    }
-    for (int64_t m = 0; m < count; m += kLanes) {
-      Lanes x[] = {load(rescale + m)};
-      power_of_two(x);
-      store(rescale + m, x[0]);
-    }
-    for (int64_t m = 0; m < count; ++m) {
-      float* score = scores + m * block;
-      const int64_t visible = std::max<int64_t>(visible_[begin + m] - first, 0);
-      const Lanes highest = broadcast(peak[m]);
-      Lanes sum = load(total + m * kLanes) * rescale[m];
-      for (int64_t s = 0; s < length; s += kExpScores) {
-        Lanes x[kExpRegisters];
-        for (int i = 0; i < kExpRegisters; ++i) x[i] = load(score + s + i * kLanes) - highest;
-        power_of_two(x);
-        for (int i = 0; i < kExpRegisters; ++i) store(score + s + i * kLanes, x[i]);
-        if (visible < s + kExpScores) {  // masked slots have weight 0
-          std::fill(score + std::max(visible, s), score + s + kExpScores, 0.0f);
-          for (int i = 0; i < kExpRegisters; ++i) x[i] = load(score + s + i * kLanes);
-        }
-        sum += (x[0] + x[1]) + (x[2] + x[3]);
-      }
-      store(total + m * kLanes, sum);
-    }
-    multiply<kRows>({scores, block}, {values, width_}, count, length, width_, rescale, weighted_ + begin * width_, width_);
-  }
-
-  int64_t width_, capacity_;
-  int64_t longest_ = 0;  // the largest number in visible_
-  std::vector<Lanes> buffer_;  // aligned to a register
-  float* queries_;   // queries times log2(e)
-  float* weighted_;  // sum of the values times their softmax weights, for each query
-  float* total_;     // sum of the weights, kLanes partial sums for each query
-  float* peak_;      // largest score so far
-  float* rescale_;   // 2^(previous peak - new peak)
-  std::vector<int64_t> visible_;  // number of slots that each query sees
-  std::vector<float*> outputs_;   // where each query's result is written
-};
-
-// A token: its row, the number of slots that it sees, its queries [N, H], and the place for the attention's output.
-struct Token {
-  int64_t row, slots;
-  const float* queries;
-  float* out;
-};
-
-// One layer's cache: keys [blocks, R, K, H, slot] and values [blocks, R, K, slot, H].
-template <typename Number>
-struct Cache {
-  Number *keys, *values;
-  int64_t rows, heads, width, block;
-
-  int64_t at(int64_t slot, int64_t row, int64_t head) const {
-    return ((slot / block * rows + row) * heads + head) * block * width;
-  }
-};
-
-// Attention of tokens that are sorted by row. All QueryGroups of a row read a block before the next block is read, so that the
-// block is still in the CPU's cache.
-void attend(const std::vector<Token>& tokens, const Cache<const float>& cache, int64_t group, ThreadTeam& team) {
-  const int64_t count = tokens.size(), block = cache.block;
-  std::vector<std::pair<int64_t, int64_t>> rows;
-  for (int64_t begin = 0, end; begin < count; begin = end) {
-    for (end = begin; end < count && tokens[end].row == tokens[begin].row;) ++end;
-    rows.emplace_back(begin, end);
-  }
-  team.each(rows.size() * cache.heads, [&](int64_t number) {
-    const auto [begin, end] = rows[number / cache.heads];
-    const int64_t head = number % cache.heads;
-    thread_local std::vector<Lanes> scores;
-    scores.resize(kQueryTile * block / kLanes);
-    std::vector<QueryGroup> groups;
-    groups.reserve((end - begin + kGroupTokens - 1) / kGroupTokens);
-    int64_t longest = 0;
-    for (int64_t first = begin; first < end; first += kGroupTokens) {
-      const int64_t last = std::min(first + kGroupTokens, end);
-      groups.emplace_back((last - first) * group, cache.width);
-      for (int64_t t = first; t < last; ++t)
-        for (int64_t g = head * group; g < (head + 1) * group; ++g)
-          groups.back().add(tokens[t].queries + g * cache.width, tokens[t].slots, tokens[t].out + g * cache.width);
-      longest = std::max(longest, groups.back().longest());
-    }
-    for (int64_t first = 0; first < longest; first += block) {
-      const int64_t at = cache.at(first, tokens[begin].row, head);
-      for (QueryGroup& queries : groups)
-        if (first < queries.longest())
-          queries.read(cache.keys + at, cache.values + at, first, block, reinterpret_cast<float*>(scores.data()));
-    }
-    for (const QueryGroup& queries : groups) queries.finish();
-  });
-}
-
-// Indices of the tokens [P, T] with a valid slot and row, sorted by row.
-std::vector<int64_t> valid_tokens(const int32_t* positions, const int32_t* rows, int64_t entries, int64_t time, int64_t slots,
-                            int64_t all_rows) {
-  std::vector<int64_t> indices;
-  for (int64_t n = 0; n < entries * time; ++n)
-    if (0 <= positions[n] && positions[n] < slots && 0 <= rows[n / time] && rows[n / time] < all_rows) indices.push_back(n);
-  std::stable_sort(indices.begin(), indices.end(), [&](int64_t x, int64_t y) { return rows[x / time] < rows[y / time]; });
-  return indices;
-}
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
                   ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows, int32_t slots,
@@ -249,7 +75,7 @@ struct Sizes {
 };
 
 // Projects tokens to heads, with bias, norm and rotary angle.
-void project_heads(const float* x, const float* weight, const float* bias, const float* norm, const float* const* cosines,
+void project_heads(const float* x, Weight weight, const float* bias, const float* norm, const float* const* cosines,
                    const float* const* sines, int64_t count, int64_t heads, float scale, const Sizes& s, ThreadTeam& team,
                    float* out) {
   const int64_t half = s.width / 2, all_heads = heads * s.width;
@@ -294,17 +120,15 @@ enum {
 };
 
 ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows, ffi::RemainingArgs given,
-                  int32_t slots, float eps, bool last_layer_attends, int32_t threads, ffi::ResultBuffer<ffi::F32> out,
-                  ffi::ResultBuffer<ffi::F32> keys, ffi::ResultBuffer<ffi::F32> values) {
-  std::vector<ffi::Buffer<ffi::F32>> args;
-  for (size_t i = 0; i < given.size(); ++i) {
-    auto arg = given.get<ffi::Buffer<ffi::F32>>(i);
-    if (!arg) return arg.error();
-    args.push_back(*arg);
-  }
-  const auto cache_shape = values->dimensions(), shape = args[kQ].dimensions();
-  const int64_t layers = shape[0], time = positions.dimensions()[1], block = cache_shape[4], half = shape[3] / 2;
-  const Sizes s = {shape[1], shape[2], cache_shape[3], shape[3], args[kGate].dimensions()[2], eps};
+                  int32_t slots, int32_t query_heads, int32_t mlp, float eps, bool last_layer_attends, int32_t format,
+                  int32_t threads, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> keys,
+                  ffi::ResultBuffer<ffi::F32> values) {
+  std::vector<ffi::AnyBuffer> args;
+  for (size_t i = 0; i < given.size(); ++i) args.push_back(*given.get<ffi::AnyBuffer>(i));
+  const auto floats = [&](int which) { return args[which].reinterpret_data<float>(); };
+  const auto cache_shape = values->dimensions();
+  const int64_t layers = cache_shape[0], time = positions.dimensions()[1], block = cache_shape[4], half = cache_shape[5] / 2;
+  const Sizes s = {out->dimensions()[2], query_heads, cache_shape[3], cache_shape[5], mlp, eps};
   const int64_t q_width = s.heads * s.width, kv_width = s.kv_heads * s.width;
   const int64_t layer_size = cache_shape[1] * cache_shape[2] * cache_shape[3] * block * s.width;
   const int64_t entries = positions.dimensions()[0];
@@ -321,17 +145,21 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
   std::vector<const float*> cosines, sines;
   for (int64_t m = 0; m < count; ++m) {
     const int64_t n = indices[m];
-    std::copy_n(args[kX].typed_data() + n * s.hidden, s.hidden, x + m * s.hidden);
+    std::copy_n(floats(kX) + n * s.hidden, s.hidden, x + m * s.hidden);
     tokens.push_back(
         {rows.typed_data()[n / time], positions.typed_data()[n] + 1, queries + m * q_width, attended + m * q_width});
-    cosines.push_back(args[kCosines].typed_data() + n * half);
-    sines.push_back(args[kSines].typed_data() + n * half);
+    cosines.push_back(floats(kCosines) + n * half);
+    sines.push_back(floats(kSines) + n * half);
   }
 
   for (int64_t layer = 0; layer < layers; ++layer) {
-    const auto weight = [&](int which) -> const float* {
+    const auto vector = [&](int which) -> const float* {
       const int64_t size = args[which].element_count() / layers;
-      return size ? args[which].typed_data() + layer * size : nullptr;
+      return size ? floats(which) + layer * size : nullptr;
+    };
+    const auto matrix = [&](int which) -> Weight {
+      const char* data = static_cast<const char*>(args[which].untyped_data());
+      return {static_cast<Format>(format), data + layer * (args[which].size_bytes() / layers)};
     };
     const Cache<float> cache = {
         keys->typed_data() + layer * layer_size, values->typed_data() + layer * layer_size, cache_shape[2], s.kv_heads, s.width,
@@ -341,17 +169,17 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
       const int64_t chunk_size = std::min(count - begin, chunk);
       const auto project = [&](int kernel, int bias, const float* norm, bool rotary, int64_t head_count, float scale,
                                float* to) {
-        project_heads(y, weight(kernel), weight(bias), norm, rotary ? cosines.data() + begin : nullptr, sines.data() + begin,
+        project_heads(y, matrix(kernel), vector(bias), norm, rotary ? cosines.data() + begin : nullptr, sines.data() + begin,
                       chunk_size, head_count, scale, s, team, to);
       };
       for (int64_t m = 0; m < chunk_size; ++m)
-        normalise(x + (begin + m) * s.hidden, weight(kAttentionNorm), s.hidden, eps, y + m * s.hidden);
+        normalise(x + (begin + m) * s.hidden, vector(kAttentionNorm), s.hidden, eps, y + m * s.hidden);
       if (reads)
-        project(kQ, kQBias, weight(kQNorm), true, s.heads, 1 / std::sqrt(static_cast<float>(s.width)),
+        project(kQ, kQBias, vector(kQNorm), true, s.heads, 1 / std::sqrt(static_cast<float>(s.width)),
                 queries + begin * q_width);
       for (const bool of_keys : {true, false}) {
         if (of_keys)
-          project(kK, kKBias, weight(kKNorm), true, s.kv_heads, 1, heads);
+          project(kK, kKBias, vector(kKNorm), true, s.kv_heads, 1, heads);
         else
           project(kV, kVBias, nullptr, false, s.kv_heads, 1, heads);
         for (int64_t m = 0; m < chunk_size; ++m) {
@@ -376,13 +204,13 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
     for (int64_t begin = 0; begin < count; begin += chunk) {
       const int64_t chunk_size = std::min(count - begin, chunk);
       float* here = x + begin * s.hidden;
-      product(attended + begin * q_width, weight(kO), chunk_size, q_width, s.hidden, here, team, true);
+      product(attended + begin * q_width, matrix(kO), chunk_size, q_width, s.hidden, here, team, true);
       for (int64_t m = 0; m < chunk_size; ++m)
-        normalise(here + m * s.hidden, weight(kMlpNorm), s.hidden, eps, y + m * s.hidden);
-      product(y, weight(kGate), chunk_size, s.hidden, s.mlp, gate, team);
-      product(y, weight(kUp), chunk_size, s.hidden, s.mlp, up, team);
+        normalise(here + m * s.hidden, vector(kMlpNorm), s.hidden, eps, y + m * s.hidden);
+      product(y, matrix(kGate), chunk_size, s.hidden, s.mlp, gate, team);
+      product(y, matrix(kUp), chunk_size, s.hidden, s.mlp, up, team);
       gated(gate, up, chunk_size * s.mlp);
-      product(gate, weight(kDown), chunk_size, s.mlp, s.hidden, here, team, true);
+      product(gate, matrix(kDown), chunk_size, s.mlp, s.hidden, here, team, true);
     }
   }
 
@@ -391,97 +219,19 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
   return ffi::Error::Success();
 }
 
-// weights = e^((x - highest) / temperature) of a row.
-void softmax_weights(const float* x, int64_t count, float highest, float temperature, float* weights) {
-  const float scale = kLog2e / temperature;
-  for (int64_t c = 0; c < count; c += kLanes) {
-    const Lanes given = (load(x + c) - highest) * scale;
-    Lanes power[] = {given};
-    power_of_two(power);
-    store(weights + c, given < -126 ? Lanes{} : power[0]);
-  }
-}
-
-// Sums the weights of each block, and returns the sum of all.
-double sum_up(const float* weights, int64_t count, std::vector<float>& sums) {
-  double total = 0;
-  sums.clear();
-  for (int64_t first = 0; first < count; first += kSumBlock) {
-    Lanes sum{};
-    for (int64_t c = first; c < std::min(first + kSumBlock, count); c += kLanes) sum += load(weights + c);
-    sums.push_back(0);
-    for (int i = 0; i < kLanes; ++i) sums.back() += sum[i];
-    total += sums.back();
-  }
-  return total;
-}
-
-// Top-k: sets the weights to 0 where x is not among its `most` largest values; ties with the last of them are kept. x must not
-// contain NaN.
-void keep_top_k(const float* x, int64_t count, int64_t most, float* weights) {
-  std::vector<float> sorted(x, x + count);
-  std::nth_element(sorted.begin(), sorted.begin() + most - 1, sorted.end(), std::greater<float>());
-  for (int64_t c = 0; c < count; ++c)
-    if (x[c] < sorted[most - 1]) weights[c] = 0;
-}
-
-// Top-p: keeps the fewest largest weights that sum to at least `least`, and ties with the last of them; sets all others to 0. A
-// binary search finds the threshold bit by bit, since non-negative floats are ordered like their bits. It starts at bit 29, since
-// no weight is above 1.
-void keep_top_p(float* weights, int64_t count, double least) {
-  int32_t threshold = 0;
-  int64_t retained = count;  // number of weights at or above the threshold
-  int64_t above = 0;         // number of weights at or above the lowest threshold known to be too high
-  for (int bit = 29; bit >= 0 && retained - above > 1; --bit) {
-    const int32_t higher = threshold | 1 << bit;
-    float bound;
-    std::memcpy(&bound, &higher, sizeof bound);
-    double mass = 0;
-    int64_t kept = 0;
-    for (int64_t first = 0; first < count; first += kTopPBlock) {
-      Lanes sum{};
-      Ints more{};
-      for (int64_t c = first; c < std::min(first + kTopPBlock, count); c += kLanes) {
-        const Lanes x = load(weights + c);
-        sum += x >= bound ? x : Lanes{};
-        more += x >= bound;  // a true comparison is -1
-      }
-      for (int i = 0; i < kLanes; ++i) mass += sum[i], kept -= more[i];
-    }
-    (mass >= least ? retained : above) = kept;
-    if (mass >= least) threshold = higher;
-  }
-  float bound;
-  std::memcpy(&bound, &threshold, sizeof bound);
-  for (int64_t c = 0; c < count; ++c)
-    if (weights[c] < bound) weights[c] = 0;
-}
-
-// Inverts a cumulative sum that starts at `begin`: finds the positive weight whose interval [sum before it, sum including it)
-// contains `target`, or the last positive one if rounding leaves `target` above all. Sets `begin` to the sum before it.
-int64_t find_cumulative(const float* weights, int64_t count, double target, double& begin) {
-  int64_t index = 0;
-  double next = begin;
-  for (int64_t i = 0; i < count && next <= target; next += weights[i++])
-    if (weights[i] > 0) {
-      index = i;
-      begin = next;
-    }
-  return index;
-}
-
 // Samples a token for each hidden state x [B, D] with an unembedding table [D, V]: inverts the cumulative distribution at a
 // number in [0, 1), with temperature, top-k (0: all) and top-p; at temperature 0 takes the first of the most likely tokens.
 // Returns ids; `full_logprobs`, at temperature 1 among all tokens; and `sampled_logprobs`, with temperature, top-k and top-p (0 if
 // greedy).
-ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> table, ffi::Buffer<ffi::F32> uniform,
-                ffi::Buffer<ffi::F32> temperature, float top_p, int32_t top_k, int32_t threads, ffi::ResultBuffer<ffi::S32> ids,
-                ffi::ResultBuffer<ffi::F32> full_logprobs, ffi::ResultBuffer<ffi::F32> sampled_logprobs) {
-  const int64_t count = x.dimensions()[0], inner = x.dimensions()[1], width = table.dimensions()[1];
+ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer table, ffi::Buffer<ffi::F32> uniform,
+                ffi::Buffer<ffi::F32> temperature, float top_p, int32_t top_k, int32_t vocabulary, int32_t format,
+                int32_t threads, ffi::ResultBuffer<ffi::S32> ids, ffi::ResultBuffer<ffi::F32> full_logprobs,
+                ffi::ResultBuffer<ffi::F32> sampled_logprobs) {
+  const int64_t count = x.dimensions()[0], inner = x.dimensions()[1], width = vocabulary;
   std::vector<Lanes> room(count * width / kLanes);
   float* const logits = reinterpret_cast<float*>(room.data());
   ThreadTeam team(pool, threads);
-  product(x.typed_data(), table.typed_data(), count, inner, width, logits, team);
+  product(x.typed_data(), {static_cast<Format>(format), table.untyped_data()}, count, inner, width, logits, team);
   team.each(count, [&](int64_t row) {
     thread_local std::vector<Lanes> buffer;
     thread_local std::vector<float> sums;
@@ -558,7 +308,29 @@ ffi::Error Copy(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> source, ffi::Buffer<
   return ffi::Error::Success();
 }
 
+// Packs matrices [L, inner, width], or [L, width, inner] if `transposed`, into `out` [L, bytes].
+ffi::Error Pack(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> matrices, bool transposed, int32_t format, int32_t threads,
+                ffi::ResultBuffer<ffi::U8> out) {
+  const auto shape = matrices.dimensions();
+  const int64_t inner = shape[transposed ? 2 : 1], width = shape[transposed ? 1 : 2], bytes = out->dimensions()[1];
+  ThreadTeam team(pool, threads);
+  bool fits = true;
+  const bool supported = with_format(static_cast<Format>(format), [&](auto number) {
+    typedef decltype(number) Number;
+    fits = bytes == packed_bytes<Number>(inner, width);
+    for (int64_t layer = 0; fits && layer < shape[0]; ++layer)
+      pack<Number>(matrices.typed_data() + layer * inner * width, inner, width, transposed ? 1 : width, transposed ? inner : 1,
+                   out->typed_data() + layer * bytes, team);
+  });
+  if (!supported) return ffi::Error::InvalidArgument("this CPU does not support the packed format");
+  if (!fits) return ffi::Error::InvalidArgument("the packed matrix has another size");
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+// Whether this CPU supports a packed format.
+extern "C" bool rrl_supports_format(int32_t format) { return with_format(static_cast<Format>(format), [](auto) {}); }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_cache_attention, Attend,
                               ffi::Ffi::Bind()
@@ -578,8 +350,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_layers, Layers,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
                                   .Attr<int32_t>("slots")
+                                  .Attr<int32_t>("heads")
+                                  .Attr<int32_t>("mlp")
                                   .Attr<float>("eps")
                                   .Attr<bool>("last_layer_attends")
+                                  .Attr<int32_t>("format")
                                   .Attr<int32_t>("threads")
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
@@ -588,11 +363,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_draw, Draw,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("top_p")
                                   .Attr<int32_t>("top_k")
+                                  .Attr<int32_t>("vocabulary")
+                                  .Attr<int32_t>("format")
                                   .Attr<int32_t>("threads")
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
@@ -609,3 +386,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_copy_rows, Copy,
                                   .Attr<int32_t>("threads")
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_pack, Pack,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("transposed")
+                                  .Attr<int32_t>("format")
+                                  .Attr<int32_t>("threads")
+                                  .Ret<ffi::Buffer<ffi::U8>>());

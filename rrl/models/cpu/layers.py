@@ -2,26 +2,17 @@
 
 XLA on CPU copies each layer's weights out of the stack and each block of the cache before it multiplies. It computes padding
 rows too, and needs some microseconds to start each of the thirty operations of a layer. The kernels read weights and cache in
-place and compute all layers in one call; `cpu_draw` computes logits, probabilities and samples in one call. A token's
-result depends bitwise only on the token and the earlier tokens of its row, not on other rows or the number of tokens in the
-call. This holds while the cache has no NaN.
+place and compute all layers in one call; `cpu_draw` computes logits, probabilities and samples in one call. Large weights are
+packed first (`rrl.models.cpu.packed`). A token's result depends bitwise only on the token and the earlier tokens of its row,
+not on other rows or the number of tokens in the call. This holds while the cache has no NaN.
 
-The C++ code is compiled for this machine when it is first needed. The kernels have no gradient and do not support `jax.vmap`.
+The C++ code is compiled for this machine when it is first needed (`rrl.models.cpu.library`). The kernels have no gradient and
+do not support `jax.vmap`.
 """
 
-import ctypes
 import functools
-import hashlib
-import importlib.metadata
 import logging
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +21,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.models.config import DecoderConfig
-from rrl.parallel.permissions import check_private, private_folder
-from rrl.parallel.runtime import cache_folder
+from rrl.models.cpu.library import ATTENTION, COPY, DRAW, LAYERS, library
+from rrl.models.cpu.packed import MATRICES, ROW_MAJOR, PackedMatrix, format_number
 
 log = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_suffix(".cc")
-HEADER = SOURCE.with_name("products.h")
-TARGETS = "rrl_cache_attention", "rrl_layers", "rrl_copy_rows", "rrl_draw"
-ATTENTION, LAYERS, COPY, DRAW = TARGETS
 WEIGHTS = (
     *("attention_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"),
     *("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
@@ -45,8 +32,6 @@ WEIGHTS = (
 """Names of the layer weights, in the order of the kernel's arguments."""
 LANES = 16
 """The head dimension must be a multiple of this; for `cpu_layers`, the hidden and MLP widths too."""
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
-NATIVE = "-march=native"
 
 
 def cpu_attention(
@@ -77,14 +62,14 @@ def cpu_attention(
 def cpu_layers(
     x: Float[Array, "P T D"],
     rotary: tuple[Float[Array, "P T H/2"], Float[Array, "P T H/2"]],
-    weights: Mapping[str, Float[Array, "L ..."]],
+    weights: Mapping[str, Float[Array, "L ..."] | PackedMatrix],
     k: Float[Array, "L blocks R K H slot"],
     v: Float[Array, "L blocks R K slot H"],
     positions: Int[Array, "P T"],
     rows: Int[Array, "P"] | None,
     *,
+    config: DecoderConfig,
     slots: int,
-    eps: float,
     last_layer_attends: bool,
     threads: int = 1,
 ) -> tuple[Float[Array, "P T D"], tuple[Array, Array]]:
@@ -95,10 +80,11 @@ def cpu_layers(
     Args:
         x: input of the first layer; all arrays except `positions` and `rows` are float32.
         rotary: cosine and sine of each token's angles.
-        weights: of all layers, by their names in `rrl.models.decoder.Layer`.
+        weights: of all layers, by their names in `rrl.models.decoder.Layer`. Either all MATRICES are packed, in one format,
+            or none.
         k, v, positions, rows: see `cpu_attention`.
+        config: shape of the model.
         slots: of the cache.
-        eps: of the norms.
         last_layer_attends: False: the last layer only writes its keys and values, and the returned hidden states are meaningless.
         threads: maximum number of threads; the result is bitwise independent of it.
 
@@ -107,14 +93,28 @@ def cpu_layers(
     """
     cache_rows = jnp.arange(len(x), dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
     empty = jnp.zeros(0, jnp.float32)
-    ordered = [weights.get(name, empty).astype(jnp.float32) for name in WEIGHTS]
+    formats = {
+        part.format if isinstance(part := weights[name], PackedMatrix) else ROW_MAJOR for name in MATRICES
+    }
+    if len(formats) > 1:
+        raise ValueError(f"the matrices have different formats: {', '.join(sorted(formats))}")
+    ordered = [_argument(weights.get(name, empty)) for name in WEIGHTS]
     first_args = positions.astype(jnp.int32), cache_rows, x, *rotary
     shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (x, k, v)]
     aliases = {len(first_args): 1, len(first_args) + 1: 2}
     call = jax.ffi.ffi_call(LAYERS, shapes, input_output_aliases=aliases)
-    numbers = {"slots": np.int32(slots), "eps": np.float32(eps), "threads": np.int32(threads)}
-    out, *pair = call(*first_args, k, v, *ordered, last_layer_attends=last_layer_attends, **numbers)
+    numbers = {"slots": slots, "heads": config.heads, "mlp": config.mlp, "threads": threads}
+    numbers["format"] = format_number(formats.pop())
+    options = {name: np.int32(number) for name, number in numbers.items()} | {
+        "eps": np.float32(config.rms_eps)
+    }
+    out, *pair = call(*first_args, k, v, *ordered, last_layer_attends=last_layer_attends, **options)
     return out, tuple(pair)
+
+
+def _argument(weights: Array | PackedMatrix) -> Array:
+    """The kernel's argument for some weights."""
+    return weights.data if isinstance(weights, PackedMatrix) else weights.astype(jnp.float32)
 
 
 def cpu_copy(
@@ -140,7 +140,7 @@ def cpu_copy(
 
 def cpu_draw(
     hidden: Float[Array, "B D"],
-    table: Float[Array, "D V"],
+    table: Float[Array, "D V"] | PackedMatrix,
     uniform: Float[Array, "B"],
     temperature: Float[Array, "B"],
     *,
@@ -154,7 +154,7 @@ def cpu_draw(
 
     Args:
         hidden: hidden states.
-        table: unembedding table.
+        table: unembedding table; if packed, one matrix.
         uniform: a random number in [0, 1) for each token, for inverse-CDF sampling.
         temperature: 0 is greedy.
         top_p: samples from the smallest set of most likely tokens whose total probability is at least this.
@@ -167,9 +167,12 @@ def cpu_draw(
     """
     shapes = [jax.ShapeDtypeStruct(uniform.shape, dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     call = jax.ffi.ffi_call(DRAW, shapes)
-    hidden, table = (part.astype(jnp.float32) for part in (hidden, table))
-    numbers = {"top_p": np.float32(top_p), "top_k": np.int32(top_k), "threads": np.int32(threads)}
-    return tuple(call(hidden, table, uniform, temperature, **numbers))
+    name, width = (
+        (table.format, table.width) if isinstance(table, PackedMatrix) else (ROW_MAJOR, table.shape[1])
+    )
+    numbers = {"top_k": top_k, "vocabulary": width, "format": format_number(name), "threads": threads}
+    options = {name: np.int32(number) for name, number in numbers.items()} | {"top_p": np.float32(top_p)}
+    return tuple(call(hidden.astype(jnp.float32), _argument(table), uniform, temperature, **options))
 
 
 def can_compute(config: DecoderConfig, dtype: DTypeLike) -> bool:
@@ -204,128 +207,4 @@ def can_attend(dtype: DTypeLike, head_dim: int) -> bool:
     The first call compiles the kernels, once per machine, and registers them with JAX. If that fails, it logs a warning with
     the reason and returns False; the caller must then use XLA.
     """
-    return jnp.dtype(dtype) == jnp.float32 and head_dim % LANES == 0 and _register()
-
-
-@functools.cache
-def _register() -> bool:
-    """Compiles and registers the kernels; returns False and logs a warning if that fails."""
-    try:
-        library = _load_library()
-        for target in TARGETS:
-            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
-    except (OSError, ValueError, subprocess.SubprocessError, AttributeError) as error:
-        reason = getattr(error, "stderr", None) or error
-        log.warning(
-            "The CPU kernels could not be compiled, so rollouts use XLA, which is slower. "
-            "Install a C++ compiler (g++ or clang++), or set CXX to one. %s",
-            reason,
-        )
-        return False
-    return True
-
-
-def _load_library() -> ctypes.CDLL:
-    """Loads the compiled kernels from the user's cache.
-
-    If other users may write to the cache, compiles the kernels into a private temporary folder instead.
-
-    Raises:
-        PermissionError: other users may write to the temporary folder too.
-        OSError, subprocess.SubprocessError, ValueError: see `_compiled_library`.
-    """
-    folder = cache_folder() / "kernels"
-    try:
-        folder = private_folder(folder)
-    except OSError as error:
-        log.warning(
-            "The compiled CPU kernels are not cached in %s, so every start compiles them again: %s. Restrict write permission "
-            "to your user and delete the folder's contents, or set XDG_CACHE_HOME to a private folder.",
-            folder,
-            error,
-        )
-        with tempfile.TemporaryDirectory(prefix="rrl-kernels-") as temporary:
-            # After loading, the file is no longer needed.
-            return ctypes.CDLL(str(_compiled_library(private_folder(Path(temporary)))))
-    return ctypes.CDLL(str(_compiled_library(folder)))
-
-
-def _compiled_library(folder: Path) -> Path:
-    """Path of the compiled library in a folder; compiles it unless `_is_trusted` accepts an existing one.
-
-    Without a compiler, uses a library that an earlier compiler made from the same source.
-
-    Raises:
-        OSError: there is no compiler, or the folder cannot be written.
-        subprocess.SubprocessError: the compiler fails.
-        ValueError: CXX cannot be parsed.
-    """
-    sources = SOURCE.read_text(), HEADER.read_text()
-    name = f"layers-{_digest(*sources, NATIVE, FLAGS, importlib.metadata.version('jaxlib'), processor())}"
-    requested = shlex.split(os.environ.get("CXX", ""))
-    if requested and not shutil.which(requested[0]):
-        log.warning("CXX=%s: no such program; trying other compilers", requested[0])
-    candidates = requested, ["c++"], ["g++"], ["clang++"]
-    compiler = next((argv for argv in candidates if argv and shutil.which(argv[0])), None)
-    if compiler is None:
-        if compiled := [file for file in sorted(folder.glob(f"{name}-*.so")) if _is_trusted(file)]:
-            return compiled[0]
-        raise FileNotFoundError("There is no C++ compiler.")
-    version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    library = folder / f"{name}-{_digest(version, compiler)}.so"
-    if not _is_trusted(library):
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            output = Path(temporary) / library.name
-            command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(output)]
-            try:
-                subprocess.run([*command, NATIVE], check=True, capture_output=True, text=True)
-            except subprocess.CalledProcessError:  # the compiler does not support -march=native
-                subprocess.run(command, check=True, capture_output=True, text=True)
-            output.chmod(0o700)  # independent of the umask
-            content = output.read_bytes()
-            checksum = Path(temporary) / _checksum_file(library).name
-            for file, data in ((output, content), (checksum, hashlib.sha256(content).hexdigest().encode())):
-                with file.open("wb") as stream:
-                    stream.write(data)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-            checksum.chmod(0o600)
-            os.replace(checksum, _checksum_file(library))
-            os.replace(output, library)  # atomic, since other processes may start
-    return library
-
-
-def _checksum_file(library: Path) -> Path:
-    """File with the SHA-256 of a library. A library that a power failure truncated would crash the process when loaded."""
-    return library.with_suffix(".sha256")
-
-
-def _is_trusted(library: Path) -> bool:
-    """Whether a library exists, is unchanged since it was compiled, and cannot have been written by other users."""
-    try:
-        check_private(library)
-        check_private(_checksum_file(library))
-        if hashlib.sha256(library.read_bytes()).hexdigest() != _checksum_file(library).read_text():
-            log.warning("%s differs from what was compiled; compiling it again", library)
-            return False
-    except FileNotFoundError:
-        return False
-    except PermissionError as error:
-        log.warning("A compiled CPU kernel is not loaded, since other users could have changed it: %s", error)
-        return False
-    return True
-
-
-def _digest(*values: object) -> str:
-    """A short hash of values, for file names."""
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-
-
-def processor() -> str:
-    """CPU model and instruction sets. They distinguish machines that share a home folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    names = "model name", "flags", "Features"
-    return "\n".join(next((line for line in lines if line.startswith(name)), "") for name in names)
+    return jnp.dtype(dtype) == jnp.float32 and head_dim % LANES == 0 and library() is not None

@@ -5,29 +5,34 @@ import dataclasses
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu.kernels import CpuKernels, cpu_kernels
-from rrl.models.decoder import Decoder
+from rrl.models.cpu.packed import INSTRUCTIONS, pack_decoder, supports_format
+from rrl.models.decoder import TABLE, Decoder
 from rrl.models.lora import merge_lora
 from rrl.parallel.runtime import available_cores
-from rrl.rollout.backend import Backend
+from rrl.rollout.backend import Backend, without_kernels
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.cpu.workers import compiler_options, worker_count
+from rrl.rollout.cpu.workers import compiler_options, weights_dominate, worker_count
 
 
 def cpu_backend(config: EngineConfig, decoder_config: DecoderConfig, mesh: Mesh) -> "CpuBackend":
     """Return the backend of a mesh of CPU devices.
 
     Raises:
-      UserError: `config.workers` does not fit one CPU (`rrl.rollout.cpu.workers.worker_count`).
+      UserError: `config.workers` does not fit one CPU (`rrl.rollout.cpu.workers.worker_count`), or several do not support
+        `config.weights`.
     """
     if mesh.size > 1:
+        without_kernels(config.weights)
         return CpuBackend(decoder_config=decoder_config)
     workers = worker_count(config, decoder_config)
     return SingleCpuBackend(
         decoder_config=decoder_config,
         threads=available_cores() if workers == 1 else 1,
         workers=workers,
+        weights=config.weights,
         compiler_options=compiler_options(workers),
     )
 
@@ -54,16 +59,46 @@ class SingleCpuBackend(CpuBackend):
     prefill_attention_batches: tuple[int, ...] = (1,)
     embeds_in_batches: bool = True
     probes_shapes: bool = True
+    weights: str = "auto"
+    """`EngineConfig.weights`."""
 
     def computes_layers(self, dtype: DTypeLike) -> bool:
         kernels = self.kernels(dtype)
         return kernels is not None and kernels.computes_layers(self.decoder_config, dtype)
 
     def prepare(self, model: Decoder) -> Decoder:
-        """Return the decoder with its adapters added to the weights if the kernels compute the layers, and with a transposed copy
-        of a tied embedding table. Each worker holds its own copies."""
+        """Return the decoder with copies of its weights that save time at each token. Each worker holds its own copies.
+
+        If the kernels compute the layers, adapters are added to the weights, and the result is packed (`packed_format`). A tied
+        embedding table that is not packed is transposed.
+
+        Raises:
+          UserError: this device, model or processor does not support `weights`.
+        """
         if self.computes_layers(model.dtype):
             model = merge_lora(model)
-        if model.config.tie_embeddings:
+        if name := self.packed_format(model.dtype):
+            pack_decoder(model, name, self.threads)
+        if model.config.tie_embeddings and TABLE not in (model.kernel_weights or {}):
             model.transposed_embedding = model.embedding[...].T
         return model
+
+    def packed_format(self, dtype: DTypeLike) -> str | None:
+        """Return the format in which the kernels get the matrices (`rrl.models.cpu.packed`); None: they are not packed.
+
+        Raises:
+          UserError: see `prepare`.
+        """
+        name, is_large = self.weights, weights_dominate(self.decoder_config)
+        if not self.computes_layers(dtype):
+            without_kernels(name)
+            return None
+        if name in ("auto", "float32") and not is_large:
+            return None
+        if name == "auto":
+            return "bfloat16" if supports_format("bfloat16") else "float32"
+        if not supports_format(name):
+            raise UserError(
+                f"rollout.weights={name} needs a processor with {INSTRUCTIONS[name]}; set rollout.weights=auto"
+            )
+        return name

@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 import rrl.models
 import rrl.rollout
 from rrl.files import write_atomically
-from rrl.models.cpu.layers import processor
+from rrl.models.cpu.library import processor
 from rrl.parallel.runtime import available_cores, cache_folder
 from rrl.rollout.programs import RolloutPrograms
 

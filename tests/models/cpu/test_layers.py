@@ -2,30 +2,24 @@
 
 import ctypes
 import dataclasses
-import hashlib
-import logging
-import os
-import shutil
-import stat
-import subprocess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
 from flax import nnx
 
 from rrl.models.attention import cache_attention
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu import layers as kernel
+from rrl.models.cpu import library as kernel_library
 from rrl.models.cpu.kernels import CpuKernels
-from rrl.models.cpu.layers import can_attend, can_compute, cpu_attention, cpu_copy, cpu_draw, cpu_layers
+from rrl.models.cpu.layers import can_attend, can_compute, cpu_attention, cpu_copy, cpu_layers
+from rrl.models.cpu.packed import FORMATS
 from rrl.models.lora import LoraConfig, add_lora, merge_lora
 from rrl.models.rope_scaling import Llama3Scaling
-from rrl.rollout.sampling import sample, truncate, uniform
+from tests.models.cpu.test_draw import check_equals_sample, sampling_inputs
 from tests.models.small import draw, extend, filled, make, places, run
 
 LAYERS, BLOCKS, ROWS = 2, 3, 5
@@ -41,12 +35,6 @@ SHAPES = {
     "one-layer": dataclasses.replace(BASE, layers=1, kv_heads=1),
     "large": dataclasses.replace(BASE, layers=2, hidden=256, mlp=1040),
 }  # fmt: skip
-
-
-@pytest.fixture
-def compiled():
-    if not can_attend(jnp.float32, 16):
-        pytest.skip("this machine has no C++ compiler")
 
 
 def made(entries, time, group, kv_heads, width, seed=0):
@@ -181,7 +169,7 @@ def test_tokens_without_a_slot_give_zeros(compiled):
     x, at = jnp.ones((3, 2, BASE.hidden)), jnp.array([[0, 1], [-1, 20], [5, 6]])
     weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(decoder.layers))}
     angles = (jnp.ones((3, 2, BASE.head_dim // 2)),) * 2
-    how = {"slots": 20, "eps": 1e-6, "last_layer_attends": True}
+    how = {"config": BASE, "slots": 20, "last_layer_attends": True}
     out, pair = cpu_layers(x, angles, weights, cache.k, cache.v, at, jnp.array([0, 1, 3]), **how)
     assert np.all(np.asarray(out)[1:] == 0) and np.all(np.asarray(out)[0] != 0)
     assert all(np.any(np.asarray(part)[:, :, 0]) and not np.any(np.asarray(part)[:, :, 1:]) for part in pair)
@@ -189,7 +177,7 @@ def test_tokens_without_a_slot_give_zeros(compiled):
 
 def test_very_negative_gates_give_zeros(compiled):
     """The exponential's smallest result is above 0, and times a very negative gate it would not be negligible."""
-    decoder = nnx.merge(*nnx.split(make(SHAPES["one-layer"])))
+    decoder = nnx.clone(make(SHAPES["one-layer"]))
     decoder.embedding[...] = jnp.abs(decoder.embedding[...])
     decoder.layers.mlp_norm[...] = jnp.abs(decoder.layers.mlp_norm[...])
     decoder.layers.o[...] = jnp.zeros_like(decoder.layers.o[...])
@@ -234,7 +222,7 @@ def test_a_token_of_nan_reaches_only_tokens_that_see_it(compiled, which):
     decoder, tokens = make(BASE), draw(BASE, 3, 40).at[0, 20].set(7).at[1:].add(1)
     tokens = jnp.where((tokens == 7) & (jnp.arange(120).reshape(3, 40) != 20), 8, tokens)
     cache = caches(BASE, 3, 60)[which == "XLA"]
-    broken = nnx.merge(*nnx.split(decoder))
+    broken = nnx.clone(decoder)
     broken.embedding[...] = broken.embedding[...].at[7].set(jnp.nan)
     (healthy, _), (found, after) = (extend(d, tokens, places(3, 40), cache) for d in (decoder, broken))
     assert np.isnan(np.asarray(found)[0, 20:]).all()
@@ -268,134 +256,6 @@ def test_copying_reads_all_sources_before_writing(compiled, threads):
         np.testing.assert_array_equal(getattr(found, name), wanted)
 
 
-def sampling_inputs(rows, width, vocabulary, seed=0):
-    """Hidden states, a table with a peaked distribution, uniform numbers, and temperatures, some of them 0."""
-    draw = np.random.default_rng(seed)
-    hidden, table = (
-        draw.normal(size=(rows, width)),
-        3 * draw.normal(size=(width, vocabulary)) / np.sqrt(width),
-    )
-    temperature = draw.choice([0.0, 0.1, 0.7, 1.0, 1.7], rows)
-    return [jnp.asarray(part, jnp.float32) for part in (hidden, table, draw.random(rows), temperature)]
-
-
-def log_softmax(logits):
-    """log_softmax in float64."""
-    logits = np.asarray(logits, np.float64)
-    return logits - scipy.special.logsumexp(logits, axis=-1, keepdims=True)
-
-
-@pytest.mark.parametrize(("rows", "width", "vocabulary"), [(200, 32, 416), (40, 128, 1664), (3, 64, 16)])
-def test_sampling_inverts_the_cumulative_distribution(compiled, rows, width, vocabulary):
-    hidden, table, uniform, temperature = sampling_inputs(rows, width, vocabulary)
-    edges = uniform.at[:8].set(0.0).at[8:16].set(np.nextafter(np.float32(1), np.float32(0)))
-    ids, full, drawn = (np.asarray(part) for part in cpu_draw(hidden, table, edges, temperature))
-    logits, places = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64), np.arange(rows)
-    np.testing.assert_allclose(full, log_softmax(logits)[places, ids], rtol=1e-5, atol=1e-5)
-    heat = np.asarray(temperature)
-    assert np.array_equal(ids[heat == 0], logits.argmax(-1)[heat == 0]) and not np.any(drawn[heat == 0])
-    scaled = log_softmax(logits / np.where(heat > 0, heat, 1.0)[:, None])
-    ends = np.cumsum(np.exp(scaled), axis=-1)
-    begins, at, hot = ends - np.exp(scaled), np.asarray(edges), heat > 0
-    np.testing.assert_allclose(drawn[hot], scaled[places, ids][hot], rtol=2e-5, atol=2e-5)
-    assert (begins[places, ids] <= at + 1e-6)[hot].all() and (ends[places, ids] >= at - 1e-6)[hot].all()
-
-
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 30}])
-def test_a_sampled_token_depends_only_on_its_row(compiled, options):
-    given = sampling_inputs(50, 256, 1040)  # a table that is large enough to be packed
-    whole = cpu_draw(*given, **options)
-    for part, threaded in zip(whole, cpu_draw(*given, **options, threads=4), strict=True):
-        np.testing.assert_array_equal(part, threaded)
-    hidden, table, *rest = given
-    for some in (slice(7, 8), slice(20, 23)):
-        alone = cpu_draw(hidden[some], table, *(part[some] for part in rest), **options)
-        for part, own in zip(whole, alone, strict=True):
-            np.testing.assert_array_equal(part[some], own)
-
-
-def test_tokens_with_probability_0_are_never_sampled_and_nan_gives_nan(compiled):
-    table = jnp.full((16, 400), -200.0).at[:, jnp.array([137, 139])].set(0.0).at[:, 300].set(-0.05)
-    hidden = jnp.ones((4, 16)).at[3, 2].set(jnp.nan)
-    low, high = 0.0, float(np.nextafter(np.float32(1), np.float32(0)))
-    ids, full, drawn = cpu_draw(
-        hidden, table, jnp.array([low, high, 0.5, 0.5]), jnp.array([1.0, 1.0, 0.0, 1.0])
-    )
-    assert np.asarray(ids)[:3].tolist() == [137, 300, 137]
-    assert np.isfinite(np.asarray(full)[:3]).all() and np.isnan([full[3], drawn[3]]).all()
-
-
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 3}])
-@pytest.mark.parametrize(
-    ("logit", "finite"), [(np.nan, False), (-np.nan, False), (np.inf, False), (-np.inf, True), (0.0, True)]
-)
-@pytest.mark.parametrize("place", [0, 39, 47])
-def test_rows_that_are_no_distribution_give_non_finite_log_probabilities(
-    compiled, options, logit, finite, place
-):
-    table = jnp.asarray(np.random.default_rng(0).normal(size=(16, 48)), jnp.float32).at[0, place].set(logit)
-    hidden, heat = jnp.ones((4, 16)), jnp.array([1.0, 0.5, 1.5, 0.0])
-    keys = jax.random.split(jax.random.key(0), 4)
-    for drawn in (
-        cpu_draw(hidden, table, uniform(keys), heat, **options),
-        sample(hidden @ table, keys, heat, **options),
-    ):
-        ids, full, as_drawn = (np.asarray(part) for part in drawn)
-        assert ((ids >= 0) & (ids < 48)).all()
-        assert (np.isfinite(full) & np.isfinite(as_drawn) == finite).all()
-    nothing = jnp.full((16, 48), -jnp.inf)
-    for drawn in (cpu_draw(hidden, nothing, uniform(keys), heat), sample(hidden @ nothing, keys, heat)):
-        assert not np.isfinite(drawn[1]).any()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"top_p": 0.95},
-        {"top_p": 0.5, "top_k": 7},
-        {"top_p": 1e-6},
-        {"top_p": float(np.nextafter(np.float32(1), np.float32(0)))},
-        {"top_k": 1},
-        {"top_k": 40},
-        {"top_k": 1663},
-        {"top_k": 2**31 - 1},
-    ],
-)
-@pytest.mark.parametrize("vocabulary", [1664, 8320])
-def test_top_p_and_top_k_equal_those_of_xla(compiled, options, vocabulary):
-    check_equals_sample(sampling_inputs(100, 64, vocabulary), options)
-
-
-def check_equals_sample(given, options):
-    """Checks that the CPU kernel samples the same tokens as `sample`, with the same top-p and top-k."""
-    hidden, table, _, temperature = given
-    keys, logits = jax.random.split(jax.random.key(1), len(hidden)), hidden @ table
-    ids, full, drawn = cpu_draw(hidden, table, uniform(keys), temperature, **options)
-    known = options | {"top_k": min(options.get("top_k", 0), table.shape[1])}
-    their_ids, their_full, their_drawn = sample(logits, keys, temperature, **known)
-    same = np.asarray(ids == their_ids)
-    assert same.mean() > 0.98  # rounding decides if the uniform number is at the border of two tokens
-    np.testing.assert_allclose(full[same], their_full[same], rtol=1e-5, atol=2e-5)
-    np.testing.assert_allclose(drawn[same], their_drawn[same], rtol=1e-5, atol=3e-5)
-    heat = jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    assert (truncate(logits / heat, **known)[np.arange(len(ids)), ids] > -jnp.inf).all()
-
-
-def test_ties_are_kept_together_and_nan_rows_stay_nan(compiled):
-    table = jnp.full((16, 48), -3.0).at[:, 5].set(0.0).at[:, jnp.array([9, 20, 33])].set(-0.125)
-    hidden = jnp.ones((64, 16)).at[63, 2].set(jnp.nan)
-    given = hidden, table, jnp.arange(64) / 64, jnp.ones(64)
-    for options, wanted in (
-        ({"top_k": 2}, {5, 9, 20, 33}),
-        ({"top_p": 0.8}, {5, 9, 20, 33}),
-        ({"top_p": 0.7}, {5}),
-    ):
-        ids, _, drawn = cpu_draw(*given, **options)
-        assert set(np.asarray(ids[:63]).tolist()) == wanted and np.isnan(drawn[63])
-        share = np.bincount(np.asarray(ids[:63]), minlength=48) / 63
-        np.testing.assert_allclose(np.exp(np.asarray(drawn[:63])), share[np.asarray(ids[:63])], atol=0.02)
-
-
 def test_the_cpu_kernel_samples_only_if_it_computes_the_layers(compiled):
     untied = dataclasses.replace(BASE, vocab_size=96, tie_embeddings=False)
     ours, theirs = caches(untied, 2, 20)
@@ -424,7 +284,7 @@ def test_models_with_adapters_use_xla_until_they_are_merged(compiled):
 
 def test_a_transposed_embedding_gives_the_same_logits():
     decoder, hidden = make(BASE), jax.random.normal(jax.random.key(0), (2, 3, BASE.hidden))
-    transposed = nnx.merge(*nnx.split(decoder))
+    transposed = nnx.clone(decoder)
     transposed.transposed_embedding = decoder.embedding[...].T
     np.testing.assert_allclose(transposed.unembed(hidden), decoder.unembed(hidden), rtol=1e-5, atol=1e-5)
 
@@ -444,31 +304,19 @@ def test_unsupported_dtypes_and_head_dimensions_use_xla(dtype, width):
     assert not can_attend(dtype, width)
 
 
-def test_the_kernels_are_compiled_once(compiled, tmp_path, monkeypatch):
-    first, run = kernel._compiled_library(tmp_path), subprocess.run
-
-    def only_version(command, **how):
-        assert command[1:] == ["--version"]
-        return run(command, **how)
-
-    monkeypatch.setattr(subprocess, "run", only_version)
-    assert kernel._compiled_library(tmp_path) == first and {*tmp_path.iterdir()} == {
-        first,
-        kernel._checksum_file(first),
-    }
-
-
 @pytest.mark.slow
 def test_the_kernels_run_without_avx512(compiled, tmp_path, monkeypatch):
     """Compiles for the compiler's default instruction set."""
-    monkeypatch.setattr(kernel, "NATIVE", "-w")
-    library = ctypes.CDLL(str(kernel._compiled_library(tmp_path)))
+    monkeypatch.setattr(kernel_library, "NATIVE", "-w")
+    library = ctypes.CDLL(str(kernel_library._compiled_library(tmp_path)))
     for name in ("ATTENTION", "LAYERS", "COPY", "DRAW"):
         target = getattr(kernel, name)
         monkeypatch.setattr(kernel, name, f"{target}_short")
         jax.ffi.register_ffi_target(
             f"{target}_short", jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
         )
+    for name, supported in (("float32", True), ("bfloat16", False), ("int8", False)):
+        assert library.rrl_supports_format(FORMATS.index(name)) == supported
     q, k, v, at, rows = made(4, 21, 2, 2, 32)
     groups = KVCache(k, v, SLOTS, slots_last=True).read_groups(at)
     expected = cache_attention(q, (k, v), jnp.int32(1), at, rows, groups, slots_last=True)
@@ -487,106 +335,3 @@ def test_the_kernels_run_without_avx512(compiled, tmp_path, monkeypatch):
     for part, whole in zip(cpu_copy(ours.k, ours.v, *several), (ours.k, ours.v), strict=True):
         np.testing.assert_array_equal(part[:, 0, 1:], whole[:, 0, :2])
         np.testing.assert_array_equal(part[:, 0, 0], whole[:, 0, 0])
-
-
-@pytest.mark.slow
-def test_a_compiled_library_needs_no_compiler(compiled, tmp_path, monkeypatch, caplog):
-    first = kernel._compiled_library(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert (
-        kernel._compiled_library(tmp_path) == first and "CXX=no-such-compiler: no such program" in caplog.text
-    )
-    monkeypatch.setattr(kernel, "FLAGS", (*kernel.FLAGS, "-g"))
-    with pytest.raises(FileNotFoundError, match="There is no"):
-        kernel._compiled_library(tmp_path)
-
-
-def test_a_missing_compiler_is_warned_about(monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with caplog.at_level(logging.WARNING):
-        assert not kernel._register.__wrapped__()
-    assert "There is no C++ compiler." in caplog.text and "CXX" in caplog.text
-
-
-def test_an_unparsable_cxx_is_warned_about(monkeypatch, caplog):
-    monkeypatch.setenv("CXX", "'g++")
-    with caplog.at_level(logging.WARNING):
-        assert not kernel._register.__wrapped__()
-    assert "No closing quotation" in caplog.text
-
-
-def test_the_error_of_a_failing_compiler_is_in_the_warning(monkeypatch, tmp_path, caplog):
-    broken = tmp_path / "c++"
-    broken.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo broken && exit 0\necho out of order >&2\nexit 1\n'
-    )
-    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with caplog.at_level(logging.WARNING):
-        assert not kernel._register.__wrapped__()
-    assert "out of order" in caplog.text
-
-
-@pytest.fixture
-def harmless(compiled, tmp_path, monkeypatch):
-    """Replaces the kernels' source by a trivial function, and the compiled library in the cache by a different one."""
-    source, planted = tmp_path / "source.cc", tmp_path / "planted.cc"
-    source.write_text('extern "C" int ours() { return 1; }')
-    planted.write_text('extern "C" int theirs() { return 1; }')
-    monkeypatch.setattr(kernel, "SOURCE", source)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tmp_path.resolve() / "cache" / "rrl" / "kernels"
-    folder.mkdir(parents=True, mode=0o700)
-    library = kernel._compiled_library(folder)
-    compiler = next(name for name in ("c++", "g++", "clang++") if shutil.which(name))
-    subprocess.run([compiler, "-shared", "-fPIC", str(planted), "-o", str(library)], check=True)
-    library.chmod(0o755)
-    kernel._checksum_file(library).write_text(hashlib.sha256(library.read_bytes()).hexdigest())
-    return library
-
-
-def test_a_library_that_only_this_user_can_write_is_loaded(harmless, caplog):
-    assert hasattr(kernel._load_library(), "theirs") and not caplog.messages
-
-
-@pytest.mark.parametrize("size", [0, 2000])
-def test_a_truncated_library_is_compiled_again(harmless, caplog, size):
-    os.truncate(harmless, size)
-    assert (
-        hasattr(kernel._load_library(), "ours")
-        and f"{harmless} differs from what was compiled" in caplog.text
-    )
-    caplog.clear()
-    assert hasattr(kernel._load_library(), "ours") and not caplog.messages
-
-
-def test_with_a_cache_that_others_may_write_the_library_is_compiled_elsewhere(harmless, caplog):
-    harmless.parent.chmod(0o777)
-    before, made = harmless.read_bytes(), kernel._load_library()
-    assert hasattr(made, "ours") and not hasattr(made, "theirs")
-    assert f"{harmless.parent} may be written to by other users" in caplog.text
-    assert harmless.read_bytes() == before and not Path(made._name).exists()
-
-
-def test_a_library_that_others_may_write_is_compiled_again(harmless, caplog):
-    harmless.chmod(0o757)
-    assert (
-        hasattr(kernel._load_library(), "ours")
-        and f"{harmless} may be written to by other users" in caplog.text
-    )
-    assert stat.S_IMODE(harmless.stat().st_mode) == 0o700
-    caplog.clear()
-    assert hasattr(kernel._load_library(), "ours") and not caplog.messages
-
-
-def test_without_a_compiler_a_library_that_others_may_write_is_not_loaded(harmless, monkeypatch):
-    monkeypatch.setenv("PATH", str(harmless.parent))
-    monkeypatch.delenv("CXX", raising=False)
-    assert kernel._compiled_library(harmless.parent) == harmless
-    harmless.chmod(0o757)
-    with pytest.raises(FileNotFoundError, match="There is no"):
-        kernel._compiled_library(harmless.parent)
