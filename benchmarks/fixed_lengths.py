@@ -1,5 +1,6 @@
 """Rollouts of fixed lengths: a model with random weights that never ends a sequence."""
 
+import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -15,8 +16,10 @@ from benchmarks.measure import elapsed
 from rrl.data.questions import Question
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
+from rrl.models.hardware import ComputeConfig
 from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
+from rrl.plan.policy_shape import PUBLISHED
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
@@ -77,10 +80,39 @@ class FixedLengthModel:
         return run
 
 
+def shape_config(shape: str) -> DecoderConfig:
+    """Return the architecture of a shape: "tiny", the shipped policy's, or a name in PUBLISHED."""
+    if shape == "tiny":
+        return dataclasses.replace(DecoderConfig.from_hf(read_config(SHIPPED)), max_positions=8192)
+    return DecoderConfig.from_hf(PUBLISHED[shape])
+
+
+def shape_name(text: str) -> str:
+    """Return the name of a shape as `shape_config` takes it. Upper and lower case are equal on the command line."""
+    names = {name.lower(): name for name in ("tiny", *PUBLISHED)}
+    if text.lower() not in names:
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(names.values())}")
+    return names[text.lower()]
+
+
+def random_decoder(shape: str, compute: ComputeConfig, *, branches: bool = False) -> Decoder:
+    """Return a decoder with random weights.
+
+    Args:
+      shape: see `shape_config`.
+      compute: dtypes, attention and rematerialisation, as in the section `compute` of a training config.
+      branches: whether the packed rows of its updates have branches (`ObjectiveConfig.share_prefixes`).
+    """
+    backend = compute.backend(jax.default_backend(), branches)
+    dtypes = {"dtype": jnp.dtype(compute.dtype), "param_dtype": jnp.dtype(compute.param_dtype)}
+    return Decoder(
+        shape_config(shape), rngs=nnx.Rngs(0), attention=backend, remat=compute.remat, **dtypes
+    )
+
+
 @functools.cache
 def random_model() -> FixedLengthModel:
     """Return a random model of the shipped policy's shape, in float32 on a CPU, otherwise in bfloat16. Peers load its weights."""
-    config = dataclasses.replace(DecoderConfig.from_hf(read_config(SHIPPED)), max_positions=8192)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
+    decoder = Decoder(shape_config("tiny"), rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
     return FixedLengthModel(decoder, load_tokenizer(SHIPPED))

@@ -28,6 +28,7 @@ from rrl.models.hf import load_language_model, save_decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
 from rrl.parallel.runtime import use_huge_pages
+from rrl.plan.policy_shape import PUBLISHED
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.episodes import Sampling, run_questions
@@ -44,19 +45,6 @@ TINY = "assets/miniwiki-policy"
 """Folder of the shipped policy."""
 ATTENTION = choose_backend("auto", jax.default_backend(), jnp.float32)
 OPTIM = OptimConfig(lr=1e-4, total_steps=1000, schedule="constant")
-QWEN_HALF_BILLION = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4864,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32768,
-}
 
 
 class StepRunner:
@@ -168,7 +156,7 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
 
     Ours computes the logits in parts; the other side keeps the logits of all tokens at once.
     """
-    config, length = DecoderConfig.from_hf(QWEN_HALF_BILLION), 4096
+    config, length = DecoderConfig.from_hf(PUBLISHED["Qwen2.5-0.5B"]), 4096
     graph, params = nnx.split(
         nnx.eval_shape(
             lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, attention=ATTENTION, remat="full")
