@@ -105,9 +105,7 @@ def random_decoder(shape: str, compute: ComputeConfig, *, branches: bool = False
     """
     backend = compute.backend(jax.default_backend(), branches)
     dtypes = {"dtype": jnp.dtype(compute.dtype), "param_dtype": jnp.dtype(compute.param_dtype)}
-    return Decoder(
-        shape_config(shape), rngs=nnx.Rngs(0), attention=backend, remat=compute.remat, **dtypes
-    )
+    return Decoder(shape_config(shape), rngs=nnx.Rngs(0), attention=backend, remat=compute.remat, **dtypes)
 
 
 @functools.cache

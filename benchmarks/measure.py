@@ -190,7 +190,11 @@ def machine() -> str:
     if device.platform == "cpu":
         # On a CPU, the attention kernels are available if there is a C++ compiler, or if an earlier run has compiled them.
         compiler = "with" if can_attend(jnp.float32, LANES) else "without"
-        details = [f"{len(os.sched_getaffinity(0))} cores", processor_features(), f"{compiler} a C++ compiler"]
+        details = [
+            f"{len(os.sched_getaffinity(0))} cores",
+            processor_features(),
+            f"{compiler} a C++ compiler",
+        ]
         kind = ", ".join(filter(None, details))
     versions = []
     for name in PACKAGES:

@@ -238,7 +238,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse
     )
     parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
     parser.add_argument("--batch", type=int, default=64, help="number of rows")
-    parser.add_argument("--shape", type=shape_name, help="measure this model shape: tiny or a published model")
+    parser.add_argument(
+        "--shape", type=shape_name, help="measure this model shape: tiny or a published model"
+    )
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="our dtype (compute.dtype) with --shape"
     )

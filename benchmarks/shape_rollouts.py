@@ -1,4 +1,4 @@
-"""The sections of `benchmarks.rollout` for one model shape (`--shape`): one turn, prefill and decoding apart, and search episodes.
+"""The sections of `benchmarks.rollout` for one model shape (`--shape`): prefill and decoding of one turn, and search episodes.
 
 The peer is Hugging Face's generate in float32 and bfloat16, with both caches. Each of the four runs in the warm-up round and in
 the first timed round; then only the fastest ones go on.
@@ -57,7 +57,9 @@ def _turn(
     prompt, new = args.prompt, args.new
     # One token more: the first one needs the prefill only, and `new` decode steps follow.
     engine = model.engine(
-        EngineConfig(rows=batch, context=prompt + new + 2, wake_threshold=batch, prefill_tokens=PREFILL_TOKENS)
+        EngineConfig(
+            rows=batch, context=prompt + new + 2, wake_threshold=batch, prefill_tokens=PREFILL_TOKENS
+        )
     )
     prefills: dict[str, list[float]] = collections.defaultdict(list)
     requests = model.requests(batch, prompt)
@@ -73,7 +75,9 @@ def _turn(
     targets = {"prefill": "0.9x", "decoding": DECODE_TARGETS.get(batch, "")}
     with hf_by_dtype(model, args.hf_python, batch, prompt, new + 1) as started:
         if isinstance(started, str):
-            return [BenchmarkRow(f"{what}: {name}", "", HF, started, t) for name, t in targets.items()], started
+            return [
+                BenchmarkRow(f"{what}: {name}", "", HF, started, t) for name, t in targets.items()
+            ], started
         sides = {"ours": ours} | _split_sides(started.values(), prefills)
         select = _fastest_of_each(prefills)
         times = interleave(sides, args.rounds, select)
@@ -182,7 +186,9 @@ def episodes(args: argparse.Namespace) -> SectionResult:
             return [BenchmarkRow(what, "", HF, started, "4x")], []
         sides: dict[str, Callable[[], float]] = {"ours": run}
         peers = {
-            command: [PeerLibrary(f"{peer.name}, {loop}", peer.process, peer.caches) for peer in started.values()]
+            command: [
+                PeerLibrary(f"{peer.name}, {loop}", peer.process, peer.caches) for peer in started.values()
+            ]
             for command, (loop, _) in LOOPS.items()
         }
         for command, libraries in peers.items():

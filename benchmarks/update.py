@@ -1,7 +1,10 @@
-"""Measures update speed and memory: `python -m benchmarks.update [--only=NAME] [--rounds=5] [--torch_python=PYTHON]`; rows go to
-RESULTS.md.
+"""Measures update speed and memory; rows go to RESULTS.md:
 
-The step is GRPO's, in float32: log-probabilities under policy and frozen reference, clipped ratio, k3, gradient, AdamW.
+    python -m benchmarks.update [--only=NAME] [--rounds=5] [--torch_python=PYTHON]
+    python -m benchmarks.update --shape=Qwen2.5-0.5B --dtype=bfloat16 [--rounds=5] [--trl_python=PYTHON]
+
+With `--shape` a whole GRPO step with LoRA is measured (`benchmarks.grpo_step`). Otherwise the step is GRPO's, in float32:
+log-probabilities under policy and frozen reference, clipped ratio, k3, gradient, AdamW.
 """
 
 import argparse
@@ -16,7 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.measure import BenchmarkRow, PeerProcess, elapsed, imports, interleaved_medians, write
+from benchmarks.fixed_lengths import shape_name
+from benchmarks.grpo_step import grpo
+from benchmarks.measure import (
+    BenchmarkRow,
+    PeerProcess,
+    command,
+    elapsed,
+    imports,
+    interleaved_medians,
+    write,
+)
 from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY, PROMPT, Trajectory
 from rrl.miniwiki import KINDS, generate, mixed_questions
@@ -24,6 +37,7 @@ from rrl.models.attention_backends import choose_backend
 from rrl.models.block_attention import BLOCK
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
+from rrl.models.hardware import DTYPES
 from rrl.models.hf import load_language_model, save_decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
@@ -301,16 +315,30 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[BenchmarkRow]]] = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the selected sections."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=SECTIONS, help="section to run (default: all)")
+    parser.add_argument("--only", choices=SECTIONS, help="section to run (default: all); not with --shape")
     parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
     parser.add_argument(
         "--torch_python", default=sys.executable, help="Python interpreter with torch and transformers"
     )
-    args = parser.parse_args()
+    parser.add_argument(
+        "--shape", type=shape_name, help="measure a GRPO step of this shape: tiny or a published model"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="our dtype (compute.dtype) with --shape"
+    )
+    for name, default in (("questions", 8), ("samples", 8), ("prompt", 256), ("new", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"with --shape: number of {name}")
+    parser.add_argument("--trl_python", default=sys.executable, help="Python interpreter with trl and peft")
+    args = parser.parse_args(argv)
     use_huge_pages()  # as in every training run
+    if args.shape:
+        used = {name: value for name, value in vars(args).items() if name not in ("only", "torch_python")}
+        title = f"Update: GRPO step, {args.shape}'s shape, {args.dtype}"
+        write(title, command("benchmarks.update", parser, used), *grpo(args))
+        return
     for name, section in SECTIONS.items():
         if args.only in (None, name):
             write(f"Update: {name}", f"python -m benchmarks.update --only={name}", section(args), [])

@@ -1,5 +1,6 @@
-"""Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW [DTYPE]. Each line of input is answered with the seconds as
-JSON.
+"""Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW [DTYPE].
+
+Each line of input is answered with the seconds, as JSON.
 
 - `sample CACHE` samples NEW tokens after each prompt.
 - `split CACHE` does the same, and also returns the seconds until the first new token ("first"), which are those of the prefill.
@@ -10,8 +11,8 @@ JSON.
 - `kept CACHE A B C ...` keeps the cache and prefills only new tokens, which needs texts of equal length.
 - `below T U V ...` returns how far these tokens, one per prompt, lie below the best logit, in standard deviations of the logits.
 
-CACHE is dynamic or static. On a GPU, transformers compiles the decode step of a static cache. DTYPE is that of the folder's weights by
-default.
+CACHE is dynamic or static. On a GPU, transformers compiles the decode step of a static cache. Without DTYPE, the model has the dtype
+of the folder's weights.
 """
 
 import json
