@@ -13,10 +13,11 @@ from flax import nnx
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.measure import elapsed
+from rrl.config.sections import build
 from rrl.data.questions import Question
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
-from rrl.models.hardware import ComputeConfig
+from rrl.models.hardware import DTYPES, ComputeConfig
 from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
 from rrl.plan.policy_shape import PUBLISHED
@@ -27,6 +28,8 @@ from rrl.rollout.episodes import Request
 KEY = jax.random.key(0)
 SHIPPED = "assets/miniwiki-policy"
 """Folder of the shipped policy."""
+PREFILL_TOKENS = 1024
+"""`EngineConfig.prefill_tokens`, as in configs/rsearch_grpo.py for an ordinary language model on a single device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +96,31 @@ def shape_name(text: str) -> str:
     if text.lower() not in names:
         raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(names.values())}")
     return names[text.lower()]
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--shape`, and the settings of our side that belong to it."""
+    parser.add_argument(
+        "--shape", type=shape_name, help="measure this model shape: tiny or a published model"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="with --shape: our dtype (compute.dtype of a config)",
+    )
+    parser.add_argument(
+        "--rollout",
+        default="",
+        help="with --shape: fields of our engine (section rollout), such as workers=2,top_k=5",
+    )
+
+
+def engine_config(args: argparse.Namespace, **sizes: int) -> EngineConfig:
+    """Return the engine's config with these sizes; the fields in `--rollout` replace them. Raises UserError for a wrong field."""
+    given = dict(item.partition("=")[::2] for item in args.rollout.split(",") if item)
+    values = {name: int(value) if value.isdecimal() else value for name, value in given.items()}
+    return build(EngineConfig, sizes | values, "rollout")
 
 
 def random_decoder(shape: str, compute: ComputeConfig, *, branches: bool = False) -> Decoder:

@@ -1,7 +1,7 @@
 """The section "grpo" of `benchmarks.update`: a GRPO step with LoRA, and its update alone, against TRL's GRPOTrainer.
 
-Both sides have the same weights, adapters, prompts, rewards and numbers of tokens. Each of TRL's settings is tried with one step, and
-the fastest one is compared. First, the gradient norm of an update and the KL after it are compared on the same completions.
+Both sides have the same weights, adapters, prompts, rewards and numbers of tokens. Each of TRL's settings is tried with one step,
+and the fastest one is compared. First, the gradient norm of an update and the KL after it are compared on the same completions.
 """
 
 import argparse
@@ -19,7 +19,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks.fixed_lengths import KEY, SHIPPED, FixedLengthModel, random_decoder
+from benchmarks.fixed_lengths import (
+    KEY,
+    PREFILL_TOKENS,
+    SHIPPED,
+    FixedLengthModel,
+    engine_config,
+    random_decoder,
+)
 from benchmarks.measure import (
     BenchmarkRow,
     PeerProcess,
@@ -91,17 +98,10 @@ class StepSizes:
 class OurSide:
     """Rollout engine and learner, as in a training run, with fixed rewards."""
 
-    def __init__(self, decoder: Decoder, sizes: StepSizes) -> None:
+    def __init__(self, decoder: Decoder, sizes: StepSizes, engine: EngineConfig) -> None:
         self.sizes = sizes
         self.model = FixedLengthModel(decoder, load_tokenizer(SHIPPED))
-        self._engine = self.model.engine(
-            EngineConfig(
-                rows=sizes.rows,
-                context=sizes.prompt + sizes.new + 1,
-                wake_threshold=sizes.rows,
-                prefill_tokens=1024,
-            )
-        )
+        self._engine = self.model.engine(engine)
         # One row holds a question's samples, which share the prompt.
         objective = ObjectiveConfig(
             kl_coef=KL_COEF,
@@ -232,7 +232,14 @@ def prepare(args: argparse.Namespace, sizes: StepSizes, folder: str) -> OurSide:
     np.savez(pathlib.Path(folder, "adapters.npz"), **random_adapters(decoder))
     settings = {"alpha": LORA.alpha, "beta": KL_COEF, "lr": OPTIM.lr}
     pathlib.Path(folder, "grpo.json").write_text(json.dumps(settings), encoding="utf-8")
-    ours = OurSide(decoder, sizes)
+    engine = engine_config(
+        args,
+        rows=sizes.rows,
+        context=sizes.prompt + sizes.new + 1,
+        wake_threshold=sizes.rows,
+        prefill_tokens=PREFILL_TOKENS,
+    )
+    ours = OurSide(decoder, sizes, engine)
     np.save(pathlib.Path(folder, "rewards.npy"), ours.rewards)
     return ours
 
@@ -287,8 +294,8 @@ def grpo(args: argparse.Namespace) -> SectionResult:
     )
     notes = [
         f"{TRL}'s settings, one step each: {tried}. The fastest one is compared.",
-        f"Rank {LORA.rank}, all linear layers of the body. Both sides wrote {sizes.tokens['written']} tokens per step and updated on "
-        f"{sizes.tokens['updated']}, prompts included. Ours computes a question's prompt once for all its samples "
+        f"Rank {LORA.rank}, all linear layers of the body. Both sides wrote {sizes.tokens['written']} tokens per step and "
+        f"updated on {sizes.tokens['updated']}, prompts included. Ours computes a question's prompt once for all its samples "
         "(objective.share_prefixes). Peak memory is that since the model was loaded; ours includes compilation.",
         f"Step: {warm_up_note(steps)} Update alone: {warm_up_note(updates)}",
     ]

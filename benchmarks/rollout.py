@@ -22,12 +22,11 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import accelerator, search_episodes, shape_rollouts, training_rollouts
-from benchmarks.fixed_lengths import KEY, random_model, shape_name
+from benchmarks.fixed_lengths import KEY, add_shape_arguments, random_model
 from benchmarks.measure import BenchmarkRow, SectionResult, command, interleave, medians, warm_up_note, write
 from benchmarks.peer_library import HF, TUNIX, peers, pythons
 from benchmarks.search_episodes import FixedTurns, episodes
 from benchmarks.training_rollouts import training
-from rrl.models.hardware import DTYPES
 from rrl.parallel.runtime import use_huge_pages
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
@@ -216,7 +215,16 @@ SHAPE_SECTIONS: dict[str, Callable[[argparse.Namespace], SectionResult]] = {
     section.__name__: section for section in (shape_rollouts.turn, shape_rollouts.episodes)
 }
 """Sections with `--shape`."""
-SHAPE_ARGUMENTS = ("shape", "dtype", "prompt", "new", "searches", "turn_tokens", "observation_tokens")
+SHAPE_ARGUMENTS = (
+    "shape",
+    "dtype",
+    "rollout",
+    "prompt",
+    "new",
+    "searches",
+    "turn_tokens",
+    "observation_tokens",
+)
 """Arguments that have a meaning only with `--shape`."""
 PEER_SECTIONS = ("single_turn", "episodes")
 """Sections that measure other libraries."""
@@ -238,12 +246,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse
     )
     parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
     parser.add_argument("--batch", type=int, default=64, help="number of rows")
-    parser.add_argument(
-        "--shape", type=shape_name, help="measure this model shape: tiny or a published model"
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="our dtype (compute.dtype) with --shape"
-    )
+    add_shape_arguments(parser)
     parser.add_argument("--prompt", type=int, default=256, help="with --shape: number of prompt tokens")
     parser.add_argument("--new", type=int, default=32, help="with --shape: decode steps of a turn")
     parser.add_argument("--searches", type=int, default=3, help="with --shape: searches of an episode")

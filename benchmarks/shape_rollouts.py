@@ -10,19 +10,23 @@ from collections.abc import Callable, Collection, Mapping
 
 from flax import nnx
 
-from benchmarks.fixed_lengths import KEY, SHIPPED, FixedLengthModel, random_decoder
+from benchmarks.fixed_lengths import (
+    KEY,
+    PREFILL_TOKENS,
+    SHIPPED,
+    FixedLengthModel,
+    engine_config,
+    random_decoder,
+)
 from benchmarks.measure import BenchmarkRow, SectionResult, interleave, medians, warm_up_note
 from benchmarks.peer_library import HF, PeerLibrary, best_of, compare_first_tokens, hf_by_dtype
 from benchmarks.search_episodes import FixedTurns
 from rrl.models.hardware import ComputeConfig
 from rrl.models.tokenizer import load_tokenizer
-from rrl.rollout.config import EngineConfig
 from rrl.rollout.protocol import SingleTurn
 
 DECODE_TARGETS = {16: "1.5x", 64: "2.5x"}
 """Rows -> target of decoding."""
-PREFILL_TOKENS = 1024
-"""`EngineConfig.prefill_tokens`, as in configs/rsearch_grpo.py for an ordinary language model on a single device."""
 LOOPS = {
     "turns": ("whole history read again at every turn", "4x"),
     "kept": ("cache kept between turns, all episodes in lockstep", ""),
@@ -57,8 +61,8 @@ def _turn(
     prompt, new = args.prompt, args.new
     # One token more: the first one needs the prefill only, and `new` decode steps follow.
     engine = model.engine(
-        EngineConfig(
-            rows=batch, context=prompt + new + 2, wake_threshold=batch, prefill_tokens=PREFILL_TOKENS
+        engine_config(
+            args, rows=batch, context=prompt + new + 2, wake_threshold=batch, prefill_tokens=PREFILL_TOKENS
         )
     )
     prefills: dict[str, list[float]] = collections.defaultdict(list)
@@ -169,7 +173,8 @@ def episodes(args: argparse.Namespace) -> SectionResult:
         observation_tokens=args.observation_tokens,
         prompt=args.prompt,
     )
-    config = EngineConfig(
+    config = engine_config(
+        args,
         rows=batch,
         context=turns.histories[-1] + turns.turn_tokens + 64,
         wake_threshold=batch,

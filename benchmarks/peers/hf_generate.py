@@ -11,8 +11,8 @@ Each line of input is answered with the seconds, as JSON.
 - `kept CACHE A B C ...` keeps the cache and prefills only new tokens, which needs texts of equal length.
 - `below T U V ...` returns how far these tokens, one per prompt, lie below the best logit, in standard deviations of the logits.
 
-CACHE is dynamic or static. On a GPU, transformers compiles the decode step of a static cache. Without DTYPE, the model has the dtype
-of the folder's weights.
+CACHE is dynamic or static. On a GPU, transformers compiles the decode step of a static cache. Without DTYPE, the model has the
+dtype of the folder's weights.
 """
 
 import json

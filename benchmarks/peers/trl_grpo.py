@@ -12,8 +12,8 @@ FOLDER holds the model and
 - grpo.json: alpha, beta and lr;
 - rewards.npy [QUESTIONS * SAMPLES] and completions.npy [QUESTIONS * SAMPLES, NEW].
 
-If DTYPE is bfloat16, the frozen weights are bfloat16 and the update uses autocast. The adapters are always float32. CHECKPOINTING is 1
-or 0: whether the backward pass recomputes activations, which is TRL's default.
+If DTYPE is bfloat16, the frozen weights are bfloat16 and the update uses autocast. The adapters are always float32. CHECKPOINTING
+is 1 or 0: whether the backward pass recomputes activations, which is TRL's default.
 """
 
 import importlib.metadata
