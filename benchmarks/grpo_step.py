@@ -54,7 +54,8 @@ from rrl.train.rl_config import RLConfig
 
 TRL = "TRL GRPOTrainer"
 TRL_SETTINGS = (("float32", 0), ("bfloat16", 0), ("bfloat16", 1))
-"""(dtype, 1 to recompute activations in the backward pass, which is TRL's default)."""
+"""(dtype, 1 to recompute activations in the backward pass, which is TRL's default). TRL's default dtype, float32 weights with
+autocast in the update, samples in float32, so it is not among them."""
 LORA = LoraConfig(rank=16, alpha=32.0)
 KL_COEF = 0.001
 """Weight of the KL, as in R-Search. Both sides evaluate a reference policy for it: the initial adapters."""
@@ -184,9 +185,11 @@ def trl_peer(
     dtype, checkpointing = setting
     numbers = map(str, (sizes.questions, sizes.samples, sizes.prompt, sizes.new, checkpointing))
     peer = start_peer(python, "trl", "trl_grpo.py", folder, dtype, *numbers)
-    yield peer
-    if not isinstance(peer, str):
-        peer.close()
+    try:
+        yield peer
+    finally:
+        if not isinstance(peer, str):
+            peer.close()
 
 
 def setting_name(setting: tuple[str, int]) -> str:
@@ -244,6 +247,29 @@ def prepare(args: argparse.Namespace, sizes: StepSizes, folder: str) -> OurSide:
     return ours
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What was measured of both sides: seconds by side and round, and peak memory in GB (ours, TRL's)."""
+
+    steps: dict[str, list[float]]
+    updates: dict[str, list[float]]
+    peaks: tuple[float, float]
+
+
+def compare(ours: OurSide, trajectories: list[Trajectory], peer: PeerProcess, rounds: int) -> Comparison:
+    """Run steps of both sides in turn, and then updates on given trajectories."""
+    answers: list[dict[str, float]] = []
+
+    def theirs(line: str) -> float:
+        answers.append(check_tokens(peer.ask(line), ours.sizes))
+        return answers[-1]["seconds"]
+
+    steps = interleave({"ours": ours.step, TRL: lambda: theirs("step")}, rounds)
+    peaks = peak_gb(), answers[-1]["peak_gb"]
+    updates = interleave({"ours": lambda: ours.update(trajectories), TRL: lambda: theirs("update")}, rounds)
+    return Comparison(steps, updates, peaks)
+
+
 def grpo(args: argparse.Namespace) -> SectionResult:
     """Compare a GRPO step with LoRA (rollouts and update), and the update alone, with TRL's trainer in its fastest setting."""
     sizes = StepSizes(args.questions, args.samples, args.prompt, args.new)
@@ -264,42 +290,35 @@ def grpo(args: argparse.Namespace) -> SectionResult:
         fastest = min(trials, key=lambda setting: trials[setting].step["seconds"])
         with trl_peer(args.trl_python, folder, sizes, fastest) as peer:
             assert not isinstance(peer, str)
-            answers: list[dict[str, float]] = []
-
-            def theirs(line: str) -> float:
-                answers.append(check_tokens(peer.ask(line), sizes))
-                return answers[-1]["seconds"]
-
-            steps = interleave({"ours": ours.step, TRL: lambda: theirs("step")}, args.rounds)
-            peaks = peak_gb(), answers[-1]["peak_gb"]
-            updates = interleave(
-                {"ours": lambda: ours.update(trajectories), TRL: lambda: theirs("update")}, args.rounds
-            )
+            measured = compare(ours, trajectories, peer, args.rounds)
             versions = f"{setting_name(fastest)}; {peer.info['versions']}"
     rows = [
-        _seconds_row(f"{what}: seconds", medians(steps), versions, "3x"),
-        BenchmarkRow(
-            f"{what}: peak memory, GB",
-            f"{peaks[0]:.2f}",
-            f"{TRL} {peaks[1]:.2f}",
-            f"{peaks[0] / peaks[1]:.2f}",
-            "at most 0.6",
-        ),
-        _seconds_row(f"{what}, the update alone: seconds", medians(updates), versions, ""),
+        _seconds_row(f"{what}: seconds", medians(measured.steps), versions, "3x"),
+        _memory_row(f"{what}: peak memory, GB", *measured.peaks),
+        _seconds_row(f"{what}, the update alone: seconds", medians(measured.updates), versions, ""),
         *_same_update_rows(our_metrics, trials[args.dtype, 0].updates),
     ]
+    return rows, _notes(sizes, trials, measured)
+
+
+def _notes(sizes: StepSizes, trials: dict[tuple[str, int], Trial], measured: Comparison) -> list[str]:
+    """Return the notes below the rows."""
     tried = ", ".join(
         f"{setting_name(setting)} {trial.step['seconds']:.1f} s and {trial.step['peak_gb']:.2f} GB"
         for setting, trial in trials.items()
     )
-    notes = [
+    return [
         f"{TRL}'s settings, one step each: {tried}. The fastest one is compared.",
         f"Rank {LORA.rank}, all linear layers of the body. Both sides wrote {sizes.tokens['written']} tokens per step and "
         f"updated on {sizes.tokens['updated']}, prompts included. Ours computes a question's prompt once for all its samples "
         "(objective.share_prefixes). Peak memory is that since the model was loaded; ours includes compilation.",
-        f"Step: {warm_up_note(steps)} Update alone: {warm_up_note(updates)}",
+        f"Step: {warm_up_note(measured.steps)} Update alone: {warm_up_note(measured.updates)}",
     ]
-    return rows, notes
+
+
+def _memory_row(what: str, ours: float, theirs: float) -> BenchmarkRow:
+    """Return the row of a comparison of peak memory in GB."""
+    return BenchmarkRow(what, f"{ours:.2f}", f"{TRL} {theirs:.2f}", f"{ours / theirs:.2f}", "at most 0.6")
 
 
 def _seconds_row(what: str, seconds_of: dict[str, float], versions: str, target: str) -> BenchmarkRow:
@@ -325,7 +344,11 @@ def _same_update_rows(ours: list[dict[str, float]], theirs: list[dict[str, float
         difference = abs(our_value - their_value) / abs(their_value)
         rows.append(
             BenchmarkRow(
-                what, f"relative difference {difference:.0e}", f"{TRL} {their_value:.6g}", "", "the same"
+                what,
+                f"relative difference {difference:.0e}",
+                f"{TRL} {their_value:.6g}",
+                "",
+                "the same, to rounding",
             )
         )
     return rows

@@ -48,16 +48,14 @@ def turn(args: argparse.Namespace) -> SectionResult:
     model = shaped_model(args)
     rows, notes = [], []
     for batch in (args.batch // 4, args.batch):
-        new_rows, note = _turn(model, batch, args, check=not rows)
+        new_rows, new_notes = _turn(model, batch, args, check=not rows)
         rows += new_rows
-        notes.append(f"{batch} rows: {note}")
+        notes += new_notes
     return rows, notes
 
 
-def _turn(
-    model: FixedLengthModel, batch: int, args: argparse.Namespace, check: bool
-) -> tuple[list[BenchmarkRow], str]:
-    """Return the rows for one number of rows. `check` compares the first greedy tokens of both sides, too."""
+def _turn(model: FixedLengthModel, batch: int, args: argparse.Namespace, check: bool) -> SectionResult:
+    """Return the rows and notes for one number of rows. `check` compares the first greedy tokens of both sides, too."""
     prompt, new = args.prompt, args.new
     # One token more: the first one needs the prefill only, and `new` decode steps follow.
     engine = model.engine(
@@ -80,8 +78,9 @@ def _turn(
     with hf_by_dtype(model, args.hf_python, batch, prompt, new + 1) as started:
         if isinstance(started, str):
             return [
-                BenchmarkRow(f"{what}: {name}", "", HF, started, t) for name, t in targets.items()
-            ], started
+                BenchmarkRow(f"{what}: {name}, tokens/s", "", HF, started, target)
+                for name, target in targets.items()
+            ], []
         sides = {"ours": ours} | _split_sides(started.values(), prefills)
         select = _fastest_of_each(prefills)
         times = interleave(sides, args.rounds, select)
@@ -95,7 +94,7 @@ def _turn(
             )
             tokens = [trajectory.tokens[prompt] for trajectory in greedy]
             rows.append(compare_first_tokens(started[args.dtype].process, tokens))
-    return rows, warm_up_note(times)
+    return rows, [f"{batch} rows: {warm_up_note(times)}"]
 
 
 def _split_sides(
