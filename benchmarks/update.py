@@ -327,7 +327,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"with --shape: number of {name}")
     parser.add_argument("--trl_python", default=sys.executable, help="Python interpreter with trl and peft")
     args = parser.parse_args(argv)
-    use_huge_pages()  # as in every training run
     if args.shape:
         used = {name: value for name, value in vars(args).items() if name not in ("only", "torch_python")}
         title = f"Update: GRPO step, {args.shape}'s shape, {args.dtype}"
@@ -339,4 +338,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    use_huge_pages()  # as in every training run; the peers get them too
     main()
