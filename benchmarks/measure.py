@@ -13,13 +13,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rrl.models.cpu.layers import LANES, can_attend
+from rrl.models.hardware import CPU_INFO
 
 RESULTS = pathlib.Path(__file__).parent / "RESULTS.md"
 NOT_MEASURED = "not measured"
@@ -50,18 +51,27 @@ SectionResult = tuple[list[BenchmarkRow], list[str]]
 """(rows, notes below them)."""
 
 
-def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleave(
+    sides: Mapping[str, Callable[[], float]],
+    rounds: int,
+    select: Callable[[dict[str, list[float]]], Collection[str]] | None = None,
+) -> dict[str, list[float]]:
     """Run all sides of a comparison in turn, `rounds` + 1 times.
 
     Args:
       sides: name -> function that runs one side once and returns the seconds.
       rounds: number of rounds after the warm-up round.
+      select: gets the times after the first timed round, and returns the names of the sides that run in the other rounds. So the
+        slower settings of a peer are measured only once. None: all sides run in all rounds.
 
     Returns:
       name -> seconds of every round. The first value is the warm-up.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
+        if turn == 2 and select is not None:
+            chosen = select(times)
+            sides = {name: side for name, side in sides.items() if name in chosen}
         for name, side in sides.items():
             times[name].append(side())
             print(
@@ -163,6 +173,16 @@ def command(module: str, parser: argparse.ArgumentParser, used: Mapping[str, obj
     return " ".join([f"python -m {module}", *options])
 
 
+def processor_features() -> str:
+    """Return the instruction sets of this processor that decide about the speed of matrix products; "" where they are unknown."""
+    names = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm")
+    try:
+        lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return " ".join(name for name in names if lines and name in lines[0].split())
+
+
 def machine() -> str:
     """Return device and versions, as one line."""
     device = jax.devices()[0]
@@ -170,7 +190,12 @@ def machine() -> str:
     if device.platform == "cpu":
         # On a CPU, the attention kernels are available if there is a C++ compiler, or if an earlier run has compiled them.
         compiler = "with" if can_attend(jnp.float32, LANES) else "without"
-        kind = f"{len(os.sched_getaffinity(0))} cores, {compiler} a C++ compiler"
+        details = [
+            f"{len(os.sched_getaffinity(0))} cores",
+            processor_features(),
+            f"{compiler} a C++ compiler",
+        ]
+        kind = ", ".join(filter(None, details))
     versions = []
     for name in PACKAGES:
         try:

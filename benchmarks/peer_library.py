@@ -3,16 +3,19 @@
 import argparse
 import contextlib
 import math
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from benchmarks.fixed_lengths import FixedLengthModel
-from benchmarks.measure import NOT_MEASURED, PeerProcess, imports, start_peer
+from benchmarks.measure import NOT_MEASURED, BenchmarkRow, PeerProcess, imports, start_peer
 from rrl.models.hf import save_decoder
 
 HF, TUNIX = "HF generate", "Tunix Sampler"
 CACHES = ("dynamic", "static")
 """Cache implementations of Hugging Face's generate."""
+DTYPES = ("float32", "bfloat16")
+"""Dtypes of Hugging Face's generate, of which the faster one is compared."""
 _MODULES_AND_SCRIPTS = {HF: ("torch", "hf_generate.py"), TUNIX: ("tunix", "tunix_sampler.py")}
 """Library -> (module that it needs, script in `benchmarks/peers`)."""
 _CACHES = {HF: CACHES, TUNIX: ("",)}
@@ -37,18 +40,21 @@ class PeerLibrary:
           numbers: integers that follow the command, such as the history lengths of the turns.
         """
         return {
-            self._side(cache): lambda cache=cache: self._seconds(command, cache, *numbers)  # type: ignore[misc]
+            self.side_name(cache): lambda cache=cache: self._seconds(command, cache, *numbers)  # type: ignore[misc]
             for cache in self.caches
         }
 
-    def _seconds(self, command: str, cache: str, *numbers: int) -> float:
-        """Return the seconds of one run, or infinity if the peer fails with this cache. It does not try again."""
+    def answer(self, command: str, cache: str, *numbers: int) -> dict[str, float]:
+        """Return the answer of one run. If the peer fails with this cache, all times are infinite, and it is not tried again."""
         if cache not in self._failed:
             answer = self.process.ask(" ".join(map(str, filter(None, (command, cache, *numbers)))))
             if "seconds" in answer:
-                return answer["seconds"]
+                return answer
             self._failed[cache] = answer["error"]
-        return math.inf
+        return {"seconds": math.inf, "first": math.inf}
+
+    def _seconds(self, command: str, cache: str, *numbers: int) -> float:
+        return self.answer(command, cache, *numbers)["seconds"]
 
     def best(self, seconds: Mapping[str, float], render: Callable[[float], str]) -> tuple[float, str]:
         """Return the fewest seconds, and a text for the row.
@@ -59,7 +65,7 @@ class PeerLibrary:
           seconds: side -> seconds.
           render: formats seconds for the row.
         """
-        times = {cache: seconds[self._side(cache)] for cache in self.caches}
+        times = {cache: seconds[self.side_name(cache)] for cache in self.caches}
         first, *others = sorted(times, key=times.__getitem__)
         details = [f"{first} cache"] if first else []
         for cache in others:
@@ -68,8 +74,35 @@ class PeerLibrary:
         details.append(self.process.info["versions"])
         return times[first], f"{self.name} {render(times[first])} ({'; '.join(details)})"
 
-    def _side(self, cache: str) -> str:
+    def side_name(self, cache: str) -> str:
+        """Return the name of the side that runs the peer with a cache."""
         return f"{self.name}, {cache} cache" if cache else self.name
+
+
+def best_of(
+    libraries: Iterable[PeerLibrary], seconds: Mapping[str, float], render: Callable[[float], str]
+) -> tuple[float, str]:
+    """Return the fewest seconds of several libraries, and a text with the results of all, the fastest first."""
+    results = sorted(library.best(seconds, render) for library in libraries)
+    return results[0][0], "; ".join(text for _, text in results)
+
+
+def compare_first_tokens(process: PeerProcess, ours: Sequence[int]) -> BenchmarkRow:
+    """Return a row that compares the first tokens of our greedy continuations with those of Hugging Face's generate.
+
+    With random weights in bfloat16 the best logits are often equal, and texts diverge after a different choice. So only first
+    tokens are compared, and the row also says how far ours lie below the best logit of the peer's model.
+    """
+    theirs = [row[0] for row in process.ask("greedy")["tokens"]]
+    equal = statistics.mean(int(our == their) for our, their in zip(ours, theirs, strict=True))
+    gap = max(process.ask(" ".join(map(str, ["below", *ours])))["below"])
+    return BenchmarkRow(
+        "the same, greedy: equal first tokens; largest distance below the peer's best logit, in standard deviations",
+        f"{100 * equal:.0f} %; {gap:.3f}",
+        HF,
+        "",
+        "0.1",
+    )
 
 
 @contextlib.contextmanager
@@ -93,6 +126,29 @@ def peers(
                 started[name] = PeerLibrary(name, peer, _CACHES[name])
                 stack.callback(peer.close)
         yield started, missing
+
+
+@contextlib.contextmanager
+def hf_by_dtype(
+    model: FixedLengthModel, python: str, batch: int, prompt: int, new: int
+) -> Iterator[dict[str, PeerLibrary] | str]:
+    """Start Hugging Face's generate in each of DTYPES, with the model's weights, each in a process.
+
+    Yields (dtype -> peer), or the reason why it is not measured.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        if imports(python, "torch"):
+            save_decoder(folder, model.decoder, model.tokenizer, dtype=model.decoder.dtype)
+        started: dict[str, PeerLibrary] = {}
+        for dtype in DTYPES:
+            numbers = map(str, (batch, prompt, new))
+            peer = start_peer(python, *_MODULES_AND_SCRIPTS[HF], folder, *numbers, dtype)
+            if isinstance(peer, str):
+                yield peer
+                return
+            stack.callback(peer.close)
+            started[dtype] = PeerLibrary(f"{HF} in {dtype}", peer, CACHES)
+        yield started
 
 
 def pythons(args: argparse.Namespace) -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""Measures rollout speed: `python -m benchmarks.rollout [--only=NAME] [--rounds=5] [--hf_python=PYTHON] [--tunix_python=PYTHON]`;
-rows go to RESULTS.md.
+"""Measures rollout speed; rows go to RESULTS.md:
+
+    python -m benchmarks.rollout [--only=NAME] [--rounds=5] [--hf_python=PYTHON] [--tunix_python=PYTHON]
+    python -m benchmarks.rollout --shape=Qwen2.5-0.5B --dtype=bfloat16 [--only=NAME] [--rounds=5] [--hf_python=PYTHON]
 
 Each comparison runs its sides in turn on the same model. The first round compiles and is not counted. The model is random, has
 Qwen2's shape and never samples the end of sequence, so that each section sets the lengths. Only `training` uses the shipped
 policy, whose episodes end by themselves. "Rows" are the sequences that decode together (`EngineConfig.rows`). On a GPU or TPU a
-published shape is measured too (`benchmarks.accelerator`).
+published shape is measured too (`benchmarks.accelerator`). With `--shape` the sections are those of `benchmarks.shape_rollouts`.
 """
 
 import argparse
@@ -19,8 +21,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks import accelerator, search_episodes, training_rollouts
-from benchmarks.fixed_lengths import KEY, random_model
+from benchmarks import accelerator, search_episodes, shape_rollouts, training_rollouts
+from benchmarks.fixed_lengths import KEY, add_shape_arguments, random_model
 from benchmarks.measure import BenchmarkRow, SectionResult, command, interleave, medians, warm_up_note, write
 from benchmarks.peer_library import HF, TUNIX, peers, pythons
 from benchmarks.search_episodes import FixedTurns, episodes
@@ -209,6 +211,21 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], SectionResult]] = {
     section.__name__: section for section in (single_turn, episodes, group, latency, mixed, training)
 }
 
+SHAPE_SECTIONS: dict[str, Callable[[argparse.Namespace], SectionResult]] = {
+    section.__name__: section for section in (shape_rollouts.turn, shape_rollouts.episodes)
+}
+"""Sections with `--shape`."""
+SHAPE_ARGUMENTS = (
+    "shape",
+    "dtype",
+    "rollout",
+    "prompt",
+    "new",
+    "searches",
+    "turn_tokens",
+    "observation_tokens",
+)
+"""Arguments that have a meaning only with `--shape`."""
 PEER_SECTIONS = ("single_turn", "episodes")
 """Sections that measure other libraries."""
 
@@ -221,26 +238,53 @@ NOTES = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the selected sections."""
+def parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Return the parser and the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=SECTIONS, help="section to run (default: all)")
+    parser.add_argument(
+        "--only", choices=list(SECTIONS | SHAPE_SECTIONS), help="section to run (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
     parser.add_argument("--batch", type=int, default=64, help="number of rows")
+    add_shape_arguments(parser)
+    parser.add_argument("--prompt", type=int, default=256, help="with --shape: number of prompt tokens")
+    parser.add_argument("--new", type=int, default=32, help="with --shape: decode steps of a turn")
+    parser.add_argument("--searches", type=int, default=3, help="with --shape: searches of an episode")
+    parser.add_argument(
+        "--turn_tokens", type=int, default=64, help="with --shape: tokens written in a turn of an episode"
+    )
+    parser.add_argument(
+        "--observation_tokens", type=int, default=256, help="with --shape: tokens read after a search"
+    )
     parser.add_argument(
         "--hf_python", default=sys.executable, help="Python interpreter with torch and transformers"
     )
     parser.add_argument("--tunix_python", default=sys.executable, help="Python interpreter with google-tunix")
     args = parser.parse_args(argv)
-    for name, section in SECTIONS.items():
+    sections = SHAPE_SECTIONS if args.shape else SECTIONS
+    if args.only and args.only not in sections:
+        with_or_without = "with" if args.shape else "without"
+        parser.error(f"--only={args.only} is no section {with_or_without} --shape: {', '.join(sections)}")
+    return parser, args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the selected sections."""
+    parser, args = parse(argv)
+    for name, section in (SHAPE_SECTIONS if args.shape else SECTIONS).items():
         if args.only in (None, name):
             rows, notes = section(args)
             used = vars(args) | {"only": name}
-            if name not in PEER_SECTIONS:
+            if not args.shape:
+                used = {option: value for option, value in used.items() if option not in SHAPE_ARGUMENTS}
+            if name not in PEER_SECTIONS and not args.shape:
                 used = {option: value for option, value in used.items() if not option.endswith("_python")}
-            command_line = command("benchmarks.rollout", parser, used)
-            write(f"Rollout: {name.replace('_', ' ')}", command_line, rows, NOTES.get(name, []) + notes)
-    if args.only is None and jax.default_backend() != "cpu":
+            title = f"Rollout: {name.replace('_', ' ')}"
+            if args.shape:
+                title += f", {args.shape}'s shape, {args.dtype}"
+            own_notes = [] if args.shape else NOTES.get(name, [])
+            write(title, command("benchmarks.rollout", parser, used), rows, own_notes + notes)
+    if args.only is None and not args.shape and jax.default_backend() != "cpu":
         given = {name: vars(args)[name] for name in ("rounds", "hf_python")}
         accelerator.main([f"--{name}={value}" for name, value in given.items()])
 

@@ -1,7 +1,10 @@
-"""Measures update speed and memory: `python -m benchmarks.update [--only=NAME] [--rounds=5] [--torch_python=PYTHON]`; rows go to
-RESULTS.md.
+"""Measures update speed and memory; rows go to RESULTS.md:
 
-The step is GRPO's, in float32: log-probabilities under policy and frozen reference, clipped ratio, k3, gradient, AdamW.
+    python -m benchmarks.update [--only=NAME] [--rounds=5] [--torch_python=PYTHON]
+    python -m benchmarks.update --shape=Qwen2.5-0.5B --dtype=bfloat16 [--rounds=5] [--trl_python=PYTHON]
+
+With `--shape` a whole GRPO step with LoRA is measured (`benchmarks.grpo_step`). Otherwise the step is GRPO's, in float32:
+log-probabilities under policy and frozen reference, clipped ratio, k3, gradient, AdamW.
 """
 
 import argparse
@@ -16,7 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.measure import BenchmarkRow, PeerProcess, elapsed, imports, interleaved_medians, write
+from benchmarks.fixed_lengths import add_shape_arguments
+from benchmarks.grpo_step import grpo
+from benchmarks.measure import (
+    BenchmarkRow,
+    PeerProcess,
+    command,
+    elapsed,
+    imports,
+    interleaved_medians,
+    write,
+)
 from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY, PROMPT, Trajectory
 from rrl.miniwiki import KINDS, generate, mixed_questions
@@ -28,6 +41,7 @@ from rrl.models.hf import load_language_model, save_decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
 from rrl.parallel.runtime import use_huge_pages
+from rrl.plan.policy_shape import PUBLISHED
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.episodes import Sampling, run_questions
@@ -44,19 +58,6 @@ TINY = "assets/miniwiki-policy"
 """Folder of the shipped policy."""
 ATTENTION = choose_backend("auto", jax.default_backend(), jnp.float32)
 OPTIM = OptimConfig(lr=1e-4, total_steps=1000, schedule="constant")
-QWEN_HALF_BILLION = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4864,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32768,
-}
 
 
 class StepRunner:
@@ -111,7 +112,7 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
         rows, length, prompt = 16, 512, 64
         what = f"a step on {rows} x {length} tokens, {name}, tokens/s"
         if not imports(args.torch_python, "torch"):
-            table.append(BenchmarkRow(what, "", "", "not measured: no torch", "0.9x"))
+            table.append(BenchmarkRow(what, "", "", "not measured: no torch", "1.2x"))
             continue
         decoder = Decoder(config, rngs=nnx.Rngs(0), attention=ATTENTION)
         objective = ObjectiveConfig(
@@ -148,7 +149,7 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
                 f"{rates['ours']:.0f}",
                 f"{rates['torch']:.0f} ({peer.info['versions']}, SDPA)",
                 f"{rates['ours'] / rates['torch']:.2f}x",
-                "0.9x",
+                "1.2x",
             )
         )
         table.append(
@@ -168,7 +169,7 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
 
     Ours computes the logits in parts; the other side keeps the logits of all tokens at once.
     """
-    config, length = DecoderConfig.from_hf(QWEN_HALF_BILLION), 4096
+    config, length = DecoderConfig.from_hf(PUBLISHED["Qwen2.5-0.5B"]), 4096
     graph, params = nnx.split(
         nnx.eval_shape(
             lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, attention=ATTENTION, remat="full")
@@ -313,20 +314,29 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[BenchmarkRow]]] = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the selected sections."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=SECTIONS, help="section to run (default: all)")
+    parser.add_argument("--only", choices=SECTIONS, help="section to run (default: all); not with --shape")
     parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
     parser.add_argument(
         "--torch_python", default=sys.executable, help="Python interpreter with torch and transformers"
     )
-    args = parser.parse_args()
-    use_huge_pages()  # as in every training run
+    add_shape_arguments(parser)
+    for name, default in (("questions", 8), ("samples", 8), ("prompt", 256), ("new", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"with --shape: number of {name}")
+    parser.add_argument("--trl_python", default=sys.executable, help="Python interpreter with trl and peft")
+    args = parser.parse_args(argv)
+    if args.shape:
+        used = {name: value for name, value in vars(args).items() if name not in ("only", "torch_python")}
+        title = f"Update: GRPO step, {args.shape}'s shape, {args.dtype}"
+        write(title, command("benchmarks.update", parser, used), *grpo(args))
+        return
     for name, section in SECTIONS.items():
         if args.only in (None, name):
             write(f"Update: {name}", f"python -m benchmarks.update --only={name}", section(args), [])
 
 
 if __name__ == "__main__":
+    use_huge_pages()  # as in every training run; the peers get them too
     main()

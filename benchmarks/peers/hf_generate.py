@@ -1,6 +1,9 @@
-"""Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW. Each line of input is answered with the seconds as JSON.
+"""Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW [DTYPE].
+
+Each line of input is answered with the seconds, as JSON.
 
 - `sample CACHE` samples NEW tokens after each prompt.
+- `split CACHE` does the same, and also returns the seconds until the first new token ("first"), which are those of the prefill.
 - `greedy` decodes NEW tokens greedily after each prompt and returns them.
 - `turns CACHE A B C ...` runs prompts of the lengths A, B, C, ... in turn, and samples NEW tokens after each. This is a loop that
   prefills the whole history at every turn. PROMPT is the longest length.
@@ -8,7 +11,8 @@
 - `kept CACHE A B C ...` keeps the cache and prefills only new tokens, which needs texts of equal length.
 - `below T U V ...` returns how far these tokens, one per prompt, lie below the best logit, in standard deviations of the logits.
 
-CACHE is dynamic or static. On a GPU, transformers compiles the decode step of a static cache.
+CACHE is dynamic or static. On a GPU, transformers compiles the decode step of a static cache. Without DTYPE, the model has the
+dtype of the folder's weights.
 """
 
 import json
@@ -22,9 +26,10 @@ import torch
 import transformers
 
 folder, batch, prompt, new = sys.argv[1], *map(int, sys.argv[2:5])
+dtype = sys.argv[5] if len(sys.argv) > 5 else "auto"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
 model = model.to(device).eval()
 # The folder's config names an end-of-sequence token. Without one, no step has to suppress it or check for it.
 model.generation_config = transformers.GenerationConfig(pad_token_id=0)
@@ -41,6 +46,19 @@ def generate(texts: torch.Tensor, count: int = new, **options: object) -> torch.
     if out.shape != (batch, texts.shape[1] + count):
         raise RuntimeError(f"{tuple(out.shape)} tokens, not {batch} x ({texts.shape[1]} + {count})")
     return out
+
+
+class Clock(transformers.generation.streamers.BaseStreamer):
+    """Notes the time of each call. `generate` calls it with the prompts, and then with the tokens of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 def turns(cache: str, lengths: list[int], sampling: dict, count: int = new) -> torch.Tensor:
@@ -96,10 +114,14 @@ for line in sys.stdin:
                     {"kept": kept, "uncut": uncut}.get(command, turns),
                     GREEDY if command == "greedy" else SAMPLED,
                 )
-                out = run(cache, [*map(int, lengths)] or [prompt], sampling)
+                clock = Clock()
+                streamed = {"streamer": clock} if command == "split" else {}
+                out = run(cache, [*map(int, lengths)] or [prompt], sampling | streamed)
             if device == "cuda":
                 torch.cuda.synchronize()
             answer = {"seconds": time.perf_counter() - began}
+            if command == "split":
+                answer["first"] = clock.times[1] - began
             if command == "greedy":
                 answer["tokens"] = out.tolist()
         except Exception as error:  # compilation needs a compiler; the dynamic cache needs none

@@ -16,6 +16,16 @@ _GEMMA3 = {
 }
 _QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "Qwen2.5-0.5B": _QWEN
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "tie_word_embeddings": True,
+    },
     "Qwen2.5-3B": _QWEN
     | {
         "vocab_size": 151936,
@@ -62,8 +72,8 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
 }
-"""Model name -> fields of its config.json, for the models of the papers' runs and Gemma 3. A run can thus be planned before the
-model is downloaded."""
+"""Model name -> fields of its config.json, for the models of the papers' runs, the smallest Qwen2.5 and Gemma 3. A run can thus
+be planned before the model is downloaded."""
 
 
 def policy_shape(folder: str) -> tuple[DecoderConfig, str]:
