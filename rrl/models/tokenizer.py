@@ -261,9 +261,10 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return False
-    return any(kind == "ByteLevel" for kind in _types(json.loads(backend.to_str())))
+    parts = () if backend is None else (backend.decoder, backend.pre_tokenizer)
+    # The state of such an object is its part of tokenizer.json. The whole file has megabytes, most of them vocabulary.
+    states = [json.loads(part.__getstate__()) for part in parts if part is not None]
+    return any(kind == "ByteLevel" for state in states for kind in _types(state))
 
 
 def _types(node: object) -> Iterator[str]:
@@ -285,14 +286,19 @@ def _character_to_byte() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTES = _character_to_byte()
+_OUTSIDE_LATIN_1 = 0x100
+_TO_LATIN_1 = dict.fromkeys(range(256), _OUTSIDE_LATIN_1) | {
+    ord(character): byte for character, byte in _character_to_byte().items()
+}
+"""For `str.translate`: maps GPT-2's alphabet to the characters of Latin-1, each of which is one byte, and the characters of
+Latin-1 that are not in the alphabet to one that Latin-1 lacks."""
 
 
 def _byte_level(piece: str) -> bytes:
     """Bytes of a byte-level token. A token with a character outside the alphabet is plain text, as in `tokenizers`."""
     try:
-        return bytes(_BYTES[character] for character in piece)
-    except KeyError:
+        return piece.translate(_TO_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
         return piece.encode()
 
 

@@ -41,7 +41,8 @@ def _head(plan: CapacityPlan) -> list[str]:
             f"          (objective.microbatch_tokens={objective.microbatch_tokens} is less than one row for each of the "
             f"{data_shards(plan.mesh)} data shards)"
         )
-    return [*lines, "excluded  reader and query encoder"]
+    reader = "reader and " if plan.settings.reader and "reader" not in plan.memory else ""
+    return [*lines, f"excluded  {reader}query encoder"]
 
 
 def _memory(plan: CapacityPlan) -> list[str]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.models.decoder import Decoder
 from rrl.models.heads import ValueModel
-from rrl.models.hf import load_language_model, load_value_model
+from rrl.models.hf import load_language_model, load_value_model, read_decoder_config
 from rrl.models.lora import add_lora
 from rrl.parallel.rules import shard
 from rrl.recipes.base import uses_chat
@@ -20,6 +20,7 @@ from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine
 from rrl.runs.datasets import load_datasets
 from rrl.runs.timed_log import TimedLog
+from rrl.train.memory import require_run_memory
 from rrl.train.settings import TrainSettings
 from rrl.train.task import Task
 
@@ -51,6 +52,7 @@ def load_components(settings: TrainSettings, log: TimedLog, workdir: pathlib.Pat
         f"{mesh.size} of {len(jax.devices())} devices ({device.device_kind}), mesh data x fsdp x tensor = {sizes}; "
         f"{compute.dtype}, attention by {backend}"
     )
+    require_run_memory(settings, read_decoder_config(settings.policy), mesh)
     log(f"policy {settings.policy}")
     decoder, tokenizer = load_language_model(
         settings.policy,
