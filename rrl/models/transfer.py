@@ -197,7 +197,7 @@ def _require_memory(
         if any(target.dtype.itemsize > 2 for target in targets)
         else ""
     )
-    require_memory(needs, device_memory(device), str(folder), fix)
+    require_memory(needs, device_memory(mesh), str(folder), fix)
 
 
 def _refuse_quantized(folder: str | Path) -> None:

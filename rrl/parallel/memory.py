@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from rrl.errors import UserError
 
@@ -46,11 +47,15 @@ def _cgroup_limits() -> Iterator[float]:
                 yield float(limit)
 
 
-def device_memory(device: jax.Device) -> float:
-    """Bytes of memory of a device; infinite if unknown. Virtual CPU devices share the memory of the host."""
-    if device.platform == "cpu":
-        return host_memory() / jax.local_device_count()
-    return float((device.memory_stats() or {}).get("bytes_limit", math.inf))
+def device_memory(mesh: Mesh | None) -> float:
+    """Bytes of memory of a device of a mesh; infinite if unknown. None: the default device.
+
+    The CPU devices of a mesh share the memory of the host.
+    """
+    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    if devices[0].platform == "cpu":
+        return host_memory() / len(devices)
+    return float((devices[0].memory_stats() or {}).get("bytes_limit", math.inf))
 
 
 def require_memory(needs: Mapping[str, float], available: float, what: str, fix: str) -> None:

@@ -68,7 +68,7 @@ def require_inference_memory(
     largest: dict[str, float] = max(engines, key=lambda parts: sum(parts.values()))
     needs |= largest
     what = ", ".join(f"{name}={str(models[name][0])!r}" for name in memory)
-    require_memory(needs, device_memory(mesh.devices.flat[0]), what, fix)
+    require_memory(needs, device_memory(mesh), what, fix)
 
 
 def engine_memory(

@@ -177,9 +177,7 @@ def _require_memory(workdir: pathlib.Path, config: DecoderConfig, lora: LoraConf
         "merged kernels": F32 * matrix_parameters(config) / mesh.size if lora.rank else 0.0,
     }
     fix = "export it on a machine with more memory"
-    require_memory(
-        needs, device_memory(mesh.devices.flat[0]), f"workdir {os.fspath(workdir)}: its export", fix
-    )
+    require_memory(needs, device_memory(mesh), f"workdir {os.fspath(workdir)}: its export", fix)
 
 
 def _frozen_and_lora(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, ...], LoraConfig]:

@@ -68,4 +68,4 @@ def require_training_memory(
     needs = training_memory(config, training, compute, lora, mesh)
     if device.platform != "cpu":  # the estimate was compared with compiled programs on CPUs only
         del needs["activations"]
-    require_memory(needs, device_memory(device), f"{model}: the training of this model", SMALLER_RUN)
+    require_memory(needs, device_memory(mesh), f"{model}: the training of this model", SMALLER_RUN)

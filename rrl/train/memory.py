@@ -54,7 +54,7 @@ def require_run_memory(settings: TrainSettings, policy: DecoderConfig, mesh: Mes
         }
     phase = largest_phase(phases)
     what = f"policy={settings.policy!r}: the {phase} of this run"
-    require_memory(phases[phase], device_memory(device), what, SMALLER_RUN)
+    require_memory(phases[phase], device_memory(mesh), what, SMALLER_RUN)
 
 
 def largest_phase(phases: Mapping[str, Mapping[str, float]]) -> str:
