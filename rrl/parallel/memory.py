@@ -68,12 +68,14 @@ def require_memory(needs: Mapping[str, float], available: float, what: str, fix:
         fix: what to change.
     """
     if (total := sum(needs.values())) > available:
+        unit, size = memory_unit(total)
+        parts = [f"{name} {need / size:.2f}" for name, need in needs.items() if need >= size / 200]
         raise UserError(
-            f"{what} needs {total / GIB:.2f} GiB of memory, but {available / GIB:.2f} GiB are available: "
-            f"{memory_text(needs)}; {fix}"
+            f"{what} needs {total / size:.2f} {unit} of memory, but {available / size:.2f} {unit} are available: "
+            f"{', '.join(parts)} {unit}; {fix}"
         )
 
 
-def memory_text(needs: Mapping[str, float]) -> str:
-    """The parts of a need for memory, such as "parameters 1.84, KV cache 0.50 GiB"; parts of 0 bytes are omitted."""
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in needs.items() if size) + " GiB"
+def memory_unit(size: float) -> tuple[str, float]:
+    """The unit in which a size is shown, GiB or MiB, and its bytes."""
+    return ("GiB", GIB) if size >= GIB / 4 else ("MiB", 2.0**20)

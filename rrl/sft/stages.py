@@ -229,7 +229,9 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> SFTResult:
     card, judge_data = settings.recipe_card(), settings.judge_data
     with lock_workdir(workdir):
         with saving(pathlib.Path(workdir, MODEL_FILES)):
-            write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
+            write_model_files(
+                workdir, decoder.config, tokenizer, card, values["init"] or None, identity.get("init")
+            )
             if judge_data is not None:
                 write_judge_card(pathlib.Path(workdir, MODEL_FILES), judge_data.card)
         result = train(training, source, decoder, workdir, held_out=held_out, identity=identity, mesh=mesh)

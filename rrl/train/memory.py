@@ -22,9 +22,9 @@ from rrl.train.settings import TrainSettings
 from rrl.train.shapes import ModelShapes
 
 SMALLER_RUN = (
-    "use a smaller model, --config.lora.rank=32 (trains adapters only), fewer --config.rollout.rows, or a smaller "
-    "--config.rollout.context or --config.objective.microbatch_tokens; python launch/plan.py --topology=cpu:1 with the same "
-    "--config shows each phase"
+    "use a smaller model, --config.lora.rank=32 (trains adapters only), --config.compute.remat=full (recomputes activations), or "
+    "a smaller --config.rollout.rows, --config.rollout.context or --config.objective.microbatch_tokens. python launch/plan.py "
+    "--topology=cpu:1 with the same --config shows each phase and what to change first"
 )
 """How to make a run smaller, for an error message."""
 

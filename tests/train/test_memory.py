@@ -30,17 +30,17 @@ def test_a_run_that_needs_more_memory_is_refused_before_anything_is_loaded(tmp_p
     limit_memory(monkeypatch, tmp_path, int(need) - MIB)
     monkeypatch.setattr(components, "load_language_model", lambda *_: pytest.fail("nothing may be loaded"))
     with pytest.raises(
-        UserError, match=r"assets/miniwiki-policy'.* GiB of memory, but .* GiB are available"
+        UserError, match=r"assets/miniwiki-policy'.* of memory, but .* are available"
     ) as error:
         run(get_config("steps=1"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    assert f"the {plan.largest_phase} of this run needs {need / 2**30:.2f} GiB" in str(error.value)
+    assert f"the {plan.largest_phase} of this run needs {need / MIB:.2f} MiB" in str(error.value)
     # The plan reads the same limit, and comes to the same numbers and the same verdict.
     refused = plan_capacity(get_config("steps=1"), "cpu:1")
     assert refused.memory == plan.memory and not refused.fits and plan.fits
     assert "IT DOES NOT FIT" in report(refused)
     for part, size in plan.memory[plan.largest_phase].items():
-        assert f"{part} {size / 2**30:.2f}" in str(error.value)
+        assert f"{part} {size / MIB:.2f}" in str(error.value)
 
 
 def test_a_run_that_fits_exactly_is_accepted(tmp_path, monkeypatch, plan):
