@@ -37,9 +37,9 @@ from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
 from rrl.plan.costs import forward_flops
-from rrl.plan.memory import cache_bytes
 from rrl.plan.policy_shape import PUBLISHED
 from rrl.rollout.config import EngineConfig
+from rrl.rollout.memory import cache_bytes
 from rrl.rollout.protocol import SingleTurn
 
 TINY = "assets/miniwiki-policy"

@@ -40,6 +40,7 @@ from rrl.recipes.card import read_card
 from rrl.rewards.judge import Judge
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine
+from rrl.rollout.memory import require_inference_memory
 from rrl.runs.progress import Progress
 from rrl.runs.timed_log import TimedLog
 from rrl.runs.workdir import refuse_other_config
@@ -81,6 +82,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     identity = identity_of(settings, data)
     refuse_other_config(workdir, identity)
     refuse_occupied(workdir, FOLDERS, FILES)
+    _require_memory(settings)
     data = with_retriever(data, settings.retriever, settings.rollout.search_seconds, workdir, log)
     judge = (
         settings.judge.load(data.questions, settings.compute, settings.mesh.make())
@@ -137,6 +139,25 @@ def _judge_answers(
         short_scores = score_short_answers(file, judge, rule_named(name), data.questions, answers)
     append_timing(workdir, len(verdicts) - judged_before, verdicts_name, judge=time.perf_counter() - began)
     return Judgements(verdicts, short_scores, verdicts_name)
+
+
+def _require_memory(settings: EvaluationSettings) -> None:
+    """Raise UserError, with the numbers, if the models need more memory than there is."""
+    judge = settings.judge
+    require_inference_memory(
+        {
+            "policy": (settings.policy, settings.rollout),
+            "reader": (settings.reader, settings.reader_rollout),
+        }
+        | (
+            {"judge.folder": (judge.judge.folder, judge.rollout)}
+            if judge and judge.judge.kind == "model"
+            else {}
+        ),
+        settings.mesh.make(),
+        settings.compute.dtype,
+        "use a smaller model, fewer --config.rollout.rows or a smaller --config.rollout.context",
+    )
 
 
 def _engine(settings: EvaluationSettings, data: Dataset, log: TimedLog) -> tuple[Engine, Any]:

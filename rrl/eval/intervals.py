@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import scipy.stats
 from jaxtyping import Float
 
 from rrl.errors import UserError
@@ -69,6 +68,8 @@ def student(values: Values, *, level: float = 0.95) -> Interval:
     array = _checked(values, level, 1)
     if len(array) < 2:
         raise UserError(f"{len(array)} value: an interval over seeds needs two or more")
+    import scipy.stats  # takes a second to import
+
     half_width = scipy.stats.t.ppf((1 + level) / 2, len(array) - 1) * array.std(ddof=1) / np.sqrt(len(array))
     return Interval(
         float(array.mean()), float(array.mean() - half_width), float(array.mean() + half_width), len(array)

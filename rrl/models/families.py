@@ -20,6 +20,8 @@ class DecoderFamily:
     """Class name in transformers."""
     classifier: str
     """Class name in transformers of a model with a value head."""
+    lineage: str
+    """Name that the releases of a family share, such as Qwen for Qwen2.5 and Qwen3."""
     qkv_bias: bool = False
     """Whether q, k and v have biases."""
     qk_norm: bool = False
@@ -61,16 +63,17 @@ SLIDING_WINDOW_PATTERN = 6
 """Gemma 3: every sixth layer attends to all tokens, unless config.json has layer_types or sliding_window_pattern."""
 
 DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
-    "llama": DecoderFamily("LlamaForCausalLM", "LlamaForSequenceClassification"),
+    "llama": DecoderFamily("LlamaForCausalLM", "LlamaForSequenceClassification", "Llama"),
     "qwen2": DecoderFamily(
-        "Qwen2ForCausalLM", "Qwen2ForSequenceClassification", qkv_bias=True, windows="optional"
+        "Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen", qkv_bias=True, windows="optional"
     ),
     "qwen3": DecoderFamily(
-        "Qwen3ForCausalLM", "Qwen3ForSequenceClassification", qk_norm=True, windows="optional"
+        "Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen", qk_norm=True, windows="optional"
     ),
     "gemma3_text": DecoderFamily(
         "Gemma3ForCausalLM",
         "Gemma3TextForSequenceClassification",
+        "Gemma",
         qk_norm=True,
         post_norms=True,
         norms_add_one=True,

@@ -16,6 +16,7 @@ from rrl.models.gguf_file import GgufFile, check_quantizations, read_gguf, read_
 from rrl.models.gguf_tensors import TensorSource, tensor_sources
 from rrl.models.gguf_tokenizer import build_tokenizer
 from rrl.models.weights import CONFIG_FILE, GENERATION_FILE, SHARD_SIZE, write_folder, write_json
+from rrl.parallel.memory import host_memory, require_memory
 
 PARTIAL = ".partial"
 """Name of the folder, or end of its name, in which an import is written before it is complete."""
@@ -55,6 +56,7 @@ def import_gguf(
     config = hf_config(file) | {"dtype": dtype}
     sources = tensor_sources(file, config)
     check_quantizations(file)
+    _require_memory(path, sources, jnp.dtype(dtype))
     tokenizer = build_tokenizer(file, config["vocab_size"], config["max_position_embeddings"])
     with saving(out):
         _require_space(out, sources, jnp.dtype(dtype))
@@ -62,6 +64,19 @@ def import_gguf(
     values = sum(int(np.prod(source.shape)) for source in sources.values())
     kinds = sorted({file.tensors[source.name].kind.name for source in sources.values()})
     return f"wrote {out}: {config['architectures'][0]}, {values:,} parameters in {dtype}, from {', '.join(kinds)}"
+
+
+def _require_memory(
+    path: str | os.PathLike[str], sources: Mapping[str, TensorSource], dtype: np.dtype
+) -> None:
+    """Raises UserError if the largest tensor does not fit into memory."""
+    largest = max(float(np.prod(source.shape, dtype=float)) for source in sources.values())
+    fix = "import it on a machine with more memory" + (
+        ", or with --dtype=bfloat16" if dtype.itemsize > 2 else ""
+    )
+    require_memory(
+        {"largest tensor": largest * dtype.itemsize}, host_memory(), f"gguf={os.fspath(path)}", fix
+    )
 
 
 def _require_space(out: Path, sources: Mapping[str, TensorSource], dtype: np.dtype) -> None:

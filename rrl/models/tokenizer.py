@@ -4,7 +4,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from rrl.errors import UserError
 from rrl.files import looked_in, shipped
 from rrl.models.config import DecoderConfig, EncoderConfig
-from rrl.text.chat import end_of_turn
+from rrl.text.chat import end_of_turn, template_markers
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 """Special tokens, as in Qwen2.5: padding, start and end of a chat message. END ends generation."""
@@ -30,6 +30,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML, without a default system message."""
+
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endofturn|>")
+"""End tokens of chat models: Qwen and SmolLM, Llama 3, Gemma, Phi, and others. Base models end texts with other tokens."""
 
 QWEN_MARKER = ("<|endoftext|>", 151_643)
 """A token and its id that identify the vocabulary of Qwen2, Qwen2.5 and Qwen3."""
@@ -154,10 +157,10 @@ def check_tokenizer(
 
     Raises:
       UserError: the tokenizer has more tokens than the model's vocabulary, its end token is not one of the model's, or the
-        required chat template is missing.
+        required chat template is missing or writes special tokens that the tokenizer lacks.
     """
-    name = f"{field}={tokenizer.name_or_path!r}"
-    size = max(tokenizer.get_vocab().values()) + 1
+    name, vocabulary = f"{field}={tokenizer.name_or_path!r}", tokenizer.get_vocab()
+    size = max(vocabulary.values()) + 1
     fix = "give a folder whose tokenizer and weights belong together"
     if size > config.vocab_size:
         raise UserError(
@@ -169,10 +172,30 @@ def check_tokenizer(
             f"{name}: the tokenizer's eos_token_id is {tokenizer.eos_token_id} but the model's is {eos}; {fix}, or set "
             "eos_token in tokenizer_config.json"
         )
-    if chat and not tokenizer.chat_template:
+    if chat:
+        _check_template(tokenizer, vocabulary, name)
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], name: str) -> None:
+    """Raises UserError if there is no chat template, or if it writes special tokens that the vocabulary lacks."""
+    eos = tokenizer.eos_token
+    if not tokenizer.chat_template and eos in TURN_ENDS:
         raise UserError(
-            f"{name}: the tokenizer has no chat_template; give an instruction-tuned model's folder, or add "
-            "chat_template to its tokenizer_config.json"
+            f"{name}: the tokenizer has no chat_template, although its end token {eos} is a chat model's; copy "
+            "chat_template.jinja (or chat_template of tokenizer_config.json) from the publisher's folder"
+        )
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{name}: the tokenizer has no chat_template, and its end token {eos} is not a chat model's, so this seems to be a "
+            "base model; give an instruction-tuned model's folder, or add chat_template to its tokenizer_config.json (to train a "
+            "base model, use a recipe with a prompt for base models: --config.recipe.opening=base of r1_searcher, research and "
+            "tiresrag)"
+        )
+    if missing := [token for token in template_markers(tokenizer) if token not in vocabulary]:
+        raise UserError(
+            f"{name}: the chat_template writes {', '.join(missing)}, but the tokenizer has no such token and would split it as "
+            "text, so the template belongs to another model; give the template of this model, or a folder whose tokenizer has "
+            "these tokens"
         )
 
 
@@ -204,7 +227,9 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, config: DecoderConfig) -> list[i
 def _warn_end_of_turn(folder: str, turn_end: str, eos: str) -> None:
     logging.getLogger(__name__).warning(
         "tokenizer folder %s: its chat template ends a turn with %s, which is not an end token in tokenizer_config.json "
-        "(eos_token %s), config.json or generation_config.json. It is used as an end token too.",
+        "(eos_token %s), config.json or generation_config.json. It is used as an end token too. This is usual for a base "
+        "model, which may not follow the prompt's instructions: use the instruction-tuned model, unless the recipe starts from "
+        "a base model.",
         folder,
         turn_end,
         eos,
@@ -261,9 +286,10 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return False
-    return any(kind == "ByteLevel" for kind in _types(json.loads(backend.to_str())))
+    parts = () if backend is None else (backend.decoder, backend.pre_tokenizer)
+    # The state of such an object is its part of tokenizer.json. The whole file has megabytes, most of them vocabulary.
+    states = [json.loads(part.__getstate__()) for part in parts if part is not None]
+    return any(kind == "ByteLevel" for state in states for kind in _types(state))
 
 
 def _types(node: object) -> Iterator[str]:
@@ -285,14 +311,19 @@ def _character_to_byte() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTES = _character_to_byte()
+_OUTSIDE_LATIN_1 = 0x100
+_TO_LATIN_1 = dict.fromkeys(range(256), _OUTSIDE_LATIN_1) | {
+    ord(character): byte for character, byte in _character_to_byte().items()
+}
+"""For `str.translate`: maps GPT-2's alphabet to the characters of Latin-1, each of which is one byte, and the characters of
+Latin-1 that are not in the alphabet to one that Latin-1 lacks."""
 
 
 def _byte_level(piece: str) -> bytes:
     """Bytes of a byte-level token. A token with a character outside the alphabet is plain text, as in `tokenizers`."""
     try:
-        return bytes(_BYTES[character] for character in piece)
-    except KeyError:
+        return piece.translate(_TO_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
         return piece.encode()
 
 

@@ -1,17 +1,20 @@
-"""Transfers parameters between a module and a Hugging Face folder, with one layer in host memory at a time.
+"""Transfers parameters between a module and a Hugging Face folder, with few tensors in host memory at a time.
 
 `load_module` puts each stored tensor on the devices, each of which gets its shard; there it is transposed, converted, and
-written into the stack of all layers. `export_tensors` goes the other way. Host memory holds the tensors of one layer, or one
-tensor outside the layers; the largest is the embedding.
+written into the stack of all layers. Meanwhile other threads read the next tensors. `export_tensors` goes the other way. When
+loading, host memory holds the tensors of two layers, or two tensors outside the layers, the largest of which is the embedding;
+when exporting, those of one.
 """
 
+import collections
+import concurrent.futures
 import dataclasses
 import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +26,11 @@ from jax.typing import DTypeLike
 from rrl.errors import UserError
 from rrl.models.tensor_files import FLOATS
 from rrl.models.weights import SafetensorsFolder, read_config
+from rrl.parallel.memory import device_memory, require_memory
 from rrl.parallel.rules import RULES, shardings
+from rrl.parallel.runtime import available_cores
+
+T = TypeVar("T")
 
 MAX_LISTED_NAMES = 8
 """Maximum number of tensor names in an error message."""
@@ -81,6 +88,12 @@ class _Target:
     dtype: np.dtype
     sharding: NamedSharding | None
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the parameter on each device."""
+        shape = self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
+        return math.prod(shape) * self.dtype.itemsize
+
     def constrain(self, array: jax.Array) -> jax.Array:
         """Within jit: constrains the array to the parameter's sharding."""
         return array if self.sharding is None else jax.lax.with_sharding_constraint(array, self.sharding)
@@ -90,10 +103,14 @@ class _Target:
         shape = self.shape[1:] if self.entry.stacked else self.shape
         return self.entry.from_hf(tensor, shape).astype(self.dtype)
 
-    def read(self, weights: SafetensorsFolder, name: str) -> jax.Array:
-        """Reads a stored tensor to the devices. Each process reads only the parts that its devices hold, each part once."""
+    def read(self, weights: SafetensorsFolder, name: str) -> np.ndarray | jax.Array:
+        """Reads a stored tensor: to the devices if it is sharded, else to host memory.
+
+        Each process reads only the parts that its devices hold, each part once. Any thread may call this: no default device of
+        the calling thread is used.
+        """
         if self.sharding is None:
-            return jax.device_put(weights.read(name))
+            return weights.read(name)
         spec = (*self.sharding.spec, *[None] * (len(self.shape) - len(self.sharding.spec)))
         sharding = NamedSharding(
             self.sharding.mesh, self.entry.hf_spec(spec[1:] if self.entry.stacked else spec)
@@ -158,17 +175,29 @@ def load_module(
         [target for path, target in targets.items() if path not in missing],
         ignored,
     )
-    stacked = tuple(target for target in targets.values() if target.entry.stacked)
-    arrays: dict[_Target, jax.Array] = {}
-    for path, target in targets.items():
-        if path in missing:
-            (arrays[target],) = _zeros((target,))
-        elif not target.entry.stacked:
-            tensor = target.read(weights, stored_names[target.entry.hf_name])
-            arrays[target] = jax.block_until_ready(_convert(target, tensor))
-    arrays |= zip(stacked, _read_layers(stacked, weights, stored_names), strict=True)
+    _require_memory(folder, list(targets.values()), weights, mesh)
+    arrays = {target: _zeros((target,))[0] for path, target in targets.items() if path in missing}
+    arrays |= _read_targets(
+        [target for target in targets.values() if target not in arrays], weights, stored_names
+    )
     filled = {path: variable.replace(arrays[targets[path]]) for path, variable in flat.items()}
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _require_memory(
+    folder: str | Path, targets: Sequence[_Target], weights: SafetensorsFolder, mesh: Mesh | None
+) -> None:
+    """Raises UserError, with the numbers, if the parameters do not fit into the memory of a device."""
+    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
+    needs = {"parameters": float(sum(target.device_bytes for target in targets))}
+    if device.platform == "cpu":
+        needs["largest tensor"] = float(max(weights.size(name) for name in weights.names()))
+    fix = "use a smaller model" + (
+        ", or bfloat16 (--config.compute.dtype, --config.compute.param_dtype)"
+        if any(target.dtype.itemsize > 2 for target in targets)
+        else ""
+    )
+    require_memory(needs, device_memory(mesh), str(folder), fix)
 
 
 def _refuse_quantized(folder: str | Path) -> None:
@@ -181,17 +210,37 @@ def _refuse_quantized(folder: str | Path) -> None:
         )
 
 
-def _read_layers(
-    stacked: tuple[_Target, ...], weights: SafetensorsFolder, stored_names: Mapping[str, str]
-) -> tuple[jax.Array, ...]:
-    """Reads the parameters that have one tensor per layer in the folder, layer by layer."""
+def _read_targets(
+    targets: Sequence[_Target], weights: SafetensorsFolder, stored_names: Mapping[str, str]
+) -> dict[_Target, jax.Array]:
+    """Reads parameters: first those outside the layers, then all others layer by layer."""
+    single = [target for target in targets if not target.entry.stacked]
+    stacked = tuple(target for target in targets if target.entry.stacked)
+
+    def reader(target: _Target, layer: int = 0) -> Callable[[], np.ndarray | jax.Array]:
+        return functools.partial(target.read, weights, stored_names[target.entry.hf_name.format(layer)])
+
+    layers = stacked[0].shape[0]
+    groups = [[reader(target)] for target in single]
+    groups += [[reader(target, layer) for target in stacked] for layer in range(layers)]
+    tensors = _read_ahead(groups)
+    arrays = {target: jax.block_until_ready(_convert(target, *next(tensors))) for target in single}
     stacks = _zeros(stacked)
-    for layer in range(stacked[0].shape[0]):
-        tensors = tuple(
-            target.read(weights, stored_names[target.entry.hf_name.format(layer)]) for target in stacked
-        )
-        stacks = jax.block_until_ready(_write_layer(stacked, stacks, tensors, np.int32(layer)))
-    return stacks
+    for layer in range(layers):
+        stacks = jax.block_until_ready(_write_layer(stacked, stacks, next(tensors), np.int32(layer)))
+    return arrays | dict(zip(stacked, stacks, strict=True))
+
+
+def _read_ahead(groups: Sequence[Sequence[Callable[[], T]]]) -> Iterator[tuple[T, ...]]:
+    """Yields the results of each group of functions. The next group's functions are called meanwhile, on other threads."""
+    with concurrent.futures.ThreadPoolExecutor(available_cores(), "rrl-read") as pool:
+        pending: collections.deque[list[concurrent.futures.Future[T]]] = collections.deque()
+        for group in groups:
+            pending.append([pool.submit(read) for read in group])
+            if len(pending) > 1:
+                yield tuple(future.result() for future in pending.popleft())
+        while pending:
+            yield tuple(future.result() for future in pending.popleft())
 
 
 def tensor_shapes(model: nnx.Module, table: Sequence[TensorMap]) -> dict[str, tuple[int, ...]]:
@@ -249,7 +298,7 @@ def export_tensors(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _convert(target: _Target, tensor: jax.Array) -> jax.Array:
+def _convert(target: _Target, tensor: np.ndarray | jax.Array) -> jax.Array:
     return target.constrain(target.convert(tensor))
 
 
@@ -262,7 +311,7 @@ def _zeros(targets: tuple[_Target, ...]) -> tuple[jax.Array, ...]:
 def _write_layer(
     targets: tuple[_Target, ...],
     stacks: tuple[jax.Array, ...],
-    tensors: tuple[jax.Array, ...],
+    tensors: tuple[np.ndarray | jax.Array, ...],
     layer: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Writes one layer into the stacks."""

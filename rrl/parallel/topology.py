@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from rrl.errors import UserError
+from rrl.parallel.memory import GIB, host_memory
 from rrl.parallel.mesh import AXES, make_mesh, mesh_sizes
 
 
@@ -31,7 +32,6 @@ class Chip:
     """Name of a topology of these chips, for error messages."""
 
 
-GIB = 2.0**30
 CHIPS = {
     "v5e": Chip("TPU v5e", "tpu", 197e12, 819e9, 15.75 * GIB, 200e9, "v5e:4x4"),
     "v5p": Chip("TPU v5p", "tpu", 459e12, 2765e9, 95.74 * GIB, 600e9, "v5p:4x4x4"),
@@ -89,8 +89,8 @@ def open_topology(name: str) -> Topology:
         )
     if chip.platform == "gpu":
         return Topology(name, chip, sizes[0], None)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sizes[0]
-    return Topology(name, dataclasses.replace(chip, memory=memory), sizes[0], _cpu_devices(name, sizes[0]))
+    chip = dataclasses.replace(chip, memory=host_memory() / sizes[0])
+    return Topology(name, chip, sizes[0], _cpu_devices(name, sizes[0]))
 
 
 def _tpu_devices(name: str) -> tuple[jax.Device, ...]:

@@ -1,7 +1,8 @@
 """Predict whether a run fits: memory, communication and minimum time on accelerators that need not be available.
 
-The run's own programs are compiled for the topology (`rrl.plan.programs`). For GPUs that is not possible; sizes are then counted
-(`rrl.plan.memory`), and the report marks them as estimates. Read `plan_capacity` first.
+The run's own programs are compiled for the topology (`rrl.plan.programs`). For GPUs that is not possible, and for a single CPU
+the run itself does not: sizes are then counted (`rrl.train.memory`), and the report marks them as estimates. Read
+`plan_capacity` first.
 """
 
 import dataclasses
@@ -21,11 +22,13 @@ from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB, Topology, open_topology
 from rrl.plan import programs
 from rrl.plan.costs import StepCost, Workload, step_costs
-from rrl.plan.memory import cache_device_bytes, compiled_temporaries, estimated_temporaries, phase_memory
 from rrl.plan.policy_shape import policy_shape
-from rrl.plan.programs import CompiledProgram
-from rrl.plan.shapes import ModelShapes, parameter_count
+from rrl.plan.programs import CompiledProgram, compiled_temporaries
+from rrl.rl.memory import parameter_count
+from rrl.rollout.memory import cache_device_bytes, is_cpu
+from rrl.train.memory import largest_phase, run_memory
 from rrl.train.settings import TrainSettings
+from rrl.train.shapes import ModelShapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class CapacityPlan:
     @property
     def largest_phase(self) -> str:
         """The phase that needs the most memory."""
-        return max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
+        return largest_phase(self.memory)
 
     @property
     def fits(self) -> bool:
@@ -96,11 +99,13 @@ def plan_capacity(
     model = ModelShapes.of(policy, settings, mesh, compute, attention)
     dtype, rollout = jnp.dtype(compute.dtype), settings.rollout
     cache = cache_device_bytes(policy, rollout.slots, rollout.context, dtype.itemsize, mesh)
-    if isinstance(mesh, Mesh):
+    compiled: list[CompiledProgram] = []
+    temporaries = None
+    # An abstract mesh (GPUs) has no devices to compile for. On a single CPU the run counts its memory before it loads anything
+    # (`rrl.train.memory.require_run_memory`), so the plan counts it in the same way.
+    if isinstance(mesh, Mesh) and not (is_cpu(mesh) and mesh.size == 1):
         compiled = _compile_programs(settings, model, mesh, topology, progress)
         temporaries = compiled_temporaries(compiled, cache)
-    else:  # an abstract mesh (GPUs) has no devices to compile for
-        compiled, temporaries = [], estimated_temporaries(settings, model, mesh, compute.remat)
     workload = Workload.of(settings, tokens, policy_tokens)
     trained = parameter_count(model.params)
     traffic = {part: kinds for program in compiled for part, kinds in program.traffic.items()}
@@ -115,7 +120,7 @@ def plan_capacity(
         compute_dtype=dtype.name,
         remat=compute.remat,
         attention=attention,
-        memory=phase_memory(settings, model, mesh, cache, temporaries),
+        memory=run_memory(settings, model, mesh, temporaries),
         programs=compiled,
         costs=step_costs(
             settings, policy, mesh, workload, remat=compute.remat, trained=trained, traffic=traffic

@@ -9,10 +9,13 @@ from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import Chip
 from rrl.plan.hlo import Traffic
-from rrl.plan.memory import BF16, F32, cache_bytes
 from rrl.rl.critic import CriticConfig
+from rrl.rl.memory import F32
+from rrl.rollout.memory import cache_bytes
 from rrl.train.settings import TrainSettings
 
+BF16 = 2
+"""Bytes of a bfloat16."""
 UPDATE_PASSES: Mapping[str, int] = {"none": 3, "dots": 3, "full": 4}
 """Rematerialisation -> cost of forward and backward pass, in forward passes: forward 1, backward 2, recomputation 1 with full
 rematerialisation."""

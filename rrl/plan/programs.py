@@ -21,9 +21,9 @@ from jaxtyping import PyTree
 
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.plan.hlo import Traffic, collectives
-from rrl.plan.shapes import CriticShapes, ModelShapes, device_bytes, optimizer_state, replicated
 from rrl.rl.batch import Batch
 from rrl.rl.critic import Critic
+from rrl.rl.memory import device_bytes, optimizer_state
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, make_optimizer
 from rrl.rl.update import GradientAccumulator, Updater
@@ -31,6 +31,7 @@ from rrl.rollout.automaton import compile_stops
 from rrl.rollout.backends import select_backend
 from rrl.rollout.programs import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
 from rrl.train.settings import TrainSettings
+from rrl.train.shapes import CriticShapes, ModelShapes, replicated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +191,17 @@ def _compile(
         float((compiled.cost_analysis() or {}).get("flops", 0.0)),
         {part: collectives(text, scope) for part, scope in (scopes or {name: ""}).items()},
     )
+
+
+def compiled_temporaries(compiled: list[CompiledProgram], cache: float) -> dict[str, float]:
+    """Return phase -> bytes beside the arguments, as compiled. `compiled` begins with the rollout.
+
+    The rollout allocates the KV cache itself, so the compiler counts the cache among the temporaries, also if it refuses the
+    program. The report shows the cache as a separate part, so it is subtracted here.
+    """
+    temporaries = {program.name: program.temporary_bytes for program in compiled}
+    temporaries["rollout"] = max(temporaries["rollout"] - cache, 0.0)
+    return temporaries
 
 
 def _refuse_host_callback(*message: Any) -> np.ndarray:

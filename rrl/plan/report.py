@@ -1,5 +1,6 @@
 """Format a capacity plan as text. Read `report` first."""
 
+from rrl.parallel.memory import memory_unit
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB
 from rrl.plan.capacity import CapacityPlan
@@ -41,11 +42,12 @@ def _head(plan: CapacityPlan) -> list[str]:
             f"          (objective.microbatch_tokens={objective.microbatch_tokens} is less than one row for each of the "
             f"{data_shards(plan.mesh)} data shards)"
         )
-    return [*lines, "excluded  reader and query encoder"]
+    reader = "reader and " if plan.settings.reader and "reader" not in plan.memory else ""
+    return [*lines, f"excluded  {reader}query encoder"]
 
 
 def _memory(plan: CapacityPlan) -> list[str]:
-    unit, size = _unit(plan)
+    unit, size = memory_unit(sum(plan.memory[plan.largest_phase].values()))
     how = "as compiled" if plan.programs else "AN ESTIMATE: counted, not compiled"
     phases = list(plan.memory)
     parts = list(dict.fromkeys(part for phase in phases for part in plan.memory[phase]))
@@ -107,7 +109,7 @@ def _time(plan: CapacityPlan) -> list[str]:
 
 
 def _conclusion(plan: CapacityPlan) -> list[str]:
-    unit, size = _unit(plan)
+    unit, size = memory_unit(sum(plan.memory[plan.largest_phase].values()))
     need = sum(plan.memory[plan.largest_phase].values()) / size
     available = plan.topology.chip.memory / size
     guess = "" if plan.programs else " (an estimate)"
@@ -125,11 +127,6 @@ def _conclusion(plan: CapacityPlan) -> list[str]:
         f"IT DOES NOT FIT{guess}: the {plan.largest_phase} needs {need:.2f} of {available:.2f} {unit} on each device{others}",
         f"change first: {suggest_change(plan)}",
     ]
-
-
-def _unit(plan: CapacityPlan) -> tuple[str, float]:
-    """Return the unit in which the plan's memory is reported, and its bytes."""
-    return ("GiB", GIB) if sum(plan.memory[plan.largest_phase].values()) >= GIB / 4 else ("MiB", 2.0**20)
 
 
 def _bytes(count: float) -> str:

@@ -6,7 +6,10 @@ from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB
 from rrl.plan.capacity import CapacityPlan
 
-STATE = ("parameters", "reference", "optimiser state", "critic", "critic's optimiser", "gradients")
+STATE = (
+    *("parameters", "reference", "optimiser state", "critic", "critic's optimiser", "gradients"),
+    *("average", "reader", "judge"),
+)
 """Parts of memory that are model and optimiser state."""
 
 

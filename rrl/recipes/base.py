@@ -102,6 +102,12 @@ class Recipe(abc.ABC):
         return False
 
     @property
+    def needs_other_family(self) -> bool:
+        """Whether the reader must belong to another model family than the policy (R-Search). A run with a reader of the policy's
+        family is then refused."""
+        return False
+
+    @property
     def judges_short_forms(self) -> bool:
         """Whether EM and F1 are those of the short forms that a judge extracts from a long answer (R3-RAG)."""
         return False

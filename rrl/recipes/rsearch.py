@@ -88,6 +88,11 @@ class RSearch(Recipe):
         return 0.0, 1.0 + self.answer_weight + evidence
 
     @property
+    def needs_other_family(self) -> bool:
+        """True if the reader's answers are rewarded: evidence must be readable for other models than the policy (Eq. 4)."""
+        return self.use_evidence and self.reader_weight > 0
+
+    @property
     def uninformative_spread(self) -> float:
         """The largest difference between the totals of answers with equal F1, which is due to format and evidence alone.
 

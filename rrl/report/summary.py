@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scipy.stats import binomtest
-
 FEW_QUESTIONS = 100
 """With fewer held-out questions than this, a summary shows the interval of EM."""
 ANSWER_COLUMNS = (("EM", "em", True), ("F1", "f1", True), ("searches", "searches", False))
@@ -69,6 +67,8 @@ def summary(
 
 def _interval_line(questions: int, exact_matches: Sequence[float]) -> str:
     """Return a line with Wilson's interval of EM, before and after."""
+    from scipy.stats import binomtest  # takes a second to import, and is first needed at the end of a run
+
     intervals = [
         binomtest(round(em * questions), questions).proportion_ci(method="wilson") for em in exact_matches
     ]

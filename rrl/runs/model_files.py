@@ -23,6 +23,7 @@ def write_model_files(
     tokenizer: PreTrainedTokenizerBase,
     card: RecipeCard | None = None,
     initial_model: str | pathlib.Path | None = None,
+    initial_hash: str | None = None,
 ) -> None:
     """Write to a run's workdir what an export needs besides a checkpoint.
 
@@ -33,13 +34,17 @@ def write_model_files(
         card: recipe card; None if the run has none.
         initial_model: folder of the initial model; None if the run had none. An export reads the frozen parameters from it,
             because checkpoints do not contain them.
+        initial_hash: `folder_hash(initial_model)`, if it is known already: hashing takes a second per gigabyte.
     """
     folder = pathlib.Path(workdir, MODEL_FILES)
     save_config_and_tokenizer(folder, config, tokenizer)
     if initial_model is not None:
         write_json(
             folder / START_FILE,
-            {"folder": os.path.abspath(shipped(initial_model)), "sha256": folder_hash(initial_model)},
+            {
+                "folder": os.path.abspath(shipped(initial_model)),
+                "sha256": initial_hash or folder_hash(initial_model),
+            },
         )
     if card is not None:
         write_card(folder, card)

@@ -13,7 +13,8 @@ from flax import nnx
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
-from rrl.models.hf import load_language_model
+from rrl.models.hf import load_language_model, read_decoder_config
+from rrl.parallel.mesh import make_mesh
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.card import RecipeCard, make_card, read_card, require_policy
@@ -24,6 +25,7 @@ from rrl.retrieval.retriever import Retriever
 from rrl.rewards.reader import Reader
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
+from rrl.rollout.memory import require_inference_memory
 from rrl.serve.display import DisplayedTrajectory
 from rrl.serve.events import Event, ObservedEnvironment
 
@@ -97,20 +99,24 @@ class Agent:
                 card = make_card(make_recipe(recipe), context=0, top_k=3)
             recipe = card.make()
         card = card or RecipeCard("")  # default context and top_k for a recipe object without a card
-        decoder, tokenizer = load_language_model(policy, "policy", chat=uses_chat(recipe))
+        max_context = read_decoder_config(policy).max_context
         config = EngineConfig(
             rows=rows,
-            context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_context),
+            context=min(context or card.context or DEFAULT_CONTEXT, max_context),
             wake_threshold=min(rows, 16),  # a number of paused slots; there are only `rows` slots
             top_k=top_k or card.top_k,
         )
+        reader_config = None
+        if reader is not None:
+            reader_context = min(READER_CONTEXT, read_decoder_config(reader).max_context)
+            reader_config = EngineConfig(rows=rows, context=reader_context)
+        _require_memory(policy, config, reader, reader_config)
+        decoder, tokenizer = load_language_model(policy, "policy", chat=uses_chat(recipe))
         check_tags(recipe, tokenizer)
         engine = Engine(decoder, tokenizer, config, retriever=_retriever(index, encoder))
         loaded_reader = None
-        if reader is not None:
-            model = load_language_model(reader, "reader")
-            reader_context = min(READER_CONTEXT, model[0].config.max_context)
-            loaded_reader = Reader(*model, EngineConfig(rows=rows, context=reader_context))
+        if reader is not None and reader_config is not None:
+            loaded_reader = Reader(*load_language_model(reader, "reader"), reader_config)
         return cls(
             engine, nnx.state(decoder), recipe, reader=loaded_reader, temperature=temperature, seed=seed
         )
@@ -201,6 +207,25 @@ class Agent:
         for trajectory, question in without_gold:
             trajectory.question = question
             trajectory.rewards, trajectory.metrics = {}, {}
+
+
+def _require_memory(
+    policy: str | pathlib.Path,
+    config: EngineConfig,
+    reader: str | pathlib.Path | None,
+    reader_config: EngineConfig | None,
+) -> None:
+    """Raise UserError, with the numbers, if the models need more memory than there is."""
+    models = {"policy": (policy, config)}
+    if reader is not None and reader_config is not None:
+        models["reader"] = (reader, reader_config)
+    mesh = make_mesh(data=1, devices=jax.devices()[:1])
+    require_inference_memory(
+        models,
+        mesh,
+        "float32",
+        "use a smaller model, fewer rows or a smaller context (Agent.load's arguments)",
+    )
 
 
 def _retriever(

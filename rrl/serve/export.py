@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from rrl.config.sections import build
 from rrl.errors import UserError
 from rrl.files import saving, shipped
+from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.models.decoder import Decoder
 from rrl.models.hf import (
     folder_hash,
@@ -26,9 +28,12 @@ from rrl.models.hf import (
 )
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.models.weights import CONFIG_FILE, read_json
+from rrl.parallel.memory import device_memory, require_memory
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shardings
+from rrl.rl.memory import F32
 from rrl.rl.optim import OptimConfig, split_trained
+from rrl.rollout.memory import model_bytes
 from rrl.runs.checkpoint_reader import read_part, saved_metadata, saved_steps
 from rrl.runs.model_files import MODEL_FILES, START_FILE
 from rrl.runs.workdir import read_config, read_identity, refuse_unwritable
@@ -146,11 +151,12 @@ def _read_decoder(
         params_path = sft_trainer.learned_params_path(settings, saved_metadata(workdir, step))
     mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
     frozen, lora = _frozen_and_lora(workdir, settings["optim"], identity.get("lora", {}))
+    config = read_decoder_config(model_folder)
+    _require_memory(workdir, config, lora, mesh)
     if frozen or lora.rank:
         decoder = load_decoder(_start_folder(workdir, model_folder, start), mesh=mesh)
         add_lora(decoder, lora, rngs=nnx.Rngs(0))
     else:
-        config = read_decoder_config(model_folder)
         decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     graph, trained, untrained = split_trained(decoder, frozen)
     sharding_of = shardings(trained, mesh)
@@ -161,6 +167,17 @@ def _read_decoder(
         }
     )
     return nnx.merge(graph, read_part(workdir, step, params_path, template), untrained)
+
+
+def _require_memory(workdir: pathlib.Path, config: DecoderConfig, lora: LoraConfig, mesh: Mesh) -> None:
+    """Raise UserError, with the numbers, if the model of a checkpoint needs more memory than the devices have."""
+    needs = {
+        "parameters": model_bytes(config, "float32") / mesh.size,
+        # `merge_lora` makes new kernels.
+        "merged kernels": F32 * matrix_parameters(config) / mesh.size if lora.rank else 0.0,
+    }
+    fix = "export it on a machine with more memory"
+    require_memory(needs, device_memory(mesh), f"workdir {os.fspath(workdir)}: its export", fix)
 
 
 def _frozen_and_lora(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, ...], LoraConfig]:

@@ -23,6 +23,7 @@ from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.episodes import find_long_prompts
 from rrl.rewards.judge import Judge
 from rrl.rollout.engine import Engine
+from rrl.rollout.memory import require_inference_memory
 from rrl.runs.datasets import SearchDataset, load_datasets
 from rrl.runs.timed_log import TimedLog
 from rrl.runs.workdir import refuse_other_config
@@ -106,6 +107,7 @@ def load_models(
     else:
         log(f"teacher {settings.model}")
         dtype = jnp.dtype(settings.compute.dtype)
+        require_inference_memory({"model": (settings.model, settings.rollout)}, mesh, dtype)
         decoder, tokenizer = load_language_model(
             settings.model,
             "model",

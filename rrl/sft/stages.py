@@ -31,7 +31,7 @@ from rrl.files import saving, shipped
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hardware import ComputeConfig, MeshConfig
-from rrl.models.hf import folder_hash, load_language_model, save_decoder
+from rrl.models.hf import folder_hash, load_language_model, read_decoder_config, save_decoder
 from rrl.models.induction import init_induction_heads
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.models.tokenizer import load_tokenizer
@@ -54,6 +54,7 @@ from rrl.sft.judge_examples import (
     JudgeExamplesConfig,
 )
 from rrl.sft.loop import SFTResult, train
+from rrl.sft.memory import require_training_memory
 from rrl.sft.pairs import PairsConfig
 from rrl.sft.stage_data import STAGES, judge_examples_config
 from rrl.sft.streams import StreamConfig
@@ -164,6 +165,7 @@ class StageSettings:
         several_devices = mesh.size > 1
         if values["init"]:
             chat = values["stage"] != "reading"
+            self._require_memory(read_decoder_config(values["init"]), mesh, f"init={values['init']!r}")
             decoder, tokenizer = load_language_model(
                 values["init"], "init", chat=chat, mesh=mesh if several_devices else None, **options
             )
@@ -177,6 +179,7 @@ class StageSettings:
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
             )
+            self._require_memory(decoder_config, mesh, "model")
             decoder = Decoder(decoder_config, rngs=nnx.Rngs(seed), **options)
             scale_parameters(decoder, values.get("scales", {}))
             if values.get("induction"):
@@ -185,6 +188,9 @@ class StageSettings:
         if several_devices:
             nnx.update(decoder, shard(nnx.state(decoder), mesh))
         return decoder, tokenizer
+
+    def _require_memory(self, config: DecoderConfig, mesh: Mesh, model: str) -> None:
+        require_training_memory(config, self.training, self.compute, self.lora, mesh, model)
 
     def recipe_card(self) -> RecipeCard | None:
         """Return the card of the trained policy; None if the stage trains no policy."""
@@ -218,7 +224,9 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> SFTResult:
     card, judge_data = settings.recipe_card(), settings.judge_data
     with lock_workdir(workdir):
         with saving(pathlib.Path(workdir, MODEL_FILES)):
-            write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
+            write_model_files(
+                workdir, decoder.config, tokenizer, card, values["init"] or None, identity.get("init")
+            )
             if judge_data is not None:
                 write_judge_card(pathlib.Path(workdir, MODEL_FILES), judge_data.card)
         result = train(training, source, decoder, workdir, held_out=held_out, identity=identity, mesh=mesh)

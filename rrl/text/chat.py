@@ -117,19 +117,34 @@ def chat_ids(
     return template_ids(tokenizer, chat_text(tokenizer, split_prompt, thinking), separator)
 
 
+_REPLY = "Yes"
+_MARKER = re.compile(r"<\|[^|<>\s]+\|>|<(?:start|end)_of_turn>")
+"""Matches special tokens as chat templates write them. Templates may also write plain text, such as [INST]."""
+
+
+def _example_conversation(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a conversation whose last message is `_REPLY`, in the chat template; "" if there is no template or it fails.
+
+    The code of a template may raise anything; `chat_text` reports it when the template is used.
+    """
+    messages = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": _REPLY}]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False)) if tokenizer.chat_template else ""
+    except Exception:
+        return ""
+
+
+def template_markers(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the special tokens that the chat template writes around messages, as texts; the vocabulary may lack them."""
+    return list(dict.fromkeys(_MARKER.findall(_example_conversation(tokenizer))))
+
+
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of the special or added token that the chat template writes after the assistant's message.
 
     None if the tokenizer has no chat template, or if its template writes no such token.
     """
-    reply = "Yes"
-    messages = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": reply}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False)) if tokenizer.chat_template else ""
-    except Exception:
-        # The code of a template may raise anything; `chat_text` reports it when the template is used.
-        return None
-    after = text.rpartition(reply)[2].lstrip()
+    after = _example_conversation(tokenizer).rpartition(_REPLY)[2].lstrip()
     ids = template_ids(tokenizer, after).tolist()
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 

@@ -9,9 +9,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
+from rrl.errors import UserError
 from rrl.models.decoder import Decoder
+from rrl.models.families import DECODER_FAMILIES
 from rrl.models.heads import ValueModel
-from rrl.models.hf import load_language_model, load_value_model
+from rrl.models.hf import load_language_model, load_value_model, read_decoder_config
+from rrl.models.lineage import same_family
 from rrl.models.lora import add_lora
 from rrl.parallel.rules import shard
 from rrl.recipes.base import uses_chat
@@ -20,6 +23,7 @@ from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine
 from rrl.runs.datasets import load_datasets
 from rrl.runs.timed_log import TimedLog
+from rrl.train.memory import require_run_memory
 from rrl.train.settings import TrainSettings
 from rrl.train.task import Task
 
@@ -51,6 +55,8 @@ def load_components(settings: TrainSettings, log: TimedLog, workdir: pathlib.Pat
         f"{mesh.size} of {len(jax.devices())} devices ({device.device_kind}), mesh data x fsdp x tensor = {sizes}; "
         f"{compute.dtype}, attention by {backend}"
     )
+    _check_reader_family(settings)
+    require_run_memory(settings, read_decoder_config(settings.policy), mesh)
     log(f"policy {settings.policy}")
     decoder, tokenizer = load_language_model(
         settings.policy,
@@ -88,6 +94,19 @@ def load_components(settings: TrainSettings, log: TimedLog, workdir: pathlib.Pat
         log(f"judge: {settings.judge.judge.kind}")
         judge = settings.judge.load([*task.train, *task.held_out], compute, mesh)
     return TrainComponents(decoder, tokenizer, engine, reader, task, judge, value_model)
+
+
+def _check_reader_family(settings: TrainSettings) -> None:
+    """Raise UserError if the recipe needs a reader of another family than the policy's, and the reader is of the same."""
+    policy, reader = settings.policy, settings.reader
+    if reader and settings.recipe.needs_other_family and same_family(policy, reader):
+        lineage = read_decoder_config(policy).family.lineage
+        others = ", ".join(sorted({family.lineage for family in DECODER_FAMILIES.values()} - {lineage}))
+        raise UserError(
+            f"reader={reader!r} is a model of the same family as policy={policy!r} (architecture of {lineage}, same vocabulary). "
+            "The recipe rewards evidence that a model of another family understands: give reader=FOLDER of another family "
+            f"(such as {others}), or --config.reader='' to train without this reward"
+        )
 
 
 def _load_reader(settings: TrainSettings, mesh: Mesh, log: TimedLog) -> Reader | None:

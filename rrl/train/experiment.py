@@ -71,7 +71,12 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
             (workdir / "summary.txt").unlink(missing_ok=True)
         with saving(workdir / MODEL_FILES):
             write_model_files(
-                workdir, loaded.decoder.config, loaded.tokenizer, recipe_card(settings), settings.policy
+                workdir,
+                loaded.decoder.config,
+                loaded.tokenizer,
+                recipe_card(settings),
+                settings.policy,
+                identity["policy"],
             )
 
     if settings.note:

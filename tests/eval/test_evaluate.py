@@ -23,6 +23,7 @@ from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.catalogue import METHODS
 from rrl.runs.launcher import load_config
 from tests.eval.runs import QUESTIONS
+from tests.memory import limit_memory
 
 SMALL = ("rollout.rows=8", "data.worlds=1")
 
@@ -169,6 +170,18 @@ def test_judging_by_a_service_or_a_model_is_recorded_in_the_card(
     assert card["kind"] == "model" and card["folder"] == run.card.model_sha256
     # A small model does not follow the prompt of the paper: its replies cannot be parsed, and count as wrong.
     assert run.report["judge_unparsed"] + run.metrics["judge"].sum() <= 5 and "judge" in run.report["metrics"]
+
+
+def test_models_larger_than_memory_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "load_language_model", lambda *_: pytest.fail("nothing may be loaded"))
+    limit_memory(monkeypatch, tmp_path, 2**20)
+    arguments = "method=r2ag,questions=5,reader=assets/miniwiki-reader,judge=assets/miniwiki-judge"
+    parts = "parameters of policy .*, parameters of reader .*, parameters of judge.folder .*, KV cache"
+    with pytest.raises(UserError, match=f"policy='assets/miniwiki-policy'.* are available: {parts}"):
+        evaluate.run(config(arguments), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

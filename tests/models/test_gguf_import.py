@@ -18,6 +18,7 @@ from rrl.models.hf import load_language_model, read_decoder_config
 from rrl.models.tensor_files import FLOATS
 from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import SafetensorsFolder
+from tests.memory import limit_memory
 from tests.models.tiny_gguf import (
     HEAD_DIM,
     KINDS,
@@ -90,6 +91,16 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path):
         tracemalloc.stop()
     # Beside the tensor of 25.6 MB: 2^20 values as bytes, as float32, and whether each is finite.
     assert 25.6e6 < peak < 25.6e6 + 12e6
+
+
+def test_a_tensor_larger_than_memory_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf")
+    limit_memory(monkeypatch, tmp_path, 100)
+    with pytest.raises(
+        UserError, match=r"tiny.gguf needs .* are available: largest tensor .*--dtype=bfloat16"
+    ):
+        import_gguf(tmp_path / "tiny.gguf", tmp_path / "out", dtype="float32")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])

@@ -22,7 +22,9 @@ from rrl.models.hf import (
     save_encoder,
 )
 from rrl.models.tokenizer import train_tokenizer
+from rrl.models.weights import SafetensorsFolder
 from rrl.parallel.mesh import make_mesh
+from tests.memory import limit_memory
 from tests.models.small import SMALL, filled
 
 WEIGHTS = "model.safetensors"
@@ -290,3 +292,14 @@ def test_a_head_with_several_labels_is_refused_as_a_value_head(folder):
         UserError, match=r"model.safetensors: tensor score.weight \(3, 16\) has 3 labels.*num_labels=1"
     ):
         load_value_model(folder)
+
+
+def test_a_model_larger_than_memory_is_refused_before_its_weights_are_read(folder, tmp_path, monkeypatch):
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(load_decoder(folder))))
+    monkeypatch.setattr(SafetensorsFolder, "read", lambda *_: pytest.fail("nothing may be read"))
+    (tmp_path / "limit").mkdir()
+    limit_memory(monkeypatch, tmp_path / "limit", size)
+    with pytest.raises(
+        UserError, match=rf"^{folder} needs .* are available: parameters .*, largest tensor .*bfloat16"
+    ):
+        load_decoder(folder)

@@ -17,6 +17,7 @@ from rrl.models.tokenizer import (
     PAD,
     QWEN_MARKER,
     START,
+    check_tokenizer,
     end_ids,
     load_tokenizer,
     token_bytes,
@@ -239,3 +240,44 @@ def test_the_templates_end_of_turn_is_an_end_token_even_if_no_config_lists_it(
     assert re.search(r"base_with_chat_template: .* ends a turn with <\|im_end\|>", caplog.text)
     tokenizer.chat_template = None
     assert end_ids(tokenizer, config) == [0]
+
+
+@pytest.mark.parametrize(
+    ("eos", "message"),
+    [
+        (
+            "<|im_end|>",
+            r"no chat_template, although its end token <\|im_end\|> is a chat model's; copy chat_template",
+        ),
+        (
+            "<|endoftext|>",
+            r"no chat_template, and its end token <\|endoftext\|> is not a chat model's, .* base model",
+        ),
+    ],
+)
+def test_a_lost_template_and_a_base_model_are_told_apart(eos: str, message: str) -> None:
+    tokenizer = load_tokenizer(SHIPPED)
+    tokenizer.chat_template, tokenizer.eos_token = None, eos
+    config = dataclasses.replace(tiny_shape(len(tokenizer), 256), eos_token_id=tokenizer.eos_token_id)
+    check_tokenizer(tokenizer, config, "policy")
+    with pytest.raises(UserError, match=f"^policy=.*{message}"):
+        check_tokenizer(tokenizer, config, "policy", chat=True)
+
+
+def test_a_template_of_another_model_is_refused_since_its_tokens_would_be_split() -> None:
+    tokenizer = load_tokenizer(SHIPPED)
+    config = dataclasses.replace(tiny_shape(len(tokenizer), 256), eos_token_id=tokenizer.eos_token_id)
+    for plain in (
+        "[INST] {{ messages[0].content }} [/INST]",
+        "{{ raise_exception('no') }}",
+        tokenizer.chat_template,
+    ):
+        tokenizer.chat_template = plain
+        check_tokenizer(tokenizer, config, "policy", chat=True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn><|eot_id|>{% endfor %}"
+    )
+    with pytest.raises(
+        UserError, match=r"writes <start_of_turn>, <end_of_turn>, <\|eot_id\|>, but the tokenizer"
+    ):
+        check_tokenizer(tokenizer, config, "policy", chat=True)

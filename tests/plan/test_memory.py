@@ -2,8 +2,7 @@
 
 import pytest
 
-from rrl.plan.memory import compiled_temporaries
-from rrl.plan.programs import CompiledProgram
+from rrl.plan.programs import CompiledProgram, compiled_temporaries
 
 
 @pytest.mark.parametrize("refusal", ["", "RESOURCE_EXHAUSTED: Used 26.0G of 15.7G hbm"])

@@ -26,6 +26,7 @@ from rrl.runs.checkpoints import Checkpoints
 from rrl.runs.model_files import write_model_files
 from rrl.serve.export import export, parse_size
 from rrl.sft.trainer import TrainState
+from tests.memory import limit_memory
 from tests.models.small import filled
 
 SHAPE = DecoderConfig(
@@ -94,6 +95,14 @@ def test_the_averaged_parameters_of_the_latest_checkpoint_are_exported_and_the_w
     decoder, _ = load_language_model(tmp_path / "deep" / "out", "policy")
     assert decoder.config == SHAPE and read_card(tmp_path / "deep" / "out") == CARD
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+def test_a_model_larger_than_memory_is_refused_before_the_checkpoint_is_read(run, tmp_path, monkeypatch):
+    limit_memory(monkeypatch, tmp_path, sum(leaf.nbytes for leaf in jax.tree.leaves(parameters(0))) - 1)
+    monkeypatch.setattr("rrl.serve.export.read_part", lambda *_: pytest.fail("nothing may be read"))
+    with pytest.raises(UserError, match=r"its export needs .* are available: parameters .*; export it on"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_step_dtype_and_shard_size_are_as_requested(run, tmp_path):

@@ -21,6 +21,7 @@ from rrl.sft.config import SFTConfig
 from rrl.sft.sources import AlternatingSource, StreamSource
 from rrl.sft.stages import OPTIONAL_SECTIONS, DemonstrationConfig, StageSettings, run, scale_parameters
 from rrl.sft.streams import StreamConfig, parse_curriculum
+from tests.memory import limit_memory
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -43,6 +44,21 @@ def small(config):
         config.data.demonstrations.update({"held_out": 5})
         config.train.update({"rows": 1})
     return config
+
+
+@pytest.mark.parametrize("arg", ["", f"init={ROOT}/assets/miniwiki-policy"])
+def test_a_model_larger_than_memory_is_refused_before_it_is_made_or_loaded(tmp_path, monkeypatch, arg):
+    name = "miniwiki_cold_start" if arg else "miniwiki_pretrain"
+    config = config_of(name, arg or f"tokenizer={ROOT}/assets/miniwiki-tokenizer")
+    monkeypatch.setattr("rrl.sft.stages.load_language_model", lambda *_: pytest.fail("nothing may be loaded"))
+    limit_memory(monkeypatch, tmp_path, 2**20)
+    what = "init=.*" if arg else "model: "
+    parts = "parameters .*, optimiser state .*, activations .*"
+    with pytest.raises(
+        UserError, match=f"^{what}the training of this model needs .*: {parts} GiB; use a smaller"
+    ):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

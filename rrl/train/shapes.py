@@ -1,7 +1,6 @@
 """The models of a run as abstract arrays: shapes, dtypes and shardings on a mesh, nothing allocated. Read `ModelShapes` first."""
 
 import dataclasses
-import math
 from typing import TypeVar
 
 import jax
@@ -18,8 +17,8 @@ from rrl.models.decoder import Decoder, cast_params
 from rrl.models.hardware import ComputeConfig
 from rrl.models.heads import ValueModel
 from rrl.models.lora import add_lora
-from rrl.parallel.rules import optimizer_shardings, shardings
-from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
+from rrl.rl.memory import sharded
+from rrl.rl.optim import split_trained
 from rrl.train.settings import TrainSettings
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
@@ -41,6 +40,8 @@ class ModelShapes:
     """A policy to be trained, as shapes on a mesh: ShapeDtypeStructs with their sharding."""
 
     config: DecoderConfig
+    compute: ComputeConfig
+    """Dtypes and rematerialisation."""
     graph: nnx.GraphDef
     params: PyTree
     """The trained parameters, in the dtype of the master weights."""
@@ -49,6 +50,11 @@ class ModelShapes:
     fixed: PyTree
     """The frozen parameters, in the dtype of the computation; policy and reference share them."""
     critic: CriticShapes | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the computation."""
+        return jnp.dtype(self.compute.dtype)
 
     @classmethod
     def of(
@@ -93,44 +99,9 @@ class ModelShapes:
         if (critic_config := settings.train.critic) is not None:
             value_model = nnx.eval_shape(lambda: build(ValueModel, critic_config.decoder_config(config)))
             critic_graph, *states = split_trained(value_model, critic_config.optim.frozen)
-            critic = CriticShapes(critic_graph, *(_sharded(state, mesh) for state in states))
-        params, reference, fixed = (_sharded(state, mesh) for state in (params, reference, fixed))
-        return cls(config, graph, params, reference, fixed, critic)
-
-
-def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Return the state of an optimiser as shapes on the mesh."""
-    state = jax.eval_shape(make_optimizer(optim).init, params)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        optimizer_shardings(state, mesh),
-    )
-
-
-def device_bytes(tree: PyTree) -> float:
-    """Return the bytes that shapes on a mesh take on each device."""
-    return float(
-        sum(
-            np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=float) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(tree)
-        )
-    )
-
-
-def parameter_count(state: PyTree) -> float:
-    """Return the number of values in arrays or shapes, such as those of a model's parameters."""
-    return float(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)))
-
-
-def _sharded(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Return shapes with their sharding on the mesh."""
-    places = shardings(state, mesh)
-    flat = {
-        path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]))
-        for path, leaf in nnx.to_flat_state(state)
-    }
-    return nnx.from_flat_state(flat)
+            critic = CriticShapes(critic_graph, *(sharded(state, mesh) for state in states))
+        params, reference, fixed = (sharded(state, mesh) for state in (params, reference, fixed))
+        return cls(config, compute, graph, params, reference, fixed, critic)
 
 
 def replicated(shape: tuple[int, ...], dtype: DTypeLike, mesh: Mesh) -> jax.ShapeDtypeStruct:
