@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jax.sharding import AbstractMesh, Mesh
 
 from rrl.models.attention import MAX_QUERY_BLOCKS
-from rrl.models.cache import BLOCK
+from rrl.models.cache import BLOCK, layer_blocks
 from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.parallel.mesh import data_shards
 from rrl.plan.programs import CompiledProgram
@@ -103,7 +103,7 @@ def estimated_temporaries(
 
 
 def cache_bytes(config: DecoderConfig, rows: float, positions: float, itemsize: int) -> float:
-    """Return the bytes of the KV cache of all layers, for `rows` sequences of `positions` positions."""
+    """Return the bytes of the KV cache of all layers, for `rows` sequences of `positions` positions, on average over layers."""
     return 2.0 * config.layers * rows * positions * config.kv_heads * config.head_dim * itemsize
 
 
@@ -113,9 +113,9 @@ def cache_device_bytes(
     """Return the bytes of the KV cache on one device.
 
     `rows` is the number of cached sequences: the rollout's rows and oversubscribed slots. They are split over (data, fsdp), and
-    kv heads over tensor if they divide evenly.
+    kv heads over tensor if they divide evenly. Layers with a sliding window hold only their last positions.
     """
-    positions = -(-context // BLOCK) * BLOCK
+    positions = BLOCK * sum(layer_blocks(config, context)) / config.layers
     head_shards = mesh.shape["tensor"] if config.kv_heads % mesh.shape["tensor"] == 0 else 1
     return cache_bytes(config, rows, positions, itemsize) / data_shards(mesh) / head_shards
 

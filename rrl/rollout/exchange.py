@@ -104,6 +104,10 @@ class ExchangeSizes:
     """Width of the query encoder's input; 0 without an encoder."""
     max_wait_steps: int = 8
     """Maximum number of decode steps between two exchanges while any slot is PAUSED or BLOCKED."""
+    window: int = 0
+    """Sliding window of some of the policy's layers, in tokens. 0: no layer has one."""
+    window_slots: int = 0
+    """Number of last positions that the cache of such a layer holds for each slot, draft tokens included."""
 
     @property
     def chunk_tokens(self) -> int:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from rrl.errors import UserError
-from rrl.models.cache import BLOCK, KVCache
+from rrl.models.cache import BLOCK, KVCache, layer_blocks
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu.layers import can_attend, can_compute, supports
 from rrl.models.decoder import Decoder, cast_params
@@ -102,6 +102,8 @@ class RolloutPrograms:
             prefill_tokens=config.prefill_tokens,
             query_tokens=encoder.query_tokens if encoder else 0,
             max_wait_steps=config.max_wait_steps * (2 if config.oversubscribed_slots else 1),
+            window=decoder_config.sliding_window or 0,
+            window_slots=BLOCK * min(layer_blocks(decoder_config, config.context)),
         )
         # The shape probe may replace the next four before a loop is built.
         self.widths: tuple[int, ...] = (self.decode_rows,)
