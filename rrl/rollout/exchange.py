@@ -105,9 +105,9 @@ class ExchangeSizes:
     max_wait_steps: int = 8
     """Maximum number of decode steps between two exchanges while any slot is PAUSED or BLOCKED."""
     window: int = 0
-    """Sliding window of some of the policy's layers, in tokens. 0: no layer has one."""
+    """Sliding window of the layers whose cache holds only the last positions of a slot, in tokens. 0: all hold all positions."""
     window_slots: int = 0
-    """Number of last positions that the cache of such a layer holds for each slot, draft tokens included."""
+    """How many last positions these layers hold, draft tokens included."""
 
     @property
     def chunk_tokens(self) -> int:

@@ -95,6 +95,7 @@ class RolloutPrograms:
         """Rows of a decode step of one worker."""
         self.slots = self.decode_rows + -(-config.oversubscribed_slots // self.workers)
         """Slots of one worker."""
+        window_slots = BLOCK * min(layer_blocks(decoder_config, config.context))
         self.sizes = ExchangeSizes(
             slots=self.slots // self.shards,
             context=config.context,
@@ -102,8 +103,8 @@ class RolloutPrograms:
             prefill_tokens=config.prefill_tokens,
             query_tokens=encoder.query_tokens if encoder else 0,
             max_wait_steps=config.max_wait_steps * (2 if config.oversubscribed_slots else 1),
-            window=decoder_config.sliding_window or 0,
-            window_slots=BLOCK * min(layer_blocks(decoder_config, config.context)),
+            window=(decoder_config.sliding_window or 0) if window_slots < config.context else 0,
+            window_slots=window_slots,
         )
         # The shape probe may replace the next four before a loop is built.
         self.widths: tuple[int, ...] = (self.decode_rows,)
