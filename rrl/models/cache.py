@@ -209,15 +209,17 @@ class KVCache:
         if rows is None or count == 1:
             outputs, cache = [], self
             for start in range(0, time, WRITE_TOKENS):
-                part = (x[:, start : start + WRITE_TOKENS] for x in (q, k, v, positions))
-                out, cache = cache._write_and_read(layer, *part, rows, groups, reads)
+                span = slice(start, start + WRITE_TOKENS)
+                new = q[:, span], k[:, span], v[:, span]
+                out, cache = cache._write_and_read(layer, *new, positions[:, span], rows, groups, reads)
                 outputs.append(out)
             return jnp.concatenate(outputs, axis=1), cache
 
         def attend_part(arrays: KeyValue, part: tuple[Array, ...]) -> tuple[KeyValue, Array]:
             cache = dataclasses.replace(self, k=arrays[0], v=arrays[1])
-            part_groups = self._read_groups_on_device(part[3], groups.batch_sizes)
-            out, cache = cache._attend_on_device(layer, *part, part_groups, reads)
+            q, k, v, positions, rows = part
+            part_groups = self._read_groups_on_device(positions, groups.batch_sizes)
+            out, cache = cache._attend_on_device(layer, q, k, v, positions, rows, part_groups, reads)
             return (cache.k, cache.v), out
 
         most = max(WRITE_TOKENS // time, 1)
