@@ -52,6 +52,30 @@ class Window(NamedTuple):
         return jnp.where(self.slides, self.width, NO_WINDOW)
 
 
+class Ring(NamedTuple):
+    """Where a cache stores one layer of a model with sliding windows: in consecutive blocks, which are used as a ring.
+
+    Position p is stored in slot p % (number of slots of all these blocks), and overwrites the position that was there. The ring
+    is large enough that a query's window is never overwritten (`rrl.models.cache.layer_blocks`).
+    """
+
+    first: Int[Array, ""]
+    """Its first block."""
+    blocks: Int[Array, ""]
+    """Number of its blocks."""
+    window: Int[Array, ""]
+    """Number of tokens that a token of this layer attends to at most, itself included."""
+
+    def visible(
+        self, slot: Int[Array, "s"], positions: Int[Array, "E T 1"], block: int
+    ) -> Bool[Array, "E T s"]:
+        """Whether a query at each position attends to each slot of the ring. `block` is the number of slots of a block."""
+        size = self.blocks * block
+        back = positions % size - slot
+        back = jnp.where(back < 0, back + size, back)  # the slot holds the position that is so far back
+        return back < jnp.minimum(self.window, positions + 1)
+
+
 def causal_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -175,9 +199,9 @@ def cache_attention(
     groups: ReadGroups,
     *,
     slots_last: bool = False,
-    window: Int[Array, ""] | None = None,
+    ring: Ring | None = None,
 ) -> Float[Array, "P T N H"]:
-    """Attention over one layer of a cache: each query attends to the slots up to its own position.
+    """Attention over one layer of a cache: each query attends to the positions up to its own.
 
     Reads the cache block by block with a running softmax (Milakov & Gimelshein 2018), for one group of entries at a time
     (`rrl.models.cache.KVCache.read_groups`). All `batch_sizes[0]` entries of a group read the first blocks together. As soon as
@@ -187,14 +211,15 @@ def cache_attention(
 
     Args:
         q: queries, already scaled.
-        keys_values: keys and values of all layers; with `slots_last` the keys are [L, blocks, R, K, H, slot].
+        keys_values: keys and values of all layers; with `slots_last` the keys are [L, blocks, R, K, H, slot]. With `ring`, L is
+            1 and the blocks are those of all layers.
         layer: which layer to read.
         positions: position of each query.
         rows: cache row of each of the P entries (`ReadGroups`); None: entry p reads row p.
         groups: from `KVCache.read_groups`.
         slots_last: layout of the keys.
-        window: number of slots that a query of this layer attends to at most, its own included. Blocks before the windows of
-            all queries of a group are not read. None: no limit.
+        ring: blocks and window of the layer, if the model has sliding windows. None: the layer holds all positions, each in the
+            slot of its number, and has no window.
     """
     time, heads, width = q.shape[1:]
     kv_heads = keys_values[1].shape[3]
@@ -210,10 +235,10 @@ def cache_attention(
                 _GroupQueries(grouped[entries], positions[entries], cache_rows),
                 groups.batch_sizes,
             )
-        read = functools.partial(
-            _attend_block, queries, keys_values, layer, slots_last=slots_last, window=window
+        read = functools.partial(_attend_block, queries, keys_values, layer, slots_last=slots_last, ring=ring)
+        return _read_blocks(
+            read, queries.q, needed if ring is None else jnp.minimum(needed, ring.blocks), batch_sizes
         )
-        return _read_blocks(read, queries, needed, batch_sizes, keys_values[1].shape[4], window)
 
     if groups.order is None:
         out = attend_group(None, groups.needed[0])
@@ -231,8 +256,8 @@ class _GroupQueries(NamedTuple):
     """The queries of a group of entries that read the cache together."""
 
     q: Float[Array, "E K T G H"]
-    last_slot: Int[Array, "E T"]
-    """Last slot that each query attends to: its own position."""
+    positions: Int[Array, "E T"]
+    """Last position that each query attends to: its own."""
     rows: Int[Array, "E"] | None
     """Cache row of each entry; None: entry e reads row e."""
 
@@ -243,20 +268,15 @@ RunningSoftmax = tuple[Array, Array, Array, Array]
 
 def _read_blocks(
     read: Callable[..., RunningSoftmax],
-    queries: _GroupQueries,
+    q: Float[Array, "E K T G H"],
     needed: Int[Array, "E"],
     batch_sizes: Sequence[int],
-    slots: int,
-    window: Int[Array, ""] | None,
 ) -> Float[Array, "E K T G H"]:
-    """Attend to all blocks that a group needs. `read` is `_attend_block` of the group's queries, `slots` the size of a block."""
-    shape, width = queries.q.shape[:-1], queries.q.shape[-1]
+    """Attend to all blocks that a group needs. `read` is `_attend_block` of the group's queries `q`."""
+    shape, width = q.shape[:-1], q.shape[-1]
     peak = jnp.full((*shape, 1), jnp.finfo(jnp.float32).min)
     sums = jnp.zeros((*shape, 1), jnp.float32), jnp.zeros((*shape, width), jnp.float32)
-    index = (
-        jnp.int32(0) if window is None else jnp.min(jnp.maximum(queries.last_slot - window + 1, 0)) // slots
-    )
-    state = (peak, *sums)
+    index, state = jnp.int32(0), (peak, *sums)
     # Entries are sorted by need. While needed[next_count] > index, more than next_count entries still need block `index`.
     for count, next_count in zip(batch_sizes, (*batch_sizes[1:], 0), strict=True):
         index, *updated = jax.lax.while_loop(
@@ -267,7 +287,7 @@ def _read_blocks(
         state = tuple(jnp.concatenate([new, old[count:]]) for new, old in zip(updated, state, strict=True))
     _, total, weighted_sum = state
     # The largest weight is 1, so the total is at least 1. If no block was read, the total and the output are 0.
-    return (weighted_sum / jnp.maximum(total, 1.0)).astype(queries.q.dtype)
+    return (weighted_sum / jnp.maximum(total, 1.0)).astype(q.dtype)
 
 
 def _attend_block(
@@ -278,24 +298,27 @@ def _attend_block(
     count: int,
     *,
     slots_last: bool,
-    window: Int[Array, ""] | None,
+    ring: Ring | None,
 ) -> RunningSoftmax:
     """Attend to the next block of the first `count` entries of a group."""
     index, peak, total, weighted_sum = state
     slots = keys_values[1].shape[4]
     which = slice(None) if queries.rows is None else queries.rows[:count]
-    keys, values = (part[layer, index, which].astype(queries.q.dtype) for part in keys_values)
+    place = (layer, index) if ring is None else (0, ring.first + index)
+    keys, values = (part[*place, which].astype(queries.q.dtype) for part in keys_values)
     score_axes = "PKTGH,PKHS->PKTGS" if slots_last else "PKTGH,PKSH->PKTGS"
     scores = jnp.einsum(score_axes, queries.q[:count], keys, preferred_element_type=jnp.float32)
     slot = index * slots + jnp.arange(slots)
-    mask = slot <= queries.last_slot[:count, :, None]
-    if window is not None:
-        mask &= slot > queries.last_slot[:count, :, None] - window
+    mask = (
+        slot <= queries.positions[:count, :, None]
+        if ring is None
+        else ring.visible(slot, queries.positions[:count, :, None], slots)
+    )
     scores = jnp.where(mask[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
     higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
     weights, shrink = jnp.exp(scores - higher), jnp.exp(peak - higher)
-    if window is not None:
-        # In a block before the window, all scores are the mask's, and so is the peak: exp(0) = 1.
+    if ring is not None:
+        # In a block outside the window, all scores are the mask's, and so is the peak: exp(0) = 1.
         weights = jnp.where(mask[:, None, :, None, :], weights, 0.0)
     added = jnp.einsum(
         "PKTGS,PKSH->PKTGH", weights.astype(values.dtype), values, preferred_element_type=jnp.float32

@@ -60,6 +60,15 @@ class Backend:
         """Return a decoder prepared for generation: what is done once before a loop over tokens, not at each token."""
         return model
 
+    def prepared_bytes(self, dtype: DTypeLike, lora: bool) -> float:
+        """Return the bytes of the copies of parameters that `prepare` makes, over all workers.
+
+        Args:
+          dtype: of the computation.
+          lora: whether the model has adapters.
+        """
+        return 0.0
+
 
 def without_kernels(weights: str) -> None:
     """Raise UserError if `EngineConfig.weights` asks for another format than that in which XLA computes."""

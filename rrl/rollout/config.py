@@ -61,7 +61,8 @@ class EngineConfig:
     """Sampling among the k most likely tokens. 0 is off. (`top_k` counts passages.)"""
     share_prompts: bool = True
     """Whether slots copy a common prefix from each other's KV cache instead of prefilling it again. Samples of one
-    question share the prompt, and the text after it as long as it is identical. A copy is bitwise equal to prefilling."""
+    question share the prompt, and the text after it as long as it is identical. A copy is bitwise equal to prefilling. If the
+    model has sliding windows, a slot is copied from only until it has written some 250 tokens after the common prefix."""
     search_seconds: float = 60.0
     """Time limit of a search. A slower search fails, and the policy is informed. If a batch of queries fails, they are
     searched again in smaller batches, down to single queries. The same happens if a batch of at most 32 queries takes half

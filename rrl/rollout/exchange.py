@@ -104,6 +104,10 @@ class ExchangeSizes:
     """Width of the query encoder's input; 0 without an encoder."""
     max_wait_steps: int = 8
     """Maximum number of decode steps between two exchanges while any slot is PAUSED or BLOCKED."""
+    window: int = 0
+    """Sliding window of the layers whose cache holds only the last positions of a slot, in tokens. 0: all hold all positions."""
+    window_slots: int = 0
+    """How many last positions these layers hold, draft tokens included."""
 
     @property
     def chunk_tokens(self) -> int:

@@ -9,15 +9,15 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from rrl.models.cache import BLOCK
+from rrl.models.cache import BLOCK, layer_blocks
 from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.models.decoder import Decoder
 from rrl.models.hf import read_decoder_config
 from rrl.parallel.memory import device_memory, require_memory
 from rrl.parallel.mesh import data_shards
 from rrl.rl.memory import F32, token_activations
+from rrl.rollout.backends import select_backend
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.cpu.workers import worker_count
 
 LOGIT_COPIES = 6
 """Estimated number of arrays of the size of a decode step's logits that exist at the same time."""
@@ -98,18 +98,12 @@ def engine_memory(
     activations = size * cast
     activations += LOGIT_COPIES * engine.rows / shards * vocabulary * F32
     activations += engine.prefill_tokens * token_activations(config, tensor)
-    if is_cpu(mesh) and mesh.size == 1:
-        activations += size * _cpu_copies(config, engine, lora)
-    else:
+    if isinstance(mesh, Mesh):
+        activations += select_backend(engine, config, mesh).prepared_bytes(dtype, lora)
+    if not is_cpu(mesh) or mesh.size > 1:
         activations += size * 2 * matrix_parameters(config) / config.layers / tensor
     cache = cache_device_bytes(config, engine.slots, engine.context, size, mesh)
     return {"KV cache": cache, "activations": activations}
-
-
-def _cpu_copies(config: DecoderConfig, engine: EngineConfig, lora: bool) -> float:
-    """Return the number of values in the copies that all workers make of parameters (`RolloutPrograms.model`)."""
-    transposed = config.hidden * config.vocab_size if config.tie_embeddings else 0
-    return worker_count(engine, config) * (transposed + (matrix_parameters(config) if lora else 0))
 
 
 def is_cpu(mesh: Mesh | AbstractMesh) -> bool:
@@ -118,7 +112,7 @@ def is_cpu(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def cache_bytes(config: DecoderConfig, rows: float, positions: float, itemsize: int) -> float:
-    """Return the bytes of the KV cache of all layers, for `rows` sequences of `positions` positions."""
+    """Return the bytes of the KV cache of all layers, for `rows` sequences of `positions` positions, on average over layers."""
     return 2.0 * config.layers * rows * positions * config.kv_heads * config.head_dim * itemsize
 
 
@@ -128,8 +122,8 @@ def cache_device_bytes(
     """Return the bytes of the KV cache on one device.
 
     `rows` is the number of cached sequences: the rollout's rows and oversubscribed slots. They are split over (data, fsdp), and
-    kv heads over tensor if they divide evenly.
+    kv heads over tensor if they divide evenly. Layers with a sliding window hold only their last positions.
     """
-    positions = -(-context // BLOCK) * BLOCK
+    positions = BLOCK * sum(layer_blocks(config, context)) / config.layers
     head_shards = mesh.shape["tensor"] if config.kv_heads % mesh.shape["tensor"] == 0 else 1
     return cache_bytes(config, rows, positions, itemsize) / data_shards(mesh) / head_shards

@@ -30,7 +30,11 @@ class PrefillQueue:
     def __init__(self, sizes: ExchangeSizes, share_prompts: bool) -> None:
         """Set up an empty queue. `share_prompts`: whether slots copy common prefixes."""
         self._sizes = sizes
-        self._prefixes = PrefixIndex(sizes.slots, sizes.chunk_tokens) if share_prompts else None
+        self._prefixes = (
+            PrefixIndex(sizes.slots, sizes.chunk_tokens, window=sizes.window, window_slots=sizes.window_slots)
+            if share_prompts
+            else None
+        )
         self._requests: dict[int, PrefillRequest] = {}
         """The request of each slot that has one."""
         self.prefilled_tokens = 0
@@ -47,6 +51,11 @@ class PrefillQueue:
     def add(self, request: PrefillRequest) -> None:
         """Add the request of a slot that has none."""
         self._requests[request.slot] = request
+
+    def record_lengths(self, lengths: Int[np.ndarray, "slots"]) -> None:
+        """Record how many tokens each slot has decoded in a turn that has not ended; 0 for the other slots."""
+        if self._prefixes is not None:
+            self._prefixes.record_lengths(lengths)
 
     def record_decoded(self, slot: int, tokens: Int[np.ndarray, "T"]) -> None:
         """Record that the cache of `slot` now ends with these decoded tokens."""
@@ -124,6 +133,7 @@ class PrefillQueue:
         after_prefill = not ready and shared == len(text) and self._prefixes.prefill_completes(source, shared)
         if not (ready or after_prefill) or (source != slot and copies == self._sizes.max_copies):
             return None
-        self._prefixes.assign(slot, text, held)
+        holders = [*([source] if shared else []), *([slot] if held else [])]
+        self._prefixes.assign(slot, text, held, holders)
         request.tokens, request.position = text[shared:], shared
         return _PrefixCopy(source, shared if source != slot else 0, after_prefill)

@@ -1,10 +1,17 @@
 """Prefix sharing: finds slots whose KV cache already holds the prefix of a text, so that it is prefilled once.
 
 All samples of a prompt share it, and so do samples that wrote the same tokens and received the same passages.
+
+A layer with a sliding window holds only the last positions of a slot. Then a slot that has written too many tokens after the
+common prefix is no source: it has overwritten the window at the end of the prefix.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
+
+from rrl.models.decoder import MAX_DECODE_TOKENS
 
 EMPTY = np.iinfo(np.int32).min
 """Marks a cache position without a known token: neither a token nor ~token."""
@@ -17,9 +24,23 @@ class PrefixIndex:
     prefilled, so that only slots that decoded the same tokens share them.
     """
 
-    def __init__(self, slots: int, chunk_tokens: int) -> None:
-        """`chunk_tokens` is the length of a prefill chunk: a prefix is shared only if that saves a chunk."""
+    def __init__(self, slots: int, chunk_tokens: int, *, window: int = 0, window_slots: int = 0) -> None:
+        """Set up an index of empty slots.
+
+        Args:
+          slots: number of slots.
+          chunk_tokens: length of a prefill chunk. A prefix is shared only if that saves a chunk.
+          window: sliding window of some layers, in tokens. 0: all layers hold all positions.
+          window_slots: number of last positions that such a layer holds.
+        """
         self._chunk_tokens = chunk_tokens
+        self._window = window
+        # A decode step also writes draft tokens, at positions after those of the slot's tokens.
+        self._surely_held = window_slots - (MAX_DECODE_TOKENS - 1)
+        self._overwritten_before = np.zeros(slots, np.int64)
+        """How many leading positions the layers with a window had lost when a slot got its present text."""
+        self._decoding = np.zeros(slots, np.int64)
+        """How many tokens a slot has decoded after its tokens, in a turn that has not ended."""
         self._tokens = np.full((slots, chunk_tokens), EMPTY, np.int32)
         self._lengths = np.zeros(slots, np.int64)
         self._ready = np.zeros(slots, np.int64)
@@ -30,8 +51,19 @@ class PrefixIndex:
         """Slots that get their prefix at the end of the current exchange."""
         self._no_match = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
-    def assign(self, slot: int, tokens: Int[np.ndarray, "T"], ready: int = 0) -> None:
-        """Set the tokens that `slot` will hold from position 0 on. The first `ready` of them are in its cache."""
+    def assign(
+        self, slot: int, tokens: Int[np.ndarray, "T"], ready: int = 0, holders: Sequence[int] = ()
+    ) -> None:
+        """Set the tokens that `slot` will hold from position 0 on.
+
+        Args:
+          slot: the slot.
+          tokens: the tokens.
+          ready: how many of them are in its cache.
+          holders: slots in whose cache the first tokens are now: a slot from which they are copied, and `slot` itself if it
+            already holds some.
+        """
+        self._overwritten_before[slot] = max((int(self._overwritten(other)) for other in holders), default=0)
         positions = self._tokens.shape[1]
         if len(tokens) > positions:
             more = max(len(tokens) - positions, positions)
@@ -43,9 +75,13 @@ class PrefixIndex:
     def append_decoded(self, slot: int, tokens: Int[np.ndarray, "T"]) -> None:
         """Append tokens that `slot` decoded."""
         tokens = np.concatenate([self.tokens(slot), ~tokens])
-        self.assign(slot, tokens, len(tokens))
+        self.assign(slot, tokens, len(tokens), [slot])
         self._scheduled.pop(slot, None)
         self._copied_after_prefill.discard(slot)
+
+    def record_lengths(self, lengths: Int[np.ndarray, "slots"]) -> None:
+        """Record how many tokens each slot has decoded in a turn that has not ended; 0 for the other slots."""
+        self._decoding[:] = lengths
 
     def clear(self, slot: int) -> None:
         """Forget the tokens of `slot`, so that no other slot copies from it."""
@@ -99,6 +135,9 @@ class PrefixIndex:
         chunks = self._chunks(len(tokens) - held)
         min_shared = len(tokens) - self._chunk_tokens * (chunks - 1)  # sharing fewer tokens saves no chunk
         slots, shared = self._with_common_prefix(tokens, min_shared) if chunks else self._no_match
+        if self._window:
+            usable = self._overwritten(slots) <= np.maximum(shared - self._window + 1, 0)
+            slots, shared = slots[usable], shared[usable]
         if not len(slots):
             return slot, held, True
         longest = int(shared.max())
@@ -125,6 +164,14 @@ class PrefixIndex:
         np.not_equal(self._tokens[slots, :size], tokens[:size], out=differs[:, :size])
         shared = differs.argmax(axis=1)
         return slots[shared >= min_shared], shared[shared >= min_shared]
+
+    def _overwritten(self, slots: Int[np.ndarray, "r"] | int) -> Int[np.ndarray, "r"]:
+        """Return an upper bound of how many leading positions the layers with a window no longer hold.
+
+        All tokens of a slot count as written, even those that are to be prefilled.
+        """
+        written = self._lengths[slots] + self._decoding[slots]
+        return np.maximum(self._overwritten_before[slots], written - self._surely_held)
 
     def _chunks(self, tokens: int) -> int:
         return -(-tokens // self._chunk_tokens)

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from rrl.errors import UserError
-from rrl.models.cache import BLOCK, KVCache
+from rrl.models.cache import BLOCK, KVCache, layer_blocks
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, cast_params
 from rrl.parallel.mesh import data_shards
@@ -91,6 +91,7 @@ class RolloutPrograms:
         """Rows of a decode step of one worker."""
         self.slots = self.decode_rows + -(-config.oversubscribed_slots // self.workers)
         """Slots of one worker."""
+        window_slots = BLOCK * min(layer_blocks(decoder_config, config.context))
         self.sizes = ExchangeSizes(
             slots=self.slots // self.shards,
             context=config.context,
@@ -98,6 +99,8 @@ class RolloutPrograms:
             prefill_tokens=config.prefill_tokens,
             query_tokens=encoder.query_tokens if encoder else 0,
             max_wait_steps=config.max_wait_steps * (2 if config.oversubscribed_slots else 1),
+            window=(decoder_config.sliding_window or 0) if window_slots < config.context else 0,
+            window_slots=window_slots,
         )
         self.shapes = StepShapes(
             widths=(self.decode_rows,),

@@ -156,6 +156,7 @@ class Scheduler:
         try:
             if not self.aborted.is_set():
                 self.stage = "reading what the policy wrote"
+                self.prefills.record_lengths(np.where(report.status == DECODING, report.length, 0))
                 self._end_turns(report)
                 self._search(report, embeddings, active_elsewhere)
                 self.stage = "packing prefill chunks"

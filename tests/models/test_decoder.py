@@ -196,15 +196,6 @@ def test_reading_windows_of_rows_in_groups_does_not_change_the_bits(attention_ba
     np.testing.assert_allclose(jnp.stack(alone)[kept], grouped[kept], **TOLERANCE)
 
 
-def test_blocks_before_the_window_are_not_read_from_the_cache():
-    config, past = dataclasses.replace(SLIDING, sliding_layers=(True,) * 3), 3 * BLOCK
-    decoder = make(config)
-    _, cache = extend(decoder, draw(config, 2, past), places(2, past), KVCache.create(config, 2, past + 8))
-    broken = dataclasses.replace(cache, v=cache.v.at[:, 0].set(jnp.nan))
-    token, at = draw(config, 2, 1, seed=1), jnp.full((2, 1), past)
-    np.testing.assert_array_equal(extend(decoder, token, at, broken)[0], extend(decoder, token, at, cache)[0])
-
-
 def test_read_groups_are_sorted_by_length_and_know_each_entrys_blocks():
     cache = KVCache.create(SMALL, 6, 4 * BLOCK)
     at = jnp.array([40, 3 * BLOCK, 4 * BLOCK, BLOCK, 5, 4 * BLOCK])[:, None]

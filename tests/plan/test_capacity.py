@@ -196,17 +196,19 @@ def test_with_adapters_only_they_have_gradients_and_optimiser_state():
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -e '.[tpu]'"
 )
 @pytest.mark.parametrize(
-    ("make", "topology", "rank"),
+    ("make", "policy", "topology", "rank"),
     [
-        pytest.param(get_config, "v5e:4x4", 0, id="grpo-v5e:4x4"),
-        pytest.param(get_config, "v5p:4x4x4", 0, id="grpo-v5p:4x4x4"),
+        pytest.param(get_config, "", "v5e:4x4", 0, id="grpo-v5e:4x4"),
+        pytest.param(get_config, "", "v5p:4x4x4", 0, id="grpo-v5p:4x4x4"),
+        # A cache of all positions of all layers would take 17 GiB.
+        pytest.param(get_config, "gemma-3-4b", "v5e:4x4", 0, id="grpo-v5e:4x4-gemma-3-4b"),
         # Two models with Adam's state do not fit 16 v5e; with adapters on the policy the critic fits.
-        pytest.param(get_ppo, "v5e:4x4", 32, id="ppo-v5e:4x4-adapters"),
-        pytest.param(get_ppo, "v5p:4x4x4", 0, id="ppo-v5p:4x4x4"),
+        pytest.param(get_ppo, "", "v5e:4x4", 32, id="ppo-v5e:4x4-adapters"),
+        pytest.param(get_ppo, "", "v5p:4x4x4", 0, id="ppo-v5p:4x4x4"),
     ],
 )
-def test_the_7b_rollout_and_updates_compile_and_fit(make, topology, rank):
-    config = make("size=7b")
+def test_the_rollout_and_updates_of_large_models_compile_and_fit(make, policy, topology, rank):
+    config = make(f"size=7b,policy={policy}" if policy else "size=7b")
     config.lora.rank = rank
     config.rollout.draft_tokens = 3 if make is get_config else 0
     found = plan_capacity(config, topology)

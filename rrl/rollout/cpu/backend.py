@@ -2,13 +2,14 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from rrl.errors import UserError
-from rrl.models.config import DecoderConfig
+from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.models.cpu.kernels import CpuKernels, cpu_kernels
-from rrl.models.cpu.packed import INSTRUCTIONS, pack_decoder, supports_format
+from rrl.models.cpu.packed import BITS, INSTRUCTIONS, pack_decoder, supports_format
 from rrl.models.decoder import TABLE, Decoder
 from rrl.models.lora import merge_lora
 from rrl.parallel.runtime import available_cores
@@ -82,6 +83,16 @@ class SingleCpuBackend(CpuBackend):
         if model.config.tie_embeddings and TABLE not in (model.kernel_weights or {}):
             model.transposed_embedding = model.embedding[...].T
         return model
+
+    def prepared_bytes(self, dtype: DTypeLike, lora: bool) -> float:
+        config, size = self.decoder_config, jnp.dtype(dtype).itemsize
+        kernels, table = matrix_parameters(config), config.hidden * config.vocab_size
+        # The sums of weights and adapters are freed when they are packed; counting them all at once is an upper bound.
+        merged = size * kernels if lora and self.computes_layers(dtype) else 0
+        name = self.packed_format(dtype)
+        if name is None:
+            return self.workers * (merged + (size * table if config.tie_embeddings else 0))
+        return self.workers * (merged + (kernels + table) * BITS[name] / 8)
 
     def packed_format(self, dtype: DTypeLike) -> str | None:
         """Return the format in which the kernels get the matrices (`rrl.models.cpu.packed`); None: they are not packed.
