@@ -90,7 +90,7 @@ struct Int8 {
 
   static Words words(const int32_t* from) { return _mm512_loadu_si512(from); }
   static void add_product(Sum& sum, const int32_t* x, Words y) {
-    sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(*x), y);
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(_mm512_set1_epi32(*x)), "v"(y));
   }
   static Lanes floats(Sum sum) { return (Lanes)_mm512_cvtepi32_ps(sum); }
   // The scale of a row that is not finite is NaN, and so are its products.
