@@ -29,6 +29,7 @@ ADDED_FIELDS = (
         f"run.model.{field}"
         for field in ("local_rope_theta", "query_pre_attn_scalar", "sliding_layers", "sliding_window")
     ),
+    *(f"{section}.weights" for section in ("run.rollout", "run.reader_rollout", "rollout")),
 )
 """Fields of config.json that older versions did not write. A run without them may continue."""
 MAX_DIFFERENCES = 6
