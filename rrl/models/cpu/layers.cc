@@ -74,13 +74,19 @@ struct Sizes {
   float eps;
 };
 
+// Calls body(0), ..., body(count - 1), on several threads if the tokens have many numbers, of `width` each.
+template <typename Body>
+void each_token(int64_t count, int64_t width, ThreadTeam& team, const Body& body) {
+  team.each(count, body, count * width >= kLargeMatrix);
+}
+
 // Projects tokens to heads, with bias, norm and rotary angle.
 void project_heads(const float* x, Weight weight, const float* bias, const float* norm, const float* const* cosines,
                    const float* const* sines, int64_t count, int64_t heads, float scale, const Sizes& s, ThreadTeam& team,
                    float* out) {
   const int64_t half = s.width / 2, all_heads = heads * s.width;
   product(x, weight, count, s.hidden, all_heads, out, team);
-  for (int64_t m = 0; m < count; ++m) {
+  each_token(count, all_heads, team, [&](int64_t m) {
     float* projected = out + m * all_heads;
     if (bias)
       for (int64_t c = 0; c < all_heads; ++c) projected[c] += bias[c];
@@ -93,7 +99,7 @@ void project_heads(const float* x, Weight weight, const float* bias, const float
           head[c + half] = (second * cosine + first * sine) * scale;
         }
     }
-  }
+  });
 }
 
 // Order of the arguments; the last five may be empty.
@@ -172,8 +178,9 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
         project_heads(y, matrix(kernel), vector(bias), norm, rotary ? cosines.data() + begin : nullptr, sines.data() + begin,
                       chunk_size, head_count, scale, s, team, to);
       };
-      for (int64_t m = 0; m < chunk_size; ++m)
+      each_token(chunk_size, s.hidden, team, [&](int64_t m) {
         normalise(x + (begin + m) * s.hidden, vector(kAttentionNorm), s.hidden, eps, y + m * s.hidden);
+      });
       if (reads)
         project(kQ, kQBias, vector(kQNorm), true, s.heads, 1 / std::sqrt(static_cast<float>(s.width)),
                 queries + begin * q_width);
@@ -205,11 +212,11 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
       const int64_t chunk_size = std::min(count - begin, chunk);
       float* here = x + begin * s.hidden;
       product(attended + begin * q_width, matrix(kO), chunk_size, q_width, s.hidden, here, team, true);
-      for (int64_t m = 0; m < chunk_size; ++m)
-        normalise(here + m * s.hidden, vector(kMlpNorm), s.hidden, eps, y + m * s.hidden);
+      each_token(chunk_size, s.hidden, team,
+                 [&](int64_t m) { normalise(here + m * s.hidden, vector(kMlpNorm), s.hidden, eps, y + m * s.hidden); });
       product(y, matrix(kGate), chunk_size, s.hidden, s.mlp, gate, team);
       product(y, matrix(kUp), chunk_size, s.hidden, s.mlp, up, team);
-      gated(gate, up, chunk_size * s.mlp);
+      each_token(chunk_size, s.mlp, team, [&](int64_t m) { gated(gate + m * s.mlp, up + m * s.mlp, s.mlp); });
       product(gate, matrix(kDown), chunk_size, s.mlp, s.hidden, here, team, true);
     }
   }

@@ -49,7 +49,7 @@ struct Float32 {
   static void add_product(Sum& sum, const int32_t* x, Words y) { sum += *reinterpret_cast<const float*>(x) * y; }
   static Lanes floats(Sum sum) { return sum; }
   static void convert(const float* x, int64_t count, int32_t* out, float*) { std::memcpy(out, x, 4 * count); }
-  static void pack(const float* x, float, void* out) { std::memcpy(out, x, 4); }
+  static Ints pack(const Lanes* x, Lanes) { return (Ints)x[0]; }
 };
 
 #ifdef __AVX512BF16__
@@ -69,12 +69,9 @@ struct BFloat16 {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(out) + c),
                           (__m256i)_mm512_cvtneps_pbh((__m512)load(x + c)));
   }
-  // Rounds to nearest, ties to even.
-  static void pack(const float* x, float, void* out) {
-    uint32_t bits;
-    std::memcpy(&bits, x, 4);
-    const uint16_t rounded = *x == *x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-    std::memcpy(out, &rounded, 2);
+  static Ints pack(const Lanes* x, Lanes) {
+    const auto rounded = [](Lanes y) { return (Ints)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)y)); };
+    return rounded(x[0]) | rounded(x[1]) << 16;
   }
 };
 #endif
@@ -112,9 +109,10 @@ struct Int8 {
                        _mm512_cvtepi32_epi8(_mm512_add_epi32(rounded, _mm512_set1_epi32(128))));
     }
   }
-  static void pack(const float* x, float inverse, void* out) {
-    const int8_t rounded = static_cast<int8_t>(std::nearbyint(*x * inverse));
-    std::memcpy(out, &rounded, 1);
+  static Ints pack(const Lanes* x, Lanes inverse) {
+    Ints word{};
+    for (int i = 0; i < kPerWord; ++i) word |= ((Ints)_mm512_cvtps_epi32((__m512)(x[i] * inverse)) & 0xff) << 8 * i;
+    return word;
   }
 };
 #endif
@@ -140,35 +138,45 @@ int64_t packed_bytes(int64_t inner, int64_t width) {
   return 4 * inner / Number::kPerWord * width + (Number::kScaled ? 8 * width : 0);
 }
 
+// kLanes numbers with a distance of `stride`.
+inline Lanes load(const float* from, int64_t stride) {
+  if (stride == 1) return load(from);
+  float numbers[kLanes];
+  for (int c = 0; c < kLanes; ++c) numbers[c] = from[c * stride];
+  return load(numbers);
+}
+
 // Packs a matrix whose number at (i, c) is y[i * inner_stride + c * width_stride].
 template <typename Number>
 void pack(const float* y, int64_t inner, int64_t width, int64_t inner_stride, int64_t width_stride, uint8_t* out,
           ThreadTeam& team) {
-  const int64_t size = 4 / Number::kPerWord, panel_bytes = size * inner * kLanes;
-  float* const scales = reinterpret_cast<float*>(out + size * inner * width);
+  const int64_t words = inner / Number::kPerWord;
+  int32_t* const packed = reinterpret_cast<int32_t*>(out);
+  float* const scales = reinterpret_cast<float*>(packed + words * width);
   int32_t* const sums = reinterpret_cast<int32_t*>(scales + width);
   team.each(width / kLanes, [&](int64_t panel) {
     const float* const first = y + panel * kLanes * width_stride;
-    uint8_t* const to = out + panel * panel_bytes;
-    float inverse[kLanes] = {};
+    Lanes inverse{};
     if constexpr (Number::kScaled) {
-      float high[kLanes] = {};
-      for (int64_t i = 0; i < inner; ++i)
-        for (int c = 0; c < kLanes; ++c) high[c] = std::max(high[c], std::abs(first[i * inner_stride + c * width_stride]));
-      for (int c = 0; c < kLanes; ++c) {
-        scales[panel * kLanes + c] = high[c] / 127;
-        inverse[c] = high[c] > 0 ? 127 / high[c] : 0;
+      Lanes high{};
+      for (int64_t i = 0; i < inner; ++i) {
+        const Lanes x = load(first + i * inner_stride, width_stride);
+        high = larger(high, x < 0 ? -x : x);
       }
+      store(scales + panel * kLanes, high / 127);
+      inverse = high > 0 ? 127 / high : Lanes{};
     }
-    for (int64_t i = 0; i < inner; ++i)
-      for (int c = 0; c < kLanes; ++c)
-        Number::pack(first + i * inner_stride + c * width_stride, inverse[c],
-                     to + (i / Number::kPerWord * kLanes + c) * 4 + i % Number::kPerWord * size);
-    if constexpr (Number::kScaled) {
-      int32_t total[kLanes] = {};
-      for (int64_t byte = 0; byte < panel_bytes; ++byte) total[byte / 4 % kLanes] += reinterpret_cast<int8_t*>(to)[byte];
-      std::copy_n(total, kLanes, sums + panel * kLanes);
+    Ints total{};
+    for (int64_t i = 0; i < words; ++i) {
+      Lanes x[Number::kPerWord];
+      for (int j = 0; j < Number::kPerWord; ++j)
+        x[j] = load(first + (i * Number::kPerWord + j) * inner_stride, width_stride);
+      const Ints word = Number::pack(x, inverse);
+      std::memcpy(packed + (panel * words + i) * kLanes, &word, sizeof word);
+      if constexpr (Number::kScaled)
+        for (int j = 0; j < Number::kPerWord; ++j) total += word << (24 - 8 * j) >> 24;  // sign extension of each int8
     }
+    if constexpr (Number::kScaled) std::memcpy(sums + panel * kLanes, &total, sizeof total);
   });
 }
 
