@@ -189,8 +189,8 @@ def _with_reader(settings: EvaluationSettings) -> AnsweringMethod:
         dtype=jnp.dtype(settings.compute.dtype),
         param_dtype=jnp.dtype(settings.compute.dtype),
     )
-    reader = TimedReader(Reader(decoder, tokenizer, settings.reader_rollout).replies)
-    return settings.method.with_reader(reader)
+    reader = Reader(decoder, tokenizer, settings.reader_rollout)
+    return settings.method.with_reader(TimedReader(reader.replies, reader.engine.product_format))
 
 
 def answer_questions(
@@ -230,6 +230,8 @@ def answer_questions(
                 workdir,
                 len(batch),
                 commit=current_commit(),
+                policy_format=engine.product_format,
+                reader_format=method.reader.product_format if method.reader else "",
                 answer=stats.seconds,
                 search=stats.retrieval_seconds,
                 **reader_seconds,

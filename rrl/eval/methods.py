@@ -154,6 +154,8 @@ class TimedReader:
     """A reader: a model that answers from the passages that a recipe retrieved. Measures the time of its calls."""
 
     reply: Callable[[Sequence[str | Prompt]], list[ReaderReply]]
+    product_format: str = ""
+    """Number format of its matrix products (`rrl.rollout.engine.Engine.product_format`)."""
     seconds: float = 0.0
     """Time of all calls so far."""
     last_replies: Sequence[ReaderReply] = ()

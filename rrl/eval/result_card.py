@@ -33,6 +33,8 @@ OPTIONAL_COMPARED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "judge": ("judge",),
     "gold passages": ("gold_sha256",),
     "numerics": ("compute",),
+    "numerics of the policy": ("policy_format",),
+    "numerics of the reader": ("reader_format",),
 }
 """Further settings that are equal in comparable results, if the results have them: name of the setting -> fields of the card."""
 
@@ -80,6 +82,11 @@ class ResultCard:
     """`gold_fingerprint` of the gold passages, for recall; "" if no question has any, and on older cards."""
     compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Precision and attention backend, which can change greedy decoding if two logits are nearly equal; empty on older cards."""
+    policy_format: str = ""
+    """Number format of the policy's matrix products (`rrl.rollout.engine.Engine.product_format`); several if the run continued in
+    another one; "" on older cards."""
+    reader_format: str = ""
+    """Number format of the reader's, as `policy_format`; "" without a reader."""
     commit: str = ""
     """`rrl.eval.provenance.current_commit` of the code that answered; several if another commit continued the run."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -124,6 +131,8 @@ class ResultCard:
             "judge": self.judge_text,
             "gold passages": self.gold_sha256[:12],
             "numerics": _as_text(self.compute),
+            "numerics of the policy": self.policy_format,
+            "numerics of the reader": self.reader_format,
         }
 
     @property

@@ -18,7 +18,7 @@ from rrl.eval.settings import EvaluationSettings
 from rrl.eval.timing import read_timing
 from rrl.models.hf import folder_hash
 from rrl.retrieval.bm25 import Bm25Config
-from rrl.rollout.config import RESULT_INVARIANT_FIELDS
+from rrl.rollout.config import RESULT_INVARIANT_FIELDS, EngineConfig
 from rrl.runs.retriever import encoder_folder
 
 
@@ -39,17 +39,24 @@ def identity_of(settings: EvaluationSettings, data: Dataset) -> dict[str, Any]:
             for name, value in dataclasses.asdict(settings.rollout).items()
             if name not in RESULT_INVARIANT_FIELDS
         },
-        **({"reader_context": settings.reader_rollout.context} if settings.reader else {}),
+        **(_reader_identity(settings.reader_rollout) if settings.reader else {}),
         "compute": dataclasses.asdict(settings.compute),
         "temperature": settings.eval.temperature,
         "seed": settings.eval.seed,
     }
 
 
+def _reader_identity(rollout: EngineConfig) -> dict[str, Any]:
+    """Return the settings of the reader that determine its answers. Folders of older versions lack `weights`, as with "auto"."""
+    return {"reader_context": rollout.context} | (
+        {"reader_weights": rollout.weights} if rollout.weights != "auto" else {}
+    )
+
+
 def make_result_card(
     settings: EvaluationSettings, data: Dataset, command: Sequence[str] = (), workdir: Path | None = None
 ) -> ResultCard:
-    """Return the result card. The commits of the code that answered are read from timing.jsonl in `workdir`, if given."""
+    """Return the result card. Commits and number formats with which it was answered are read from timing.jsonl in `workdir`."""
     batches = [line for line in read_timing(workdir) if "commit" in line] if workdir else []
     encoder = encoder_folder(settings.retriever) if settings.searches else ""
     retriever = _retriever_for_card(settings.retriever.identity()) | {
@@ -78,9 +85,18 @@ def make_result_card(
         seed=settings.eval.seed,
         gold_sha256=gold_fingerprint(data.questions),
         compute={"dtype": settings.compute.dtype, "attention": settings.compute.attention},
-        commit=", ".join(dict.fromkeys(line["commit"] for line in batches)) or current_commit(),
+        policy_format=_distinct(batches, "policy_format"),
+        reader_format=_distinct(batches, "reader_format"),
+        commit=_distinct(batches, "commit") or current_commit(),
         versions=batches[-1].get("versions", {}) if batches else installed_versions(),
         command=shlex.join(command or ["python", *sys.argv]),
+    )
+
+
+def _distinct(batches: Sequence[Mapping[str, Any]], field: str) -> str:
+    """Return the values of a field in timing.jsonl, joined by commas; "" if a batch lacks it, because older code answered it."""
+    return (
+        ", ".join(dict.fromkeys(line[field] for line in batches)) if all(field in b for b in batches) else ""
     )
 
 

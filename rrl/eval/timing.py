@@ -15,6 +15,8 @@ STAGES = ("answer", "search", "read", "judge")
 _FIELD_TYPES: dict[str, type] = {
     "commit": str,
     "judged": str,
+    "policy_format": str,
+    "reader_format": str,
     "versions": dict,
     **dict.fromkeys(("questions", *STAGES), numbers.Real),
 }
@@ -22,7 +24,13 @@ _FIELD_TYPES: dict[str, type] = {
 
 
 def append_timing(
-    workdir: Path, questions: int, verdicts_name: str = "", commit: str = "", **seconds: float
+    workdir: Path,
+    questions: int,
+    verdicts_name: str = "",
+    commit: str = "",
+    policy_format: str = "",
+    reader_format: str = "",
+    **seconds: float,
 ) -> None:
     """Append a line with the seconds of each stage for a batch of questions.
 
@@ -31,11 +39,15 @@ def append_timing(
       questions: number of questions in the batch.
       verdicts_name: name of the judge's file of verdicts, for the stage "judge".
       commit: commit of the code that answered.
+      policy_format: number format of the policy's matrix products (`Engine.product_format`).
+      reader_format: that of the reader.
       **seconds: seconds by stage.
 
     Raises SaveError.
     """
-    named = {"judged": verdicts_name, "commit": commit, "versions": installed_versions() if commit else {}}
+    formats = {"policy_format": policy_format, "reader_format": reader_format}
+    versions = installed_versions() if commit else {}
+    named = {"judged": verdicts_name, "commit": commit, "versions": versions} | formats
     line = {"questions": questions} | {name: value for name, value in named.items() if value} | seconds
     with saving(workdir / FILE):
         drop_partial_line(workdir / FILE)

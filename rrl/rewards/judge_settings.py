@@ -95,6 +95,8 @@ class JudgeSettings:
         }
         if self.judge.thinking:
             identity["thinking"] = True
+        if self.rollout.weights != "auto":
+            identity["weights"] = self.rollout.weights
         card = read_judge_card(self.judge.folder)
         return identity if card is None else identity | {"card": dataclasses.asdict(card)}
 

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from rrl.errors import UserError
@@ -56,6 +57,14 @@ class Backend:
         """Return whether kernels compute whole layers. They skip padding, so that padding takes no time then."""
         return False
 
+    def product_format(self, dtype: DTypeLike) -> str:
+        """Return the number format of the layers' matrix products, such as "float32".
+
+        Args:
+          dtype: of the computation.
+        """
+        return jnp.dtype(dtype).name
+
     def prepare(self, model: Decoder) -> Decoder:
         """Return a decoder prepared for generation: what is done once before a loop over tokens, not at each token."""
         return model
@@ -74,6 +83,6 @@ def without_kernels(weights: str) -> None:
     """Raise UserError if `EngineConfig.weights` asks for another format than that in which XLA computes."""
     if weights != "auto":
         raise UserError(
-            f"rollout.weights={weights} needs the CPU kernels, which this device, mesh, model or compute.dtype does not use; "
-            "set rollout.weights=auto"
+            f"weights={weights} of a rollout section needs the CPU kernels, which this device, mesh, model or compute.dtype does "
+            "not use; set weights=auto there"
         )

@@ -72,6 +72,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.retriever = retriever
         self.mesh = mesh or make_mesh(data=1, devices=jax.devices()[:1])
+        self._dtype = decoder.dtype
         check_tokenizer(tokenizer, decoder.config)
         self.text = TextCodec(tokenizer, decoder.config.vocab_size)
         self.bytes = self.text.bytes
@@ -105,6 +106,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def product_format(self) -> str:
+        """Number format of the model's matrix products (`Backend.product_format`). Raises UserError if it is not supported."""
+        return self.programs.backend.product_format(self._dtype)
 
     def fits(self, prompt: Int[np.ndarray, "T"]) -> bool:
         """Return whether a prompt leaves room in the context for two tokens of the policy."""

@@ -29,9 +29,13 @@ ADDED_FIELDS = (
         f"run.model.{field}"
         for field in ("local_rope_theta", "query_pre_attn_scalar", "sliding_layers", "sliding_window")
     ),
-    *(f"{section}.weights" for section in ("run.rollout", "run.reader_rollout", "rollout")),
 )
 """Fields of config.json that older versions did not write. A run without them may continue."""
+ADDED_VALUES: Mapping[str, tuple[Any, ...]] = {
+    f"{section}.weights": ("auto", "float32") for section in ("run.rollout", "run.reader_rollout", "rollout")
+}
+"""Further such fields -> the values with which a run without them may continue. Older versions computed in the run's dtype, so
+their results must not be mixed with those of another number format that is set."""
 MAX_DIFFERENCES = 6
 """Largest number of differing fields that an error message lists."""
 
@@ -110,7 +114,8 @@ def refuse_other_config(
     given = _flat(json.loads(json.dumps(config)))
     names = sorted(n for n in stored.keys() | given.keys() if not _is_within(n, may_differ))
     # Added fields that the stored config lacks, because an older version wrote it. They are not compared.
-    unwritten = [prefix for prefix in ADDED_FIELDS if not any(_is_within(n, (prefix,)) for n in stored)]
+    added = (*ADDED_FIELDS, *(n for n, allowed in ADDED_VALUES.items() if given.get(n) in allowed))
+    unwritten = [prefix for prefix in added if not any(_is_within(n, (prefix,)) for n in stored)]
     grown = {
         n: (stored[n], given[n])
         for n in may_grow

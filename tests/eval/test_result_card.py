@@ -36,6 +36,7 @@ CARD = ResultCard(
     normalization="squad",
     gold_sha256="1" * 64,
     compute={"dtype": "float32"},
+    policy_format="float32",
     versions=installed_versions(),
     command="python launch/eval.py",
 )
@@ -48,9 +49,11 @@ def test_a_card_survives_the_round_trip_through_json(tmp_path: Path) -> None:
     save_card(tmp_path / "card.json", CARD)
     assert load_card(tmp_path / "card.json") == CARD
     required = dataclasses.asdict(CARD)
-    for name in ("gold_sha256", "compute", "commit", "versions", "reader", "judge", "seed"):
+    optional = ("gold_sha256", "compute", "commit", "versions", "reader", "judge", "seed")
+    for name in (*optional, "policy_format", "reader_format"):
         del required[name]
-    assert card_from_json(required).compute == {}  # older cards lack the field
+    older = card_from_json(required)
+    assert older.compute == {} and older.policy_format == ""  # older cards lack the fields
     assert {"python", "rrl", "jax"} <= set(json.loads((tmp_path / "card.json").read_text())["versions"])
 
 
@@ -67,8 +70,10 @@ def test_equal_settings_have_no_differences() -> None:
     assert differences({"a": short, "c": CARD}) == [
         "judge differs: a: kind oracle, short answers True; c: none"
     ]
-    older = dataclasses.replace(CARD, gold_sha256="", compute={})  # older cards lack these fields
+    older = dataclasses.replace(CARD, gold_sha256="", compute={}, policy_format="")  # they lack these fields
     assert differences({"a": CARD, "b": older}) == []
+    reads = dataclasses.replace(CARD, reader="models/z", reader_format="int8")  # a method with a reader
+    assert differences({"a": CARD, "b": reads}) == []
     assert CARD.setting["corpus"] == "2wiki (6,119 passages, bbbbbbbbbbbb)"
     assert CARD.setting["retriever"] == "k1 0.9, kind bm25"
     dense = dataclasses.replace(CARD, retriever={"kind": "exact", "k1": 0.9, "encoder": "e5"})
@@ -91,6 +96,7 @@ def test_equal_settings_have_no_differences() -> None:
         ({"normalization": "hotpotqa"}, r"normalisation differs: a, c: squad; b: hotpotqa"),
         ({"gold_sha256": "f" * 64}, r"gold passages differs: a, c: 1{12}; b: f{12}$"),
         ({"compute": {"dtype": "bfloat16"}}, r"numerics differs: a, c: dtype float32; b: dtype bfloat16$"),
+        ({"policy_format": "int8"}, r"numerics of the policy differs: a, c: float32; b: int8$"),
     ],
 )
 def test_differences_name_the_setting_and_the_runs(change: dict, expected: str) -> None:

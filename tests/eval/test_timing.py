@@ -43,6 +43,7 @@ def test_an_incomplete_line_of_timing_is_dropped(tmp_path: Path) -> None:
         ('{"questions": "x", "answer": 1}', "questions='x' must be a number"),
         ('{"questions": 1, "answer": null}', "answer=None must be a number"),
         ('{"questions": 1, "commit": 7}', "commit=7 must be a text"),
+        ('{"questions": 1, "policy_format": 8}', "policy_format=8 must be a text"),
     ],
 )
 def test_errors_name_a_line_with_a_wrong_type(tmp_path: Path, line: str, words: str) -> None:

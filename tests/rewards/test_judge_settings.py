@@ -91,6 +91,9 @@ def test_a_model_judge_is_loaded_from_its_folder(folder):
     assert score is None or 0 <= score <= 1
     identity = JudgeSettings.parse(values).identity()
     assert identity["kind"] == "model" and len(identity["folder"]) == 64 and identity["context"] == 64
+    assert set(identity) == {"kind", "folder", "answer_tokens", "context"}  # as before `weights` existed
+    in_int8 = values | {"judge_rollout": values["judge_rollout"] | {"weights": "int8"}}
+    assert JudgeSettings.parse(in_int8).identity() == identity | {"weights": "int8"}
 
 
 def test_identity_of_a_service_is_its_model_not_its_address():

@@ -15,6 +15,7 @@ from rrl.models.cpu.packed import supports_format
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
+from rrl.rollout.backend import Backend
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu import backend as cpu_backend
 from rrl.rollout.engine import Engine
@@ -54,11 +55,11 @@ def sample(world, weights, decoder=None):
         return engine.run(nnx.state(decoder), requests[:4], SingleTurn(turn_tokens=12), KEY)
 
 
-def packed_format(world, weights, **options):
-    """The format of an engine's matrices."""
+def formats(world, weights):
+    """The format in which an engine packs matrices, and that of its products."""
     decoder, tokenizer, _, _ = world
-    with Engine(decoder, tokenizer, dataclasses.replace(CONFIG, weights=weights), **options) as engine:
-        return engine.programs.backend.packed_format(jnp.float32)
+    with Engine(decoder, tokenizer, dataclasses.replace(CONFIG, weights=weights)) as engine:
+        return engine.programs.backend.packed_format(jnp.float32), engine.product_format
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -83,26 +84,36 @@ def test_log_probabilities_are_those_of_the_trainer_to_the_rounding_of_the_forma
 
 def test_auto_packs_large_weights_in_bfloat16_if_the_processor_multiplies_it(world, large, monkeypatch):
     monkeypatch.setattr(cpu_backend, "supports_format", lambda name: True)
-    assert packed_format(world, "auto") == "bfloat16"
+    assert formats(world, "auto") == ("bfloat16", "bfloat16")
     monkeypatch.setattr(cpu_backend, "supports_format", lambda name: name == "float32")
-    assert packed_format(world, "auto") == "float32"
+    assert formats(world, "auto") == ("float32", "float32")
 
 
 def test_small_weights_are_packed_only_in_a_smaller_format(world, large, monkeypatch):
     monkeypatch.setattr(cpu_backend, "weights_dominate", lambda config: False)
     monkeypatch.setattr(cpu_backend, "supports_format", lambda name: True)
-    assert [packed_format(world, name) for name in ("auto", "float32", "int8")] == [None, None, "int8"]
+    assert formats(world, "auto") == formats(world, "float32") == (None, "float32")
+    assert formats(world, "int8") == ("int8", "int8")
+
+
+def test_other_devices_compute_products_in_the_dtype_of_the_computation():
+    assert [Backend().product_format(dtype) for dtype in (jnp.bfloat16, jnp.float32)] == [
+        "bfloat16",
+        "float32",
+    ]
 
 
 def test_a_format_that_the_processor_lacks_is_refused_before_a_rollout(world, large, monkeypatch):
     monkeypatch.setattr(cpu_backend, "supports_format", lambda name: False)
-    with pytest.raises(UserError, match=r"rollout\.weights=int8 needs a processor with AVX512_VNNI; set"):
+    with pytest.raises(
+        UserError, match=r"^weights=int8 of a rollout section needs a processor with AVX512_VNNI; set"
+    ):
         sample(world, "int8")
 
 
 def test_a_model_that_the_cpu_kernels_do_not_compute_is_refused(world, monkeypatch):
     monkeypatch.setattr(cpu_backend, "cpu_kernels", lambda *_: None)
-    with pytest.raises(UserError, match=r"rollout\.weights=int8 needs the CPU kernels"):
+    with pytest.raises(UserError, match=r"^weights=int8 of a rollout section needs the CPU kernels"):
         sample(world, "int8")
     with pytest.raises(UserError, match="weights='int4' is unknown"):
         EngineConfig(weights="int4")

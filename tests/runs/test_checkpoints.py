@@ -97,6 +97,20 @@ def test_fields_that_older_versions_did_not_write_are_not_compared(tmp_path):
         refuse_other_config(tmp_path, new, ("run.data.path",))
 
 
+@pytest.mark.parametrize("section", ["run.rollout", "run.reader_rollout", "rollout"])
+def test_a_run_without_number_formats_continues_only_in_float32_or_auto(tmp_path, section):
+    def nested(values):
+        for name in reversed(section.split(".")):
+            values = {name: values}
+        return values
+
+    Checkpoints(tmp_path, nested({"rows": 8})).close()
+    for weights in ("auto", "float32"):
+        refuse_other_config(tmp_path, nested({"rows": 8, "weights": weights}))
+    with pytest.raises(UserError, match=rf"{section}\.weights: '\(absent\)' there, 'int8' now"):
+        refuse_other_config(tmp_path, nested({"rows": 8, "weights": "int8"}))
+
+
 def test_restoring_into_another_shape_is_refused(tmp_path):
     with Checkpoints(tmp_path, CONFIG) as checkpoints:
         checkpoints.save(1, {"w": jnp.zeros((2, 3))})

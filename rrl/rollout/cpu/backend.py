@@ -67,6 +67,14 @@ class SingleCpuBackend(CpuBackend):
         kernels = self.kernels(dtype)
         return kernels is not None and kernels.computes_layers(self.decoder_config, dtype)
 
+    def product_format(self, dtype: DTypeLike) -> str:
+        """Return the number format of the matrix products: that of `weights`, or for "auto" the one that is chosen.
+
+        Raises:
+          UserError: see `prepare`.
+        """
+        return self.packed_format(dtype) or super().product_format(dtype)
+
     def prepare(self, model: Decoder) -> Decoder:
         """Return the decoder with copies of its weights that save time at each token. Each worker holds its own copies.
 
@@ -110,6 +118,6 @@ class SingleCpuBackend(CpuBackend):
             return "bfloat16" if supports_format("bfloat16") else "float32"
         if not supports_format(name):
             raise UserError(
-                f"rollout.weights={name} needs a processor with {INSTRUCTIONS[name]}; set rollout.weights=auto"
+                f"weights={name} of a rollout section needs a processor with {INSTRUCTIONS[name]}; set weights=auto there"
             )
         return name
