@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from rrl.errors import UserError, at_least, at_most, integer_at_least, one_of, require_number
 from rrl.models.decoder import MAX_DECODE_TOKENS
 
-Weights = Literal["auto", "float32", "bfloat16", "int8"]
+Weights = Literal["auto", "unpacked", "float32", "bfloat16", "int8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,8 @@ class EngineConfig:
     field changes no result. Without it, XLA computes the layers, and this field may change the last bits of
     log-probabilities."""
     weights: Weights = "auto"
-    """Number format of the matrix products of rollouts on one CPU: float32, bfloat16 or int8 (`rrl.models.cpu.packed`).
+    """Number format of the matrix products of rollouts on one CPU: float32, bfloat16 or int8, each with a packed copy of the
+    weights (`rrl.models.cpu.packed`), or unpacked: float32 without a copy, which takes less memory and is slower.
     auto: bfloat16 if the processor multiplies it and reading the weights dominates a decode step, else float32. Updates compute
     with the policy's own weights; the metric sampling_logp_diff is the size of the difference, and `objective.importance_cap`
     corrects for it. Models that the CPU kernels do not support and other devices compute in `compute.dtype`; they allow only

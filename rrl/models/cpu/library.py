@@ -36,6 +36,7 @@ def library() -> ctypes.CDLL | None:
         library = _load_library()
         for target in TARGETS:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+        library.rrl_supports_format.restype = ctypes.c_bool
     except (OSError, ValueError, subprocess.SubprocessError, AttributeError) as error:
         reason = getattr(error, "stderr", None) or error
         log.warning(

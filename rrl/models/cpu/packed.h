@@ -158,12 +158,13 @@ void pack(const float* y, int64_t inner, int64_t width, int64_t inner_stride, in
     const float* const first = y + panel * kLanes * width_stride;
     Lanes inverse{};
     if constexpr (Number::kScaled) {
-      Lanes high{};
+      Lanes high{}, zeros{};
       for (int64_t i = 0; i < inner; ++i) {
         const Lanes x = load(first + i * inner_stride, width_stride);
         high = larger(high, x < 0 ? -x : x);
+        zeros += x * 0;  // NaN if any number is not finite
       }
-      store(scales + panel * kLanes, high / 127);
+      store(scales + panel * kLanes, high / 127 + zeros);
       inverse = high > 0 ? 127 / high : Lanes{};
     }
     Ints total{};

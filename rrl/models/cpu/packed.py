@@ -54,7 +54,7 @@ def format_number(name: str) -> int:
 def supports_format(name: str) -> bool:
     """Whether this CPU has the instructions of a packed format. False if the kernels cannot be compiled."""
     kernels = library()
-    return kernels is not None and bool(kernels.rrl_supports_format(format_number(name)))
+    return kernels is not None and kernels.rrl_supports_format(format_number(name))
 
 
 def packed_bytes(inner: int, width: int, name: str) -> int:

@@ -95,12 +95,19 @@ class SingleCpuBackend(CpuBackend):
     def prepared_bytes(self, dtype: DTypeLike, lora: bool) -> float:
         config, size = self.decoder_config, jnp.dtype(dtype).itemsize
         kernels, table = matrix_parameters(config), config.hidden * config.vocab_size
-        # The sums of weights and adapters are freed when they are packed; counting them all at once is an upper bound.
-        merged = size * kernels if lora and self.computes_layers(dtype) else 0
-        name = self.packed_format(dtype)
+        name, merged = (
+            self.packed_format(dtype),
+            size * kernels if lora and self.computes_layers(dtype) else 0,
+        )
+        copies: float = size * table if config.tie_embeddings else 0
         if name is None:
-            return self.workers * (merged + (size * table if config.tie_embeddings else 0))
-        return self.workers * (merged + (kernels + table) * BITS[name] / 8)
+            return self.workers * (merged + copies)
+        if config.vocab_size % 16 == 0:
+            copies = table * BITS[name] / 8
+        # A sum of weights and adapters is freed when it is packed. The third of them that may exist beside the larger of the two
+        # was compared with compiled programs.
+        packed = kernels * BITS[name] / 8
+        return self.workers * (copies + (max(merged, packed) + merged / 3 if merged else packed))
 
     def packed_format(self, dtype: DTypeLike) -> str | None:
         """Return the format in which the kernels get the matrices (`rrl.models.cpu.packed`); None: they are not packed.
@@ -112,7 +119,7 @@ class SingleCpuBackend(CpuBackend):
         if not self.computes_layers(dtype):
             without_kernels(name)
             return None
-        if name in ("auto", "float32") and not is_large:
+        if name == "unpacked" or (name in ("auto", "float32") and not is_large):
             return None
         if name == "auto":
             return "bfloat16" if supports_format("bfloat16") else "float32"

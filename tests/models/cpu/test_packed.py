@@ -104,6 +104,15 @@ def test_inputs_that_are_not_finite_give_non_finite_log_probabilities(name, valu
     assert np.isfinite(logps).tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_give_non_finite_log_probabilities(name, value):
+    table = (
+        jnp.asarray(np.random.default_rng(0).normal(size=(1, 32, 48)), jnp.float32).at[0, 7, 20].set(value)
+    )
+    _, logps, _ = cpu_draw(jnp.ones((3, 32)), pack(table, name), jnp.full(3, 0.5), jnp.ones(3))
+    assert not np.isfinite(logps).any()
+
+
 def test_zero_columns_and_zero_rows_give_zero(name):
     table = jnp.zeros((1, 32, 48))
     _, logps, _ = cpu_draw(jnp.zeros((2, 32)).at[1].set(1.0), pack(table, name), jnp.zeros(2), jnp.ones(2))
