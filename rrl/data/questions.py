@@ -148,11 +148,25 @@ def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
     return answers_by_id
 
 
-def with_choices(question: Question) -> str:
-    """Return the text of a question as the model reads it: with its choices if it has any."""
+def with_choices(question: Question, *, instruct: bool = True) -> str:
+    """Return the text of a question as the model reads it: with its choices if it has any.
+
+    Args:
+      question: the question.
+      instruct: whether to ask for the letter of a choice; False for prompts that do not ask for the answer.
+    """
     letters = [f"({chr(ord('A') + at)}) {choice}" for at, choice in enumerate(question.choices)]
-    hint = ["Answer with the letter of the right choice."] if letters else []
-    return "\n".join([question.text, *letters, *hint])
+    instruction = ["Answer with the letter of the right choice."] if letters and instruct else []
+    return "\n".join([question.text, *letters, *instruction])
+
+
+def as_prompted(question: Question) -> Question:
+    """Return a question as prompts show it: the text includes the choices, and `choices` is empty."""
+    return (
+        dataclasses.replace(question, text=with_choices(question), choices=())
+        if question.choices
+        else question
+    )
 
 
 def save_questions(path: str | Path, questions: Iterable[Question]) -> None:

@@ -83,7 +83,7 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def prompt(self, question: Question) -> str | Prompt:
-        """Return the prompt of an episode; a string is the user's turn."""
+        """Return the prompt of an episode; a string is the user's turn. The text of `question` includes its choices."""
 
     @abc.abstractmethod
     def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:

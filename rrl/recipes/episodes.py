@@ -7,14 +7,14 @@ import jax
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from rrl.data.questions import Question, with_choices
+from rrl.data.questions import Question, as_prompted
 from rrl.data.records import RunOnError
 from rrl.data.trajectory import Trajectory
 from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import EpisodeState, Request
-from rrl.text.chat import Prompt, chat_ids, chat_text, fitting_ids
+from rrl.text.chat import chat_ids, chat_text, fitting_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,20 +146,13 @@ def prompt_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.nda
     A prompt with a body (`Prompt.body`) must leave room in the context for a full turn (`turn_tokens`), but may always take
     half the context. A longer prompt is truncated at the front of its body, and only there: the question is never cut.
     """
-    prompt = _prompt(recipe, question)
+    prompt = recipe.prompt(as_prompted(question))
     if isinstance(prompt, str) or not prompt.body:
         return chat_ids(engine.tokenizer, prompt)
     context = engine.config.context
     room = max(context - recipe.environment.turn_tokens - 1, context // 2)
     without_body = chat_ids(engine.tokenizer, dataclasses.replace(prompt, body=""))
     return without_body if len(without_body) >= room else fitting_ids(engine.tokenizer, prompt, room)
-
-
-def _prompt(recipe: Recipe, question: Question) -> str | Prompt:
-    """Return the recipe's prompt of a question with its choices, if it has any."""
-    return recipe.prompt(
-        dataclasses.replace(question, text=with_choices(question)) if question.choices else question
-    )
 
 
 def find_long_prompts(
@@ -187,7 +180,7 @@ def find_long_prompts(
     template_bytes: int | None = None  # of the chat template; the same for all questions
     long: dict[int, int] = {}
     for index, question in enumerate(questions):
-        prompt = _prompt(recipe, question)
+        prompt = recipe.prompt(as_prompted(question))
         text = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
         size = len(text.encode())
         if template_bytes is None:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from rrl.data.questions import Question
+from rrl.data.questions import Question, as_prompted
 from rrl.data.trajectory import NOT_FINITE, POLICY, Trajectory
 from rrl.errors import UserError, at_least, one_of
 from rrl.recipes.base import Curves, Recipe, ScoringContext, register
@@ -227,7 +227,7 @@ class R3Rag(Recipe):
             (
                 str(
                     training_environment.prompt(
-                        trajectory.question, list(zip(steps[:at], documents, strict=False))
+                        as_prompted(trajectory.question), list(zip(steps[:at], documents, strict=False))
                     )
                 ),
                 step.to_text(at + 1),

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rrl.data.questions import Question
+from rrl.data.questions import Question, with_choices
 from rrl.data.trajectory import Trajectory
 from rrl.errors import at_least
 from rrl.recipes.base import AnswerFn, Curves, Recipe, ScoringContext, register
@@ -143,7 +143,9 @@ class RSearch(Recipe):
     def _score_evidence(self, trajectories: Sequence[Trajectory], reader: AnswerFn | None) -> None:
         """Set Eq. 4's reward. A trajectory without evidence earns 0, and the reader is not asked."""
         with_evidence = [t for t in trajectories if t.evidence] if reader is not None else []
-        prompts = [READER_TEMPLATE.format(evidence=t.evidence, query=t.question.text) for t in with_evidence]
+        prompts = [
+            READER_TEMPLATE.format(evidence=t.evidence, query=with_choices(t.question)) for t in with_evidence
+        ]
         for trajectory in trajectories:
             trajectory.rewards["evidence"] = trajectory.metrics["reader_f1"] = 0.0
         for trajectory, answer in zip(

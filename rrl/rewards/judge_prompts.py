@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rrl.data.passages import Passage, render
-from rrl.data.questions import Question
+from rrl.data.questions import Question, with_choices
 from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.rewards.judge_instructions import (
     CORRECTNESS_TEMPLATE,
@@ -56,7 +56,7 @@ class Sufficiency:
     @property
     def prompt(self) -> Prompt:
         return Prompt(
-            f"### QUESTION\n{self.question.text}\n\n### ANSWER\n{gold_text(self.question)}\n\n### References\n",
+            f"### QUESTION\n{_shown(self.question)}\n\n### ANSWER\n{gold_text(self.question)}\n\n### References\n",
             self.transcript.text,
             system=SUFFICIENCY_SYSTEM,
         )
@@ -82,7 +82,7 @@ class Thinking:
         return Prompt(
             "### CONTEXT\n",
             self.transcript.text_of(ENVIRONMENT),
-            f"\n\n### QUESTION\n{self.question.text}\n\n### MODEL THINKING PROCESS\n{self.transcript.text_of(POLICY)}",
+            f"\n\n### QUESTION\n{_shown(self.question)}\n\n### MODEL THINKING PROCESS\n{self.transcript.text_of(POLICY)}",
             system=THINKING_SYSTEM,
         )
 
@@ -100,7 +100,7 @@ class Correctness:
     @property
     def prompt(self) -> Prompt:
         text = CORRECTNESS_TEMPLATE.format(
-            question=self.question.text, reference=gold_text(self.question), prediction=self.predicted
+            question=_shown(self.question), reference=gold_text(self.question), prediction=self.predicted
         )
         return Prompt(text)
 
@@ -118,7 +118,7 @@ class Validation:
 
     @property
     def prompt(self) -> Prompt:
-        text = f'Query: "{self.question.text}"\nLabel: "{gold_text(self.question)}"\nStudent\'s Answer: "{self.predicted}"'
+        text = f'Query: "{_shown(self.question)}"\nLabel: "{gold_text(self.question)}"\nStudent\'s Answer: "{self.predicted}"'
         return Prompt(text, system=VALIDATION_SYSTEM)
 
     def parse(self, text: str) -> float | None:
@@ -137,7 +137,10 @@ class Relevance:
     def prompt(self) -> Prompt:
         after = "\n\nScore:"
         return Prompt(
-            f"Question: {self.question.text}\n\nDocuments:\n", render(self.passages), after, RELEVANCE_SYSTEM
+            f"Question: {_shown(self.question)}\n\nDocuments:\n",
+            render(self.passages),
+            after,
+            RELEVANCE_SYSTEM,
         )
 
     def parse(self, text: str) -> float | None:
@@ -160,7 +163,7 @@ class ShortAnswer:
 
     @property
     def prompt(self) -> Prompt:
-        return Prompt(EXTRACT_TEMPLATE.format(question=self.question.text, answer=self.predicted))
+        return Prompt(EXTRACT_TEMPLATE.format(question=_shown(self.question), answer=self.predicted))
 
     def parse(self, text: str) -> float | None:
         answers = listed_answers(after_thought(text))
@@ -187,7 +190,7 @@ class ErrorAnalysis:
     @property
     def prompt(self) -> Prompt:
         opening = ERROR_ANALYSIS_TEMPLATE.format(
-            question=self.question.text, gold=gold_text(self.question), predicted=self.predicted
+            question=_shown(self.question), gold=gold_text(self.question), predicted=self.predicted
         )
         return Prompt(
             opening, self.transcript.text, f"\n\n{ERROR_ASPECTS[self.aspect]} Answer True or False."
@@ -195,6 +198,11 @@ class ErrorAnalysis:
 
     def parse(self, text: str) -> float | None:
         return parse_verdict(text)
+
+
+def _shown(question: Question) -> str:
+    """Return the question as a judge reads it: with its choices, which letters of answers refer to."""
+    return with_choices(question, instruct=False)
 
 
 def gold_text(question: Question) -> str:

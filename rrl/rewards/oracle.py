@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from rrl.data.questions import Question
+from rrl.data.questions import Question, with_choices
 from rrl.data.trajectory import ENVIRONMENT
 from rrl.errors import UserError
 from rrl.rewards.judge_prompts import (
@@ -106,7 +106,7 @@ def word_grounding(question: Question, transcript: Transcript) -> list[tuple[str
     A number is a word that contains a digit. A name is a word of at least two characters that begins with a capital letter and
     does not start a sentence. Either is grounded if it appeared in the question or in an earlier document.
     """
-    seen = _words(question.text)
+    seen = _words(with_choices(question, instruct=False))
     result = []
     for role, text in transcript.segments:
         if role == ENVIRONMENT:

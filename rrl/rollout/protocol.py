@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from rrl.data.passages import Passage, render
-from rrl.data.questions import Question
+from rrl.data.questions import Question, as_prompted
 from rrl.data.trajectory import Search
 from rrl.errors import UserError, integer_at_least, one_of
 from rrl.text.chat import Prompt
@@ -45,11 +45,15 @@ class Episode:
     """The part of an episode that an environment sees when a turn has ended."""
 
     question: Question
+    """As prompts show it (`as_prompted`): its text includes the choices, so that each new context shows them too."""
     turn: int = 0
     """Index of the current turn, from 0. Each message or restart of the environment begins the next turn."""
     searches: list[Search] = dataclasses.field(default_factory=list)
     policy_texts: list[str] = dataclasses.field(default_factory=list)
     """Text that the policy wrote in each turn; the current turn is last."""
+
+    def __post_init__(self) -> None:
+        self.question = as_prompted(self.question)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from rrl.parallel.memory import device_memory, require_memory
 from rrl.parallel.mesh import data_shards
 from rrl.rl.memory import device_bytes, optimizer_state, sharded, update_temporaries
 from rrl.rl.optim import split_trained
+from rrl.rollout.memory import is_cpu
 from rrl.sft.config import SFTConfig
 
 SMALLER_RUN = (
@@ -38,7 +39,8 @@ def training_memory(
 
     _, params, frozen = split_trained(nnx.eval_shape(make), training.optim.frozen)
     params, frozen = sharded(params, mesh), sharded(frozen, mesh)
-    activations = update_temporaries(
+    gradients = device_bytes(params)
+    temporaries = update_temporaries(
         config,
         mesh,
         (params, frozen),
@@ -51,7 +53,8 @@ def training_memory(
         "parameters": device_bytes(params) + device_bytes(frozen),
         "optimiser state": device_bytes(optimizer_state(training.optim, params, mesh)),
         "best parameters": device_bytes(params) if training.patience else 0.0,
-        "activations": activations,  # with the gradient
+        "gradients": gradients,
+        "activations": temporaries - gradients,
     }
 
 
@@ -64,8 +67,7 @@ def require_training_memory(
     model: str,
 ) -> None:
     """Raise UserError, with the numbers, if a run needs more memory than a device has. `model` names the model."""
-    device = mesh.devices.flat[0]
     needs = training_memory(config, training, compute, lora, mesh)
-    if device.platform != "cpu":  # the estimate was compared with compiled programs on CPUs only
+    if not is_cpu(mesh):  # the estimate was compared with compiled programs on CPUs only
         del needs["activations"]
     require_memory(needs, device_memory(mesh), f"{model}: the training of this model", SMALLER_RUN)

@@ -63,6 +63,7 @@ class PolicyTeacher:
 class _TeacherEpisode:
     """The state of a trajectory that is being sampled."""
 
+    question: Question
     episode: Episode
     group: int
     prompt: str | Prompt
@@ -106,7 +107,10 @@ class EndpointTeacher:
             ServiceUnavailable: the service does not answer. Errors of the retriever are raised too.
         """
         groups = [
-            [_TeacherEpisode(Episode(question), group, self.recipe.prompt(question)) for _ in self.endpoints]
+            [
+                _TeacherEpisode(question, episode, group, self.recipe.prompt(episode.question))
+                for episode in (Episode(question) for _ in self.endpoints)
+            ]
             for group, question in enumerate(questions, start=first)
         ]
         while any(not state.ended for group in groups for state in group):
@@ -164,7 +168,7 @@ def _trajectory(state: _TeacherEpisode) -> Trajectory:
     """Return the trajectory with text and searches only: a service returns no token ids."""
     empty = np.zeros(0)
     return Trajectory(
-        question=state.episode.question,
+        question=state.question,
         request=state.group,
         group=state.group,
         tokens=empty,

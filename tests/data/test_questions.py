@@ -1,12 +1,13 @@
 """Tests of reading question files in published formats, and broken files."""
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
 
 import pytest
 
-from rrl.data.questions import Question, load_questions, save_questions
+from rrl.data.questions import Question, as_prompted, load_questions, save_questions
 from rrl.errors import UserError
 from tests.data.question_files import written
 from tests.shared_data import shared
@@ -282,3 +283,12 @@ def test_the_squad_file_is_read_as_questions(tmp_path: Path) -> None:
     file = tmp_path / "dev-v2.0.json"
     file.write_text(json.dumps({"data": [{"title": "T", "paragraphs": [{"context": "x", "qas": qas}]}]}))
     assert load_questions(file) == [Question("1", "Who?", ("A",))]
+
+
+def test_a_question_as_prompted_includes_its_choices_once() -> None:
+    plain = Question("q", "Which?", ("B",), gold=("T",))
+    asked = dataclasses.replace(plain, choices=("red", "blue"))
+    text = "Which?\n(A) red\n(B) blue\nAnswer with the letter of the right choice."
+    shown = dataclasses.replace(plain, text=text)
+    assert as_prompted(asked) == as_prompted(shown) == shown
+    assert as_prompted(plain) is plain

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,12 @@ from rrl.data.trajectory import ENVIRONMENT, NOT_FINITE, POLICY, PROMPT, Search,
 from rrl.recipes.base import Recipe, ScoringContext
 from rrl.recipes.card import make_card
 from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.episodes import prompt_ids
 from rrl.recipes.r2ag_forest import RetrievalTree
+from rrl.recipes.r3rag_steps import ANALYSIS, QUERY
 from rrl.rewards.judge import ModelJudge
 from rrl.rl.dynamic_sampling import informative_groups
+from rrl.rollout.protocol import Episode, Restart
 from rrl.text.chat import Prompt
 from rrl.text.spans import markers
 from tests.recipes.sample_episodes import trajectory as episode
@@ -146,6 +150,34 @@ def test_every_recipe_declares_what_the_run_needs(name):
     recipe.check_samples(4)
     rewards = np.array([0.0, recipe.uninformative_spread, 0.0, high if math.isfinite(high) else 1.0])
     assert informative_groups(rewards, np.array([0, 0, 1, 1]), recipe.uninformative_spread) == [1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_context_shows_the_choices_of_a_question(name):
+    class Characters:
+        """An engine whose tokens are the characters of a prompt's text."""
+
+        tokenizer = None
+        config = SimpleNamespace(context=10_000)
+
+    recipe, question = make_recipe(name), dataclasses.replace(GOLD, choices=("Ada Berg", "Marta Velikov"))
+    shown = f"{GOLD.text}\n(A) Ada Berg\n(B) Marta Velikov\nAnswer with the letter of the right choice."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rrl.recipes.episodes.chat_ids", lambda _, prompt: shown_text(prompt))
+        patch.setattr("rrl.recipes.episodes.fitting_ids", lambda _, prompt, room: shown_text(prompt))
+        assert shown_text(prompt_ids(Characters(), recipe, question)).count(shown) == 1
+    film = Passage("0", "Silver Harbour", "A film.")
+    for asked in (question, RetrievalTree.of(question)) if name == "r2ag" else (question,):
+        later = Episode(asked, 0, [Search.of(0, "it", [film])], [f"{ANALYSIS} It. {QUERY} it"])
+        reply = recipe.environment.observe(later, [film])
+        if isinstance(reply, Restart):
+            assert shown_text(reply.prompt).count(shown) == 1
+        assert (name in ("r3rag", "r2ag") and asked is question) == isinstance(reply, Restart)
+
+
+def shown_text(prompt: str | Prompt) -> str:
+    """Return the text of a prompt that the model reads."""
+    return prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
 
 
 @pytest.mark.parametrize("name", RECIPES)

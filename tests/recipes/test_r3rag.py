@@ -23,6 +23,7 @@ from tests.recipes.r3rag_episodes import (
     BOOK,
     BROKEN,
     FILM,
+    QUESTION,
     RIGHT,
     WRONG,
     StubJudge,
@@ -256,6 +257,15 @@ def test_a_trajectory_of_t_steps_gives_t_pairs():
     assert second == (after((ASK, [FILM]), environment=plain).prompt, f"Step 2:\n{ASK_MORE}")
     prompt = after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK]), environment=plain).prompt
     assert third == (prompt, RIGHT.replace("Step 2", "Step 3"))
+
+
+def test_every_pair_shows_the_choices_of_its_question():
+    question = dataclasses.replace(QUESTION, choices=("Ada Berg", "Marta Velikov"))
+    one = scored(trajectory(ASK, RIGHT, found=([FILM],), question=question))
+    shown = "\n(A) Ada Berg\n(B) Marta Velikov\nAnswer with the letter of the right choice."
+    first, second = (prompt for prompt, _ in R3Rag().sft_pairs(one))
+    assert first == f"The question: {QUESTION.text}{shown}"
+    assert second.startswith(f"{first}\n{ASK}\n")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """R-Search: rewards, equation by equation, and scripted expert."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -98,6 +100,15 @@ def test_reader_prompt_has_only_question_and_evidence():
     assert seen == [READER_TEMPLATE.format(evidence=evidence, query=QUESTION.text)]
     assert one.rewards["evidence"] == pytest.approx(2 / 3)
     assert one.reader_answer == "Velikov"
+
+
+def test_reader_prompt_shows_the_choices():
+    seen, one = [], trajectory((POLICY, EVIDENCE + "<answer>B</answer>"))
+    one.question = dataclasses.replace(QUESTION, answers=("B",), choices=("Ada Berg", "Marta Velikov"))
+    RSearch().score([one], ScoringContext(lambda prompts: seen.extend(prompts) or ["B"]))
+    choices = "(A) Ada Berg\n(B) Marta Velikov\nAnswer with the letter of the right choice."
+    assert f"Question: {QUESTION.text}\n{choices}\n\nAnswer:" in seen[0]
+    assert one.metrics["reader_f1"] == 1
 
 
 def test_prompt_and_environment_are_never_scored():

@@ -9,11 +9,20 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.rewards.judge_instructions import (
     CORRECTNESS_TEMPLATE,
+    ERROR_ASPECTS,
     SUFFICIENCY_SYSTEM,
     THINKING_SYSTEM,
     VALIDATION_SYSTEM,
 )
-from rrl.rewards.judge_prompts import Correctness, Relevance, ShortAnswer, Sufficiency, Thinking, Validation
+from rrl.rewards.judge_prompts import (
+    Correctness,
+    ErrorAnalysis,
+    Relevance,
+    ShortAnswer,
+    Sufficiency,
+    Thinking,
+    Validation,
+)
 from rrl.rewards.transcript import Transcript
 
 QUESTION = Question(
@@ -43,6 +52,21 @@ def test_thinking_prompt_has_documents_question_and_reasoning_but_no_gold_answer
     assert "directed by Marta" in case.prompt.body and "Search the film" not in case.prompt.body
     assert "Who?" in case.prompt.after and "Search the film" in case.prompt.after
     assert "The Gold" not in case.prompt.user_message
+
+
+def test_every_judge_reads_the_choices_but_is_not_asked_to_choose():
+    question = Question("q", "Who?", ("B",), choices=("Ada Berg", "Marta Velikov"))
+    for case in (
+        Sufficiency(question, TRANSCRIPT),
+        Thinking(question, TRANSCRIPT),
+        Correctness(question, "B"),
+        Validation(question, "B"),
+        Relevance(question, (Passage("0", "Silver Harbour", "A film."),)),
+        ShortAnswer(question, "B", "em"),
+        ErrorAnalysis(question, TRANSCRIPT, "B", next(iter(ERROR_ASPECTS))),
+    ):
+        assert "Who?\n(A) Ada Berg\n(B) Marta Velikov" in case.prompt.user_message
+        assert "letter" not in case.prompt.user_message
 
 
 def test_prompts_have_the_words_of_the_papers_figures():

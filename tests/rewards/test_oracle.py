@@ -1,5 +1,7 @@
 """The oracle on the built-in world: the scripted expert gets full scores, faulty reasoning gets lower ones."""
 
+import dataclasses
+
 import pytest
 
 from rrl.data.passages import Passage
@@ -79,6 +81,13 @@ def test_a_later_document_does_not_ground_an_earlier_claim():
     thought = (POLICY, "It must be Marta Velikov.")
     assert groundedness(QUESTION, transcript((ENVIRONMENT, FOUND), thought)) == 1.0
     assert groundedness(QUESTION, transcript(thought, (ENVIRONMENT, FOUND))) == 0.0
+
+
+def test_names_in_the_choices_are_grounded():
+    asked = dataclasses.replace(QUESTION, choices=("Zora Quill", "Ada Berg"), answers=("A",))
+    thought = (POLICY, "<think> It is Zora Quill. </think>")
+    assert groundedness(QUESTION, transcript(thought)) == 0.0
+    assert groundedness(asked, transcript(thought)) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
+from rrl.recipes.r2ag_forest import RetrievalTree
 from rrl.rollout.protocol import (
     CONTEXT,
     EOS,
@@ -155,6 +156,14 @@ def test_with_stop_at_answer_a_closing_answer_tag_ends_the_episode():
     assert isinstance(stopping.step(episode, "x</answer>", "</answer>"), Append)
     episode.turn = 2
     assert stopping.step(episode, "x</answer>", "</answer>") == Finish("turn_limit")
+
+
+def test_an_environment_sees_a_question_with_its_choices():
+    asked = RetrievalTree.of(Question("q", "Which?", ("B",), choices=("red", "blue")), tree=3)
+    text = "Which?\n(A) red\n(B) blue\nAnswer with the letter of the right choice."
+    assert Episode(asked).question == dataclasses.replace(asked, text=text, choices=())
+    plain = Question("q", "Which?", ("B",))
+    assert Episode(plain).question is plain
 
 
 def test_only_the_body_of_a_message_is_cut():

@@ -53,9 +53,8 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_made_or_loaded(tmp_p
     monkeypatch.setattr("rrl.sft.stages.load_language_model", lambda *_: pytest.fail("nothing may be loaded"))
     limit_memory(monkeypatch, tmp_path, 2**20)
     what = "init=.*" if arg else "model: "
-    parts = "parameters .*, optimiser state .*, activations .*"
     with pytest.raises(
-        UserError, match=f"^{what}the training of this model needs .*: {parts} GiB; use a smaller"
+        UserError, match=f"^{what}the training of this model needs .*: .*activations .* GiB; use a smaller"
     ):
         run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

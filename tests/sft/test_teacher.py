@@ -1,9 +1,11 @@
 """The teacher behind a service: seeds, and protocols that it cannot follow."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
+from rrl.data.trajectory import PROMPT
 from rrl.errors import UserError
 from rrl.recipes.r3rag import R3Rag
 from rrl.recipes.r3rag_steps import R3RagEnvironment
@@ -43,3 +45,15 @@ def test_a_protocol_that_appends_to_a_context_is_refused_for_a_service(service, 
     endpoint = EndpointConfig(url=service.url, model="m", cache=str(tmp_path))
     with pytest.raises(UserError, match="cannot continue after Append"):
         EndpointTeacher(endpoint, Growing(), None, 2, (0.1,)).sample([item.question], 0)
+
+
+def test_every_step_of_a_service_shows_the_choices(service, tmp_path):
+    item = next(item for item in service.plans.values() if len(item.plan.hops) == 2)
+    question = dataclasses.replace(item.question, choices=("Oslo", "Rome"))
+    recipe = R3Rag(environment=R3RagEnvironment(opening="paper"))
+    endpoint = EndpointConfig(url=service.url, model="m", cache=str(tmp_path))
+    (one,) = EndpointTeacher(endpoint, recipe, None, 2, (0.1,)).sample([question], 0)
+    prompts = [text for role, text in one.segments if role == PROMPT]
+    shown = f"The question: {question.text}\n(A) Oslo\n(B) Rome\nAnswer with the letter of the right choice."
+    assert len(prompts) == 3 and all(shown in prompt for prompt in prompts)
+    assert one.question == question

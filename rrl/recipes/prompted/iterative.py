@@ -233,7 +233,7 @@ def decomposition(question: Question, settings: PromptedSettings, *, parts: int 
     output: Generated = yield settings.generate(
         f"Split the question into at most {parts} simpler questions, each on a line of its own, that are answered one after "
         "another. Write #1 for the answer of the first one, #2 for that of the second one, and so on.\n\n"
-        f"Question: {question.text}"
+        f"Question: {with_choices(question, instruct=False)}"
     )
     unanswered = dict(enumerate(parse_list(output.text)[:parts] or [question.text], 1))
     replies: dict[int, str] = {}
@@ -283,7 +283,7 @@ def adaptive_rag(question: Question, settings: PromptedSettings) -> PromptedWork
     """
     output: Generated = yield settings.generate(
         "How is this question best answered? Reply with one letter: A if you know the answer for certain, B if one search finds "
-        f"it, C if several facts must be looked up one after another.\n\nQuestion: {question.text}"
+        f"it, C if several facts must be looked up one after another.\n\nQuestion: {with_choices(question, instruct=False)}"
     )
     first = re.match(r"\W*([ABC])(?=[).:,;*\n]|\s*$)", output.text)
     # The second pattern does not match the article "A".

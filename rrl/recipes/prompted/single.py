@@ -80,9 +80,10 @@ def sure(question: Question, settings: PromptedSettings, *, candidates: int = 2)
         )
         for answer in answers
     ]
+    shown = with_choices(question, instruct=False)
     supported: list[Generated] = yield [
         settings.generate(
-            f'Does this summary support the answer "{answer}" to the question "{question.text}"? Reply with True or False.\n\n'
+            f'Does this summary support the answer "{answer}" to the question "{shown}"? Reply with True or False.\n\n'
             f"Summary: {summary.text}"
         )
         for answer, summary in zip(answers, summaries)
@@ -90,7 +91,7 @@ def sure(question: Question, settings: PromptedSettings, *, candidates: int = 2)
     pairs = [(i, j) for i in range(len(answers)) for j in range(i)]
     preferred: list[Generated] = yield [
         settings.generate(
-            f'Which summary is more informative for answering the question "{question.text}"? Reply with 1 or 2.\n\n'
+            f'Which summary is more informative for answering the question "{shown}"? Reply with 1 or 2.\n\n'
             f"Summary 1: {summaries[j].text}\nSummary 2: {summaries[i].text}"
         )
         for i, j in pairs

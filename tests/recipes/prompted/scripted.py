@@ -99,17 +99,19 @@ def play(
         return end.value, prompts
 
 
-def ramble(name: str, text: str, most: int = 100) -> tuple[str, int]:
-    """Run a method whose model always writes `text` and whose searches all fail. Return its answer and number of requests."""
-    flow = make_prompted_method(name).workflow(QUESTION, PromptedSettings(token_bytes=VOCABULARY))
-    reply, count = None, 0
-    while count < most:
+def ramble(
+    name: str, text: str, most: int = 100, question: Question = QUESTION
+) -> tuple[str, list[Generate | Retrieve]]:
+    """Run a method whose model always writes `text` and whose searches all fail. Return its answer and its requests."""
+    flow = make_prompted_method(name).workflow(question, PromptedSettings(token_bytes=VOCABULARY))
+    reply, requests = None, list[Generate | Retrieve]()
+    while len(requests) < most:
         try:
             asked = flow.send(reply)
         except StopIteration as end:
-            return end.value.answer, count
+            return end.value.answer, requests
         parts = [asked] if isinstance(asked, Generate | Retrieve) else asked
-        count += len(parts)
+        requests += parts
         results = [generated(text, part.stops) if isinstance(part, Generate) else None for part in parts]
         reply = results if parts is asked else results[0]
-    raise AssertionError(f"{name} made {count} requests and has no answer")
+    raise AssertionError(f"{name} made {len(requests)} requests and has no answer")

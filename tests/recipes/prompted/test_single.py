@@ -10,7 +10,7 @@ from rrl.data.trajectory import NOT_FINITE
 from rrl.errors import UserError
 from rrl.recipes.prompted.base import PromptedSettings, merge_passages, parse_list
 from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
-from rrl.rollout.workflow import PromptTooLong, Retrieve
+from rrl.rollout.workflow import Generate, PromptTooLong, Retrieve
 from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, generated, play, ramble
 
 
@@ -177,8 +177,19 @@ RAMBLINGS = (
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("text", RAMBLINGS)
 def test_every_method_ends_for_any_output_and_failed_searches(name: str, text: str) -> None:
-    answer, asks = ramble(name, text)
-    assert isinstance(answer, str) and asks < 60
+    answer, requests = ramble(name, text)
+    assert isinstance(answer, str) and len(requests) < 60
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_prompt_with_the_question_shows_its_choices(name: str) -> None:
+    question = dataclasses.replace(QUESTION, choices=("Oslo", "Rome"), answers=("A",))
+    shown = f"{QUESTION.text}\n(A) Oslo\n(B) Rome"
+    for text in ("first\nsecond", "C"):
+        _, requests = ramble(name, text, question=question)
+        prompts = [str(request.prompt) for request in requests if isinstance(request, Generate)]
+        asking = [prompt for prompt in prompts if QUESTION.text in prompt]
+        assert asking and all(shown in prompt for prompt in asking)
 
 
 def test_a_prompt_that_exceeds_the_context_ends_without_an_answer() -> None:
