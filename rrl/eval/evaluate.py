@@ -156,7 +156,8 @@ def _require_memory(settings: EvaluationSettings) -> None:
         ),
         settings.mesh.make(),
         settings.compute.dtype,
-        "use a smaller model, fewer --config.rollout.rows or a smaller --config.rollout.context",
+        "use a smaller model, fewer --config.rollout.rows, a smaller --config.rollout.context or, on a CPU, "
+        "--config.rollout.weights=unpacked",
     )
 
 
@@ -182,14 +183,16 @@ def _with_reader(settings: EvaluationSettings) -> AnsweringMethod:
     """Return the method, with its reader model loaded if it has one."""
     if not settings.reader:
         return settings.method
+    mesh = settings.mesh.make()
     decoder, tokenizer = load_language_model(
         settings.reader,
         "reader",
         context=settings.reader_rollout.context,
         dtype=jnp.dtype(settings.compute.dtype),
         param_dtype=jnp.dtype(settings.compute.dtype),
+        mesh=mesh if mesh.size > 1 else None,
     )
-    reader = Reader(decoder, tokenizer, settings.reader_rollout)
+    reader = Reader(decoder, tokenizer, settings.reader_rollout, mesh=mesh)
     return settings.method.with_reader(TimedReader(reader.replies, reader.engine.product_format))
 
 

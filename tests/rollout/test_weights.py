@@ -96,6 +96,10 @@ def test_small_weights_are_packed_only_in_a_smaller_format(world, large, monkeyp
     assert formats(world, "int8") == ("int8", "int8")
 
 
+def test_unpacked_weights_are_not_copied(world, large):
+    assert formats(world, "unpacked") == (None, "float32")
+
+
 def test_other_devices_compute_products_in_the_dtype_of_the_computation():
     assert [Backend().product_format(dtype) for dtype in (jnp.bfloat16, jnp.float32)] == [
         "bfloat16",
