@@ -24,7 +24,8 @@ from rrl.train.shapes import ModelShapes
 SMALLER_RUN = (
     "use a smaller model, --config.lora.rank=32 (trains adapters only), --config.compute.remat=full (recomputes activations), or "
     "a smaller --config.rollout.rows, --config.rollout.context or --config.objective.microbatch_tokens; on a CPU, "
-    "--config.rollout.weights=unpacked saves a copy of the weights. python launch/plan.py --topology=cpu:1 with the same --config shows each phase and what to change first"
+    "--config.rollout.weights=unpacked saves a copy of the weights. python launch/plan.py "
+    "--topology=cpu:1 with the same --config shows each phase and what to change first"
 )
 """How to make a run smaller, for an error message."""
 
