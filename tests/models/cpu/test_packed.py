@@ -104,7 +104,7 @@ def test_inputs_that_are_not_finite_give_non_finite_log_probabilities(name, valu
     assert np.isfinite(logps).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_give_non_finite_log_probabilities(name, value):
     table = (
         jnp.asarray(np.random.default_rng(0).normal(size=(1, 32, 48)), jnp.float32).at[0, 7, 20].set(value)
