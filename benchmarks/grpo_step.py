@@ -49,8 +49,8 @@ from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.protocol import SingleTurn
+from rrl.setup.rl_config import RLConfig
 from rrl.train.learner import Learner, LearningBatch
-from rrl.train.rl_config import RLConfig
 
 TRL = "TRL GRPOTrainer"
 TRL_SETTINGS = (("float32", 0), ("bfloat16", 0), ("bfloat16", 1))

@@ -143,24 +143,22 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
             seconds_of = interleaved_medians(sides, args.rounds)
             peer.close()
         rates = {side: rows * length / value for side, value in seconds_of.items()}
-        table.append(
+        table += [
             BenchmarkRow(
                 what,
                 f"{rates['ours']:.0f}",
                 f"{rates['torch']:.0f} ({peer.info['versions']}, SDPA)",
                 f"{rates['ours'] / rates['torch']:.2f}x",
                 "1.2x",
-            )
-        )
-        table.append(
+            ),
             BenchmarkRow(
                 "loss of the first step",
                 f"relative difference {loss_difference:.0e}",
                 f"{theirs:.6f}",
                 "",
                 "the same",
-            )
-        )
+            ),
+        ]
     return table
 
 

@@ -9,6 +9,7 @@ the first steps. Cost: about 11 minutes on 2 quiet cores. The model is written t
 from ml_collections import ConfigDict
 
 from rrl.config.arguments import parse
+from rrl.config.shared import READING_OPTIM
 
 MODEL = {
     "model_type": "qwen2",
@@ -65,14 +66,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "eval_every": max(1, args.steps // 8),
         "checkpoint_every": 250,
     }
-    config.optim = {
-        "name": "muon",
-        "lr": 6e-3,
-        "adam_lr": 3e-3,
-        "schedule": "linear",
-        "warmup_steps": 20,
-        "b2": 0.95,
-    }
+    config.optim = dict(READING_OPTIM)
     from rrl.sft.stages import with_defaults  # imports jax: only after the arguments are checked
 
     return with_defaults(config)

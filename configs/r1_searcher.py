@@ -62,7 +62,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/r1_searcher.py:ARG`."""
     args = parse_run_arguments(arg, stage=(2, 1), prompt=("auto", "base", "instruct", "bare"))
     # This module imports jax, so it is imported only after the arguments have been checked.
-    from rrl.train.settings import with_defaults
+    from rrl.setup.settings import with_defaults
 
     tiny = args.size == "tiny"
     config = base_config("r1_searcher", arg, args)

@@ -154,7 +154,7 @@ def get_config(arg: str = "") -> ConfigDict:
         raise UserError(
             f"config argument hops={args.hops} must be at least 1: the largest number of queries that a question needs"
         )
-    from rrl.train.settings import with_defaults  # imports jax: only after the arguments are checked
+    from rrl.setup.settings import with_defaults  # imports jax: only after the arguments are checked
 
     tiny = args.size == "tiny"
     config = base_config("r2ag", arg, args)

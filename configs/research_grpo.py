@@ -29,7 +29,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/research_grpo.py:ARG`."""
     args = parse_run_arguments(arg, prompt=("auto", "instruct", "base", "bare"))
     # This module imports jax, so it is imported only after the arguments have been checked.
-    from rrl.train.settings import with_defaults
+    from rrl.setup.settings import with_defaults
 
     tiny = args.size == "tiny"
     config = base_config("research_grpo", arg, args)

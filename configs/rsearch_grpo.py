@@ -108,7 +108,7 @@ def get_config(arg: str = "") -> ConfigDict:
     args = parse_run_arguments(arg, **ARGUMENTS)
     # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.recipes.card import read_card
-    from rrl.train.settings import with_defaults
+    from rrl.setup.settings import with_defaults
 
     tiny = args.size == "tiny"
     real = args.data != "miniwiki"

@@ -24,7 +24,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/rsearch_ppo.py:ARG`."""
     grpo = _load_sibling("rsearch_grpo")
     args, config = parse_run_arguments(arg, **grpo.ARGUMENTS), grpo.get_config(arg)
-    from rrl.train.settings import with_defaults
+    from rrl.setup.settings import with_defaults
 
     # rsearch_grpo.py sets this short context only for a cold-started policy of the built-in world.
     cold_started = config.rollout.context <= 1024

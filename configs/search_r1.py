@@ -37,7 +37,7 @@ def get_config(arg: str = "") -> ConfigDict:
     )
     # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.recipes.search_r1 import INSTRUCTION
-    from rrl.train.settings import with_defaults
+    from rrl.setup.settings import with_defaults
 
     tiny, ppo = args.size == "tiny", args.algorithm == "ppo"
     config = base_config("search_r1", arg, args)

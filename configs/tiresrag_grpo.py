@@ -138,7 +138,7 @@ def get_config(arg: str = "") -> ConfigDict:
     refuse_unused_with_ablation(args, "reflect", reflect="paper")
     # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.rewards.judge_settings import judge_sections
-    from rrl.train.settings import with_defaults
+    from rrl.setup.settings import with_defaults
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
     config = base_config("tiresrag_grpo", arg, args)

@@ -3,21 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from absl import flags
-from ml_collections import config_flags
-
 from rrl.runs import launcher
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Config file, with its arguments after a colon.", lock_config=True
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir",
-    None,
-    "Folder of the run (default: runs/ and the config's `name`). An existing run is continued.",
-)
-flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
-flags.mark_flags_as_required(["config"])
+_CONFIG, _WORKDIR = launcher.define_run_flags()
 
 
 def main(_: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ def main(_: Sequence[str]) -> None:
     from rrl.recipes.r2ag import R2AG
     from rrl.report.trees_html import write_trees
     from rrl.runs.datasets import load_datasets
-    from rrl.train.settings import TrainSettings
+    from rrl.setup.settings import TrainSettings
 
     settings = TrainSettings.parse(_CONFIG.value)
     if not isinstance(settings.recipe, R2AG):

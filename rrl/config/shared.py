@@ -62,6 +62,15 @@ MINIWIKI_OPTIM: dict[str, Any] = {
     "frozen": ("^embedding$",),
 }
 """The optimiser of such policies."""
+READING_OPTIM: dict[str, Any] = {
+    "name": "muon",
+    "lr": 6e-3,
+    "adam_lr": 3e-3,
+    "schedule": "linear",
+    "warmup_steps": 20,
+    "b2": 0.95,
+}
+"""The optimiser that trains models of the built-in world to read, from random parameters."""
 RUN_ARGUMENTS: Mapping[str, Any] = {
     "size": tuple(TENSOR_PARALLEL),
     "steps": int,

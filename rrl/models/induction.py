@@ -59,9 +59,7 @@ def init_induction_heads(
     Raises UserError if the model has norms of q and k or fewer than two layers, or if there are too many offsets.
     """
     _check_offsets(decoder, offsets)
-    c, layers, rng = decoder.config, decoder.layers, np.random.default_rng(seed)
-    names = ("q", "k", "v", "o", *(("q_bias", "k_bias") if c.qkv_bias else ()))
-    p = {name: np.array(getattr(layers, name)[...], np.float32) for name in names}
+    c, rng, p = decoder.config, np.random.default_rng(seed), _attention_parameters(decoder)
     scale = float(np.std(np.asarray(decoder.embedding[...])))
     # The subspaces for reading a token, for each head's output, and for the constant are orthogonal.
     width = (1 + len(offsets)) * c.head_dim
@@ -92,8 +90,7 @@ def init_induction_heads(
         copy = _orthonormal(rng, c.hidden, c.head_dim)
         p["v"][1, :, kv] = copy
         p["o"][1, head] = copied * scale * copy.T
-    for name, value in p.items():
-        getattr(layers, name)[...] = jnp.asarray(value, getattr(layers, name)[...].dtype)
+    _set_attention_parameters(decoder, p)
 
 
 def _check_offsets(decoder: Decoder, offsets: Sequence[int]) -> None:
@@ -106,6 +103,19 @@ def _check_offsets(decoder: Decoder, offsets: Sequence[int]) -> None:
             f"layers, and 1 to {max_offsets} offsets (limited by heads and hidden size); this model is {c.model_type} with "
             f"{c.layers} layers"
         )
+
+
+def _attention_parameters(decoder: Decoder) -> dict[str, np.ndarray]:
+    """Returns name -> a float32 copy of the attention's parameters of all layers that `init_induction_heads` changes."""
+    names = ("q", "k", "v", "o", *(("q_bias", "k_bias") if decoder.config.qkv_bias else ()))
+    return {name: np.array(getattr(decoder.layers, name)[...], np.float32) for name in names}
+
+
+def _set_attention_parameters(decoder: Decoder, values: dict[str, np.ndarray]) -> None:
+    """Sets these parameters, in their own dtype."""
+    for name, value in values.items():
+        variable = getattr(decoder.layers, name)
+        variable[...] = jnp.asarray(value, variable[...].dtype)
 
 
 def _set_for_all_tokens(

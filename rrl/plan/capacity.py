@@ -1,7 +1,7 @@
 """Predict whether a run fits: memory, communication and minimum time on accelerators that need not be available.
 
 The run's own programs are compiled for the topology (`rrl.plan.programs`). For GPUs that is not possible, and for a single CPU
-the run itself does not: sizes are then counted (`rrl.train.memory`), and the report marks them as estimates. Read
+the run itself does not: sizes are then counted (`rrl.setup.memory`), and the report marks them as estimates. Read
 `plan_capacity` first.
 """
 
@@ -26,9 +26,9 @@ from rrl.plan.policy_shape import policy_shape
 from rrl.plan.programs import CompiledProgram, compiled_temporaries
 from rrl.rl.memory import parameter_count
 from rrl.rollout.memory import cache_device_bytes, is_cpu
-from rrl.train.memory import largest_phase, run_memory
-from rrl.train.settings import TrainSettings
-from rrl.train.shapes import ModelShapes
+from rrl.setup.memory import largest_phase, run_memory
+from rrl.setup.settings import TrainSettings
+from rrl.setup.shapes import ModelShapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def plan_capacity(
     compiled: list[CompiledProgram] = []
     temporaries = None
     # An abstract mesh (GPUs) has no devices to compile for. On a single CPU the run counts its memory before it loads anything
-    # (`rrl.train.memory.require_run_memory`), so the plan counts it in the same way.
+    # (`rrl.setup.memory.require_run_memory`), so the plan counts it in the same way.
     if isinstance(mesh, Mesh) and not (is_cpu(mesh) and mesh.size == 1):
         compiled = _compile_programs(settings, model, mesh, topology, progress)
         temporaries = compiled_temporaries(compiled, cache)

@@ -12,7 +12,7 @@ from rrl.plan.hlo import Traffic
 from rrl.rl.critic import CriticConfig
 from rrl.rl.memory import F32
 from rrl.rollout.memory import cache_bytes
-from rrl.train.settings import TrainSettings
+from rrl.setup.settings import TrainSettings
 
 BF16 = 2
 """Bytes of a bfloat16."""

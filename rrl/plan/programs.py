@@ -30,8 +30,8 @@ from rrl.rl.update import GradientAccumulator, Updater
 from rrl.rollout.automaton import compile_stops
 from rrl.rollout.backends import select_backend
 from rrl.rollout.programs import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
-from rrl.train.settings import TrainSettings
-from rrl.train.shapes import CriticShapes, ModelShapes, replicated
+from rrl.setup.settings import TrainSettings
+from rrl.setup.shapes import CriticShapes, ModelShapes, replicated
 
 
 @dataclasses.dataclass(frozen=True)

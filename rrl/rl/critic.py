@@ -50,7 +50,7 @@ class CriticConfig:
     clip: float | None = 0.5
     """Value clipping: a value that has moved by more than this towards its return gets no gradient
     (`rrl.rl.values.value_loss`); None: no clipping. In a config the default is "auto", which is this times the weight of the
-    recipe's total (`rrl.train.automatic`)."""
+    recipe's total (`rrl.setup.automatic`)."""
     epochs: int = 1
     """Passes over a rollout batch."""
     minibatches: int = 1

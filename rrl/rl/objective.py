@@ -41,7 +41,7 @@ class ObjectiveConfig:
     drop_spread: float | None = None
     """Groups whose total rewards differ by at most this are left out of the update, including their KL; 0: groups with equal
     rewards; None: no group is left out. In a config the value may also be "auto", which is replaced by
-    `Recipe.uninformative_spread` in the scale of the total (`rrl.train.automatic`)."""
+    `Recipe.uninformative_spread` in the scale of the total (`rrl.setup.automatic`)."""
     minibatches: int = 1
     """Optimiser steps per epoch, each on its share of the groups."""
     epochs: int = 1

@@ -36,6 +36,22 @@ EXIT_STOPPED = 143
 """Exit code of a run that saved and ended because of SIGTERM or Ctrl-C. The same command continues it."""
 
 
+def define_run_flags() -> tuple[flags.FlagHolder[Any], flags.FlagHolder[str | None]]:
+    """Define and return the flags `--config`, which is required, and `--workdir` of a launcher whose config has a `name`."""
+    flags.disclaim_key_flags()  # they belong to the launcher, whose --help shows them
+    config = config_flags.DEFINE_config_file(
+        "config", None, "Config file, with its arguments after a colon.", lock_config=True
+    )
+    workdir = flags.DEFINE_string(
+        "workdir",
+        None,
+        "Folder of the run (default: runs/ and the config's `name`). An existing run is continued.",
+    )
+    flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
+    flags.mark_flags_as_required(["config"])
+    return config, workdir
+
+
 def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     """Parse the flags and run `main`. Errors end the process with one line and an exit code.
 

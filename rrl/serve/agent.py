@@ -93,12 +93,7 @@ class Agent:
         """
         require_policy(policy)
         enable_compilation_cache()
-        card = read_card(policy)
-        if isinstance(recipe, str):
-            if card is None or card.recipe != recipe:
-                card = make_card(make_recipe(recipe), context=0, top_k=3)
-            recipe = card.make()
-        card = card or RecipeCard("")  # default context and top_k for a recipe object without a card
+        recipe, card = _recipe_and_card(policy, recipe)
         max_context = read_decoder_config(policy).max_context
         config = EngineConfig(
             rows=rows,
@@ -207,6 +202,16 @@ class Agent:
         for trajectory, question in without_gold:
             trajectory.question = question
             trajectory.rewards, trajectory.metrics = {}, {}
+
+
+def _recipe_and_card(policy: str | pathlib.Path, recipe: str | Recipe) -> tuple[Recipe, RecipeCard]:
+    """Return the recipe, and the card with the defaults of `top_k` and `context`, as `Agent.load` describes them."""
+    card = read_card(policy)
+    if not isinstance(recipe, str):
+        return recipe, card or RecipeCard("")
+    if card is None or card.recipe != recipe:
+        card = make_card(make_recipe(recipe), context=0, top_k=3)
+    return card.make(), card
 
 
 def _require_memory(

@@ -23,8 +23,8 @@ from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine
 from rrl.runs.datasets import load_datasets
 from rrl.runs.timed_log import TimedLog
-from rrl.train.memory import require_run_memory
-from rrl.train.settings import TrainSettings
+from rrl.setup.memory import require_run_memory
+from rrl.setup.settings import TrainSettings
 from rrl.train.task import Task
 
 

@@ -21,11 +21,11 @@ from rrl.runs.retriever import encoder_folder
 from rrl.runs.timed_log import TimedLog
 from rrl.runs.workdir import refuse_other_config
 from rrl.runs.workdir_lock import lock_workdir, refuse_occupied
+from rrl.setup.rl_config import MAY_DIFFER, MAY_GROW
+from rrl.setup.settings import TrainSettings
 from rrl.train.components import TrainComponents, load_components
 from rrl.train.final_report import recipe_card, write_report
 from rrl.train.loop import train
-from rrl.train.rl_config import MAY_DIFFER, MAY_GROW
-from rrl.train.settings import TrainSettings
 from rrl.train.task import Outcome, RunModels, Task
 
 
@@ -89,14 +89,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         settings.train,
         settings.recipe,
         loaded.task,
-        RunModels(
-            loaded.engine,
-            loaded.decoder,
-            loaded.value_model,
-            ScoringContext(
-                loaded.reader.answers if loaded.reader else None, loaded.judge, settings.rewards.load()
-            ),
-        ),
+        _run_models(settings, loaded),
         workdir,
         identity=identity,
         before_writing=before_writing,
@@ -107,6 +100,13 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     if outcome.stopped == "signal":
         log(f"stopped after step {outcome.step} of {settings.train.steps}; the same command continues")
     return outcome
+
+
+def _run_models(settings: TrainSettings, loaded: TrainComponents) -> RunModels:
+    """Return the models that the training loop uses, with what scores a trajectory."""
+    answers = loaded.reader.answers if loaded.reader else None
+    scoring = ScoringContext(answers, loaded.judge, settings.rewards.load())
+    return RunModels(loaded.engine, loaded.decoder, loaded.value_model, scoring)
 
 
 def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, log: TimedLog) -> Task:

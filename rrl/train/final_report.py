@@ -21,8 +21,8 @@ from rrl.report.trajectories_html import write_html
 from rrl.runs.metrics import read_metrics
 from rrl.runs.saved_trajectories import MAX_PER_SOURCE
 from rrl.runs.timed_log import TimedLog
+from rrl.setup.settings import TrainSettings
 from rrl.train.components import TrainComponents
-from rrl.train.settings import TrainSettings
 from rrl.train.task import Outcome
 
 

@@ -1,37 +1,9 @@
 """Detects the collapse of a run: no reward, no entropy, a large KL from the reference, or numbers that are not finite."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from rrl.errors import at_least, one_of
-
-ACTIONS = ("off", "warn", "stop")
-
-
-@dataclasses.dataclass(frozen=True)
-class GuardConfig:
-    """Thresholds of the signs of collapse, and what to do about a collapse."""
-
-    action: str = "warn"
-    """"warn" logs a warning. "stop" ends the run and restores its latest checkpoint without a sign of collapse, which may be
-    the initial state. "off" checks nothing."""
-    steps: int = 10
-    """Consecutive steps for which a sign of collapse must last."""
-    reward: float | None = 0.0
-    """A mean total reward of a step at or below this is a sign of collapse; None: the reward is not checked. In a config the
-    default is "auto", which is replaced by `Recipe.collapsed_reward` in the scale of the total (`rrl.train.automatic`)."""
-    entropy: float = 1e-3
-    """A mean entropy per policy token at or below this, in nats, is a sign of collapse."""
-    kl: float = 10.0
-    """A mean KL from the reference per policy token above this, in nats, is a sign of collapse."""
-
-    def __post_init__(self) -> None:
-        one_of(ACTIONS, self, "action", where="guard.")
-        at_least(1, self, "steps", where="guard.")
-        at_least(0, self, "entropy", "kl", where="guard.")
-        if self.reward is not None:
-            at_least(-math.inf, self, "reward", where="guard.")
+from rrl.setup.rl_config import GuardConfig
 
 
 class Guard:

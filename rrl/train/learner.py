@@ -29,7 +29,7 @@ from rrl.rl.optim import (
     split_trained,
 )
 from rrl.rl.update import Advantages, ReferenceLogprobs, Updater
-from rrl.train.rl_config import RLConfig
+from rrl.setup.rl_config import RLConfig
 
 
 def learned_params_path(settings: Mapping[str, Any]) -> str:

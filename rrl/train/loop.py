@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rrl.recipes.base import Recipe
-from rrl.train.rl_config import RLConfig
+from rrl.setup.rl_config import RLConfig
 from rrl.train.run import open_run
 from rrl.train.sample import sample_and_score, select_trajectories
 from rrl.train.task import Outcome, RunModels, Task

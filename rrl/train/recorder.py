@@ -14,10 +14,10 @@ from rrl.runs.checkpoints import Checkpoints
 from rrl.runs.metrics import MetricsWriter
 from rrl.runs.progress import Progress
 from rrl.runs.saved_trajectories import SavedTrajectories
+from rrl.setup.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
 from rrl.train.dump import dump_batch
 from rrl.train.guard import Guard
 from rrl.train.learner import Learner, LearningBatch
-from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
 
 
 class RunRecorder:

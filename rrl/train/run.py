@@ -16,11 +16,11 @@ from jaxtyping import Bool
 from rrl.data.trajectory import Trajectory
 from rrl.models.hardware import peak_memory
 from rrl.recipes.base import Recipe
+from rrl.setup.rl_config import RLConfig
 from rrl.stopping import ServiceUnavailable, StopSignal, stop_requested
 from rrl.train.evaluation import evaluate
 from rrl.train.learner import Learner, LearningBatch, UpdateResult
 from rrl.train.recorder import RunRecorder
-from rrl.train.rl_config import RLConfig
 from rrl.train.sample import SampledStep
 from rrl.train.step_metrics import step_metrics
 from rrl.train.task import Outcome, RunModels, Task

@@ -15,7 +15,7 @@ from rrl.rl.dynamic_sampling import groups_to_sample, informative_groups
 from rrl.rl.overlong import overlong_penalty
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.engine import Engine, RolloutStats
-from rrl.train.rl_config import RLConfig
+from rrl.setup.rl_config import RLConfig
 
 
 @dataclasses.dataclass(frozen=True)

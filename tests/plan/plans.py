@@ -11,7 +11,7 @@ from rrl.parallel.topology import CHIPS, GIB, Topology
 from rrl.plan.capacity import CapacityPlan
 from rrl.plan.costs import Workload
 from rrl.plan.policy_shape import PUBLISHED
-from rrl.train.settings import TrainSettings
+from rrl.setup.settings import TrainSettings
 
 SEVEN = DecoderConfig.from_hf(PUBLISHED["Qwen2.5-7B"])
 TINY = {

@@ -11,7 +11,7 @@ from rrl.parallel.mesh import AXES
 from rrl.parallel.topology import CHIPS
 from rrl.plan.costs import StepCost, Workload, forward_flops, keys_per_layer, step_costs
 from rrl.plan.policy_shape import PUBLISHED
-from rrl.train.settings import TrainSettings
+from rrl.setup.settings import TrainSettings
 from tests.plan.plans import SEVEN, TINY
 
 

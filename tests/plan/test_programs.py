@@ -9,7 +9,7 @@ from rrl.parallel.topology import CHIPS, GIB, Topology
 from rrl.plan import programs
 from rrl.plan.programs import CompiledProgram
 from rrl.plan.report import report
-from rrl.train.shapes import replicated
+from rrl.setup.shapes import replicated
 from tests.plan.plans import STATE, made
 
 

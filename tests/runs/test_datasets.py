@@ -15,8 +15,8 @@ from rrl.retrieval.serve import make_server
 from rrl.runs.datasets import DataConfig, data_fingerprint, hold_out, load_datasets
 from rrl.runs.retriever import RetrieverConfig, load_retriever_encoder
 from rrl.runs.workdir import refuse_other_config
+from rrl.setup import rl_config
 from rrl.sft import loop as sft
-from rrl.train import rl_config
 from tests.retrieval.fakes import WordEncoder
 
 BM25 = RetrieverConfig(kind="bm25")

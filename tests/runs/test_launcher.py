@@ -153,6 +153,12 @@ def test_help_exits_with_code_0(flag):
     assert "--predictions" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["train", "eval"])
+def test_help_lists_the_flags_that_launchers_share(name):
+    done = launch(name, "--help")
+    assert done.returncode == 0 and "--config: Config file" in done.stdout and "--workdir: " in done.stdout
+
+
 def test_a_config_in_another_folder_can_import_the_project_configs(tmp_path):
     (tmp_path / "own.py").write_text(
         "from configs import rsearch_grpo\n\n\ndef get_config(arg=''):\n    return rsearch_grpo.get_config('steps=nonsense')\n"

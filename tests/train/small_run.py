@@ -11,8 +11,8 @@ from rrl.models.decoder import Decoder
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
+from rrl.setup.rl_config import RLConfig
 from rrl.train.loop import train
-from rrl.train.rl_config import RLConfig
 from rrl.train.task import RunModels, Task
 from tests.tiny import tiny_shape
 

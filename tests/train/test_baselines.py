@@ -8,9 +8,9 @@ from rrl.recipes.r1_searcher import R1Searcher
 from rrl.recipes.research import ReSearch
 from rrl.recipes.search_r1 import SearchR1
 from rrl.runs.metrics import read_metrics
+from rrl.setup.settings import CRITIC_SECTIONS, TrainSettings
 from rrl.sft import stages
 from rrl.train import experiment
-from rrl.train.settings import CRITIC_SECTIONS, TrainSettings
 from tests.train.made import ROOT, config, save_random_policy, shrink_cold_start, shrink_run
 
 NAMES = ("search_r1", "r1_searcher", "research_grpo")

@@ -7,9 +7,9 @@ import pytest
 from configs.rsearch_grpo import get_config
 from rrl.errors import UserError
 from rrl.recipes.rsearch import RSearch
+from rrl.setup.settings import TrainSettings
 from rrl.train import components
 from rrl.train.experiment import run
-from rrl.train.settings import TrainSettings
 
 POLICY = "assets/miniwiki-policy"
 

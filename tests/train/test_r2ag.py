@@ -12,10 +12,10 @@ from rrl.recipes.card import read_card
 from rrl.recipes.r2ag import R2AG, R2AGEnvironment
 from rrl.runs.checkpoint_reader import saved_metadata
 from rrl.runs.metrics import read_metrics
+from rrl.setup.settings import TrainSettings
 from rrl.sft import stages
 from rrl.train import experiment
 from rrl.train import loop as rl
-from rrl.train.settings import TrainSettings
 from tests.train import made
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start
 

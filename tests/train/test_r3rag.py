@@ -8,7 +8,7 @@ import pytest
 from rrl.errors import UserError
 from rrl.recipes.r3rag import R3Rag
 from rrl.recipes.r3rag_steps import R3RagEnvironment
-from rrl.train.settings import TrainSettings
+from rrl.setup.settings import TrainSettings
 
 ROOT = pathlib.Path(__file__).parents[2]
 BIG = "size=7b,data=FOLDER,encoder=FOLDER"

@@ -15,10 +15,10 @@ from rrl.rl.optim import OptimConfig
 from rrl.runs.checkpoint_reader import saved_steps
 from rrl.runs.metrics import MetricsWriter
 from rrl.runs.saved_trajectories import as_json
+from rrl.setup.rl_config import GuardConfig
 from rrl.stopping import ServiceUnavailable, StopSignal
 from rrl.train import loop as rl
 from rrl.train import run as train_run
-from rrl.train.guard import GuardConfig
 from tests.train.small_run import CONFIG, EVERY_LINE, STEPS, fresh, lines, run, steps_of
 
 

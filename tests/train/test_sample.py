@@ -11,7 +11,6 @@ from flax import nnx
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.base import ScoringContext
@@ -25,9 +24,9 @@ from rrl.rl.optim import OptimConfig
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import EpisodeState, Request
+from rrl.setup.rl_config import RLConfig
 from rrl.train import sample as rollouts
 from rrl.train.evaluation import evaluate
-from rrl.train.rl_config import RLConfig
 from rrl.train.sample import informative_group_ids, sample_and_score
 from tests.tiny import tiny_shape
 
@@ -135,20 +134,6 @@ def test_the_overlong_penalty_is_applied_before_groups_are_selected(sample, monk
     assert [t.rewards["overlong"] for t in found.trajectories] == [0, -0.75] * 4  # DAPO, Eq. 13
     assert [t.rewards["total"] for t in found.trajectories] == [0, -0.75, 0, 0.25] * 2
     assert [t.turn_rewards for t in found.trajectories[2:4]] == [{0: 0.5, 1: 0}, {0: 0.5, 1: 0.25}]
-
-
-@pytest.mark.parametrize("wrong", [(100,), (100, 0), (100, 101), (100, 20, 1)])
-def test_a_wrong_overlong_setting_is_refused(wrong):
-    with pytest.raises(UserError, match=r"train\.overlong=.*longest, cache"):
-        RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=wrong)
-
-
-@pytest.mark.parametrize(("spread", "rounds"), [(0.0, 1), (None, 2)])
-def test_dropping_groups_with_one_sample_per_group_is_refused(spread, rounds):
-    objective = ObjectiveConfig(drop_spread=spread)
-    with pytest.raises(UserError, match=r"train\.samples=1 .* every group would be dropped"):
-        RLConfig(2, OptimConfig(), objective, samples=1, rounds=rounds)
-    RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=1)
 
 
 def test_the_control_permutes_rewards_differently_in_each_step_and_round(sample, monkeypatch):
@@ -276,12 +261,6 @@ def test_a_step_samples_at_its_temperatures(sample):
     assert call["temperature"] == 0.5
     _, _, (call,) = sample(4, 1, temperatures=(0.1, 0.4))
     assert call["temperature"] == (0.1, 0.4)
-
-
-@pytest.mark.parametrize("temperatures", [(0.5,), (0.1, -0.1), (0.1, 0.2, 0.3)])
-def test_temperatures_that_do_not_fit_the_samples_are_refused(temperatures):
-    with pytest.raises(UserError, match=r"train\.temperatures=.* must be 2 numbers of at least 0"):
-        RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperatures=temperatures)
 
 
 @pytest.fixture(scope="module")

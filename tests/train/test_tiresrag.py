@@ -11,9 +11,9 @@ from rrl.recipes.card import read_card
 from rrl.recipes.tiresrag import TiresRag
 from rrl.rewards.judge_settings import SECTIONS as JUDGE
 from rrl.runs.metrics import read_metrics
+from rrl.setup.settings import CRITIC_SECTIONS, TrainSettings
 from rrl.sft import stages
 from rrl.train import experiment
-from rrl.train.settings import CRITIC_SECTIONS, TrainSettings
 from tests.train import made
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start, shrink_run
 

@@ -18,10 +18,10 @@ from rrl.eval.settings import with_defaults as eval_defaults
 from rrl.files import atomic_stream
 from rrl.recipes.catalogue import make_recipe
 from rrl.runs.launcher import load_config
+from rrl.setup import settings as train_settings
+from rrl.setup.automatic import resolve_automatic
 from rrl.sft import stages
 from rrl.studies.reproduction.plan import PlannedRun
-from rrl.train import settings as train_settings
-from rrl.train.automatic import resolve_automatic
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,9 +27,8 @@ from rrl.rl.optim import OptimConfig
 from rrl.rollout.config import EngineConfig
 from rrl.runs.datasets import DataConfig
 from rrl.runs.retriever import RetrieverConfig, encoder_folder
-from rrl.train.automatic import add_automatic_defaults, resolve_automatic
-from rrl.train.guard import GuardConfig
-from rrl.train.rl_config import RLConfig
+from rrl.setup.automatic import add_automatic_defaults, resolve_automatic
+from rrl.setup.rl_config import GuardConfig, RLConfig
 
 SECTIONS = {
     "train": RLConfig,

@@ -19,7 +19,7 @@ from rrl.models.heads import ValueModel
 from rrl.models.lora import add_lora
 from rrl.rl.memory import sharded
 from rrl.rl.optim import split_trained
-from rrl.train.settings import TrainSettings
+from rrl.setup.settings import TrainSettings
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
 

@@ -18,8 +18,8 @@ from rrl.parallel.mesh import data_shards
 from rrl.rl.memory import cast_values, device_bytes, optimizer_state, update_temporaries
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.memory import engine_memory, folder_memory, is_cpu
-from rrl.train.settings import TrainSettings
-from rrl.train.shapes import ModelShapes
+from rrl.setup.settings import TrainSettings
+from rrl.setup.shapes import ModelShapes
 
 SMALLER_RUN = (
     "use a smaller model, --config.lora.rank=32 (trains adapters only), --config.compute.remat=full (recomputes activations), or "

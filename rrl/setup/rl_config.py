@@ -1,12 +1,39 @@
-"""The section `train` of a training config: `RLConfig`."""
+"""The sections `train` and `guard` of a training config: `RLConfig` and `GuardConfig`."""
 
 import dataclasses
+import math
 
-from rrl.errors import UserError, at_least, at_most
+from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.rl.critic import CriticConfig
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
-from rrl.train.guard import GuardConfig
+
+ACTIONS = ("off", "warn", "stop")
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardConfig:
+    """Thresholds of the signs of collapse, and what to do about a collapse."""
+
+    action: str = "warn"
+    """"warn" logs a warning. "stop" ends the run and restores its latest checkpoint without a sign of collapse, which may be
+    the initial state. "off" checks nothing."""
+    steps: int = 10
+    """Consecutive steps for which a sign of collapse must last."""
+    reward: float | None = 0.0
+    """A mean total reward of a step at or below this is a sign of collapse; None: the reward is not checked. In a config the
+    default is "auto", which is replaced by `Recipe.collapsed_reward` in the scale of the total (`rrl.setup.automatic`)."""
+    entropy: float = 1e-3
+    """A mean entropy per policy token at or below this, in nats, is a sign of collapse."""
+    kl: float = 10.0
+    """A mean KL from the reference per policy token above this, in nats, is a sign of collapse."""
+
+    def __post_init__(self) -> None:
+        one_of(ACTIONS, self, "action", where="guard.")
+        at_least(1, self, "steps", where="guard.")
+        at_least(0, self, "entropy", "kl", where="guard.")
+        if self.reward is not None:
+            at_least(-math.inf, self, "reward", where="guard.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,8 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.recipes.catalogue import RECIPES, make_recipe
-from rrl.train.automatic import resolve_automatic
-from rrl.train.settings import TrainSettings
+from rrl.setup.automatic import resolve_automatic
+from rrl.setup.settings import TrainSettings
 from tests.train.made import config
 
 SHORT = "tests.recipes.user_recipe:short_answer"

@@ -11,10 +11,10 @@ from rrl.errors import UserError
 from rrl.parallel.mesh import make_mesh
 from rrl.plan.capacity import plan_capacity
 from rrl.plan.report import report
+from rrl.setup.memory import require_run_memory
+from rrl.setup.settings import TrainSettings
 from rrl.train import components
 from rrl.train.experiment import run
-from rrl.train.memory import require_run_memory
-from rrl.train.settings import TrainSettings
 from tests.memory import limit_memory
 
 MIB = 2**20
