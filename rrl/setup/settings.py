@@ -52,6 +52,9 @@ CRITIC_SECTIONS = {"critic": CriticConfig, "critic_optim": OptimConfig}
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """Add every missing field with its default to a config (see configs/rsearch_grpo.py), so that each can be overridden."""
     rename_config(config)
+    for name in SECTIONS:
+        if name not in config:
+            config[name] = ConfigDict()
     add_automatic_defaults(config)
     fill_sections(config, SECTIONS)
     if "critic" in config:

@@ -5,7 +5,7 @@ import pytest
 from rrl.errors import UserError
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.setup.automatic import resolve_automatic
-from rrl.setup.settings import TrainSettings
+from rrl.setup.settings import TrainSettings, with_defaults
 from tests.train.made import config
 
 SHORT = "tests.recipes.user_recipe:short_answer"
@@ -89,3 +89,9 @@ def test_a_config_without_the_fields_gets_their_defaults(name):
         "guard": {"reward": recipe.collapsed_reward},
         "critic": {"clip": 0.5},
     }
+
+
+def test_a_config_without_the_section_gets_the_automatic_guard():
+    filled = config("r1_searcher", "")
+    del filled["guard"]
+    assert TrainSettings.parse(with_defaults(filled)).train.guard.reward == -0.5
