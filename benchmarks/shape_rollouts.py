@@ -73,7 +73,9 @@ def _turn(model: FixedLengthModel, batch: int, args: argparse.Namespace, check: 
         prefills["ours"].append(first())
         return every()
 
-    what = f"one turn, {batch} rows, {prompt} prompt and {new} new tokens, {args.dtype}"
+    what = (
+        f"one turn, {batch} rows, {prompt} prompt and {new} new tokens, products in {engine.product_format}"
+    )
     targets = {"prefill": "0.9x", "decoding": DECODE_TARGETS.get(batch, "")}
     with hf_by_dtype(model, args.hf_python, batch, prompt, new + 1) as started:
         if isinstance(started, str):
