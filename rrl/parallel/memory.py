@@ -77,5 +77,7 @@ def require_memory(needs: Mapping[str, float], available: float, what: str, fix:
 
 
 def memory_unit(size: float) -> tuple[str, float]:
-    """The unit in which a size is shown, GiB or MiB, and its bytes."""
-    return ("GiB", GIB) if size >= GIB / 4 else ("MiB", 2.0**20)
+    """The unit in which a size is shown, GiB, MiB or KiB, and its bytes."""
+    if size >= GIB / 4:
+        return "GiB", GIB
+    return ("MiB", 2.0**20) if size >= 2.0**20 / 4 else ("KiB", 2.0**10)
