@@ -24,8 +24,8 @@ from rrl.parallel.rules import constrain, fit
 BLOCK = 128
 """Slots per block."""
 WRITE_TOKENS = 256
-"""Maximum number of tokens of a row that are written to a layer with a sliding window before their queries read it. Each such
-layer holds as many tokens more than its window. A longer prefill is computed in parts."""
+"""Maximum number of tokens of a row that are written to a layer with a sliding window before their queries read it. Such
+a layer has room for its window and this many new tokens. A longer prefill is computed in parts."""
 CACHE_AXES = (None, None, ROW_AXES, "tensor", None, None)
 """Mesh axes of the cache: rows over data and fsdp, kv heads over tensor."""
 KeyValue = tuple[Array, Array]
@@ -275,8 +275,8 @@ class KVCache:
     ) -> "KVCache":
         """Copies the first `slots[p]` positions of row `source[p]` to row `target[p]`, in whole blocks.
 
-        Of a layer that holds only the last positions, the copy is complete if the source still holds the window of position
-        `slots[p]`.
+        A layer with a sliding window holds only the last positions of a row. Its copy is complete if the source still holds all
+        positions that a query at position `slots[p]` attends to.
 
         If rows are split over devices, so are the entries, and source and target are on the same device.
 

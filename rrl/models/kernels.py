@@ -16,7 +16,7 @@ from rrl.models.config import DecoderConfig
 class GenerationKernels(Protocol):
     """Kernels for a cache with `slots_last`. Instances are hashable: they are static fields of a cache.
 
-    A device that has kernels has those for attention and for copies; the others are asked about a model first.
+    `attend` and `copy_rows` always work. Call `run_layers` only if `computes_layers` is True, and `sample` only if `samples` is.
     """
 
     def attend(

@@ -1,4 +1,4 @@
-"""Memory of this machine's devices, and the refusal of what would not fit. Read `require_memory` first."""
+"""The memory of this machine's devices, and a check that a program's arrays fit into it. Read `require_memory` first."""
 
 import math
 import os
@@ -37,7 +37,7 @@ def _cgroup_limits() -> Iterator[float]:
             (CGROUP_ROOT / "memory", "memory.limit_in_bytes") if controllers else (CGROUP_ROOT, "memory.max")
         )
         group = Path(path.lstrip("/"))
-        # In a container, the root may be the process's own group, and its path name a folder that is not visible.
+        # In a container, `root` may already be the process's group. Then `path` may name a folder that is not visible here.
         for folder in (group, *group.parents):
             try:
                 limit = (root / folder / name).read_text().strip()

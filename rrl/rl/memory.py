@@ -43,7 +43,7 @@ def update_temporaries(
     Args:
       config: architecture of the model.
       mesh: devices, which may be abstract.
-      states: its trained and frozen parameters, as shapes on the mesh.
+      states: the model's trained and frozen parameters, as shapes on the mesh.
       dtype: of the computation.
       remat: rematerialisation of the backward pass.
       rows: rows of a microbatch on one device.
@@ -85,7 +85,7 @@ def token_activations(config: DecoderConfig, tensor: int) -> float:
 
 
 def cast_values(params: PyTree, dtype: np.dtype) -> float:
-    """Return how many values of parameters on one device must be cast to the dtype of the computation."""
+    """Return how many parameters on one device must be cast to the dtype of the computation."""
     return device_values([leaf for leaf in jax.tree.leaves(params) if leaf.dtype != dtype])
 
 
@@ -100,12 +100,12 @@ def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMes
 
 
 def device_bytes(tree: PyTree) -> float:
-    """Return the bytes that shapes on a mesh take on each device."""
+    """Return the bytes on each device of arrays, given as shapes with shardings."""
     return sum(device_values(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def device_values(tree: PyTree) -> float:
-    """Return how many values of shapes on a mesh are on each device."""
+    """Return the number of values on each device of arrays, given as shapes with shardings."""
     return float(
         sum(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=float) for leaf in jax.tree.leaves(tree))
     )

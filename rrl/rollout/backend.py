@@ -1,7 +1,6 @@
 """`Backend`: how an engine uses its kind of devices. The rest of the engine is the same on all devices.
 
-The defaults are those of accelerators and of several devices. CPUs have their own (`rrl.rollout.cpu`); `rrl.rollout.backends`
-selects.
+The defaults are those of accelerators. CPUs have subclasses (`rrl.rollout.cpu`). `rrl.rollout.backends.select_backend` chooses.
 """
 
 import dataclasses
@@ -34,7 +33,8 @@ class Backend:
     """How an engine uses its devices."""
 
     workers: int = 1
-    """Number of episode loops that share the rows and the requests and run at the same time, each in its own thread."""
+    """Number of episode loops that run at the same time, each in its own thread. Each has an equal part of the rows, and they
+    share the requests."""
     compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     """XLA's compiler options for the rollout's programs."""
     computes_on_host: bool = False
@@ -42,12 +42,12 @@ class Backend:
     slots_last: bool = False
     """Layout of the cache (`rrl.models.cache.KVCache`)."""
     prefill_attention_batches: tuple[int, ...] = ()
-    """`PrefillSettings.attention_batches`."""
+    """Value of `rrl.rollout.prefilling.PrefillSettings.attention_batches`."""
     embeds_in_batches: bool = False
     """Whether the query encoder embeds only as many queries as there are (`rrl.rollout.query_encoder.QueryEncoder.embed`)."""
     probes_shapes: bool = False
     """Whether smaller shapes of steps, and drafts, are used only if a test finds that they change no bits
-    (`rrl.rollout.backends.find_shapes`). Otherwise all steps have the largest shapes."""
+    (`rrl.rollout.backends.find_shapes`). Otherwise all steps have the largest shapes, and drafts are not tested."""
 
     def kernels(self, dtype: DTypeLike) -> GenerationKernels | None:
         """Return the kernels of a cache of this dtype; None: XLA computes everything."""
@@ -66,7 +66,7 @@ class Backend:
         return jnp.dtype(dtype).name
 
     def prepare(self, model: Decoder) -> Decoder:
-        """Return a decoder prepared for generation: what is done once before a loop over tokens, not at each token."""
+        """Return a decoder whose weights are prepared for generation. Called once, before the loop over tokens."""
         return model
 
     def prepared_bytes(self, dtype: DTypeLike, lora: bool) -> float:
@@ -80,7 +80,10 @@ class Backend:
 
 
 def without_kernels(weights: str) -> None:
-    """Raise UserError if `EngineConfig.weights` asks for another format than that in which XLA computes."""
+    """Raise UserError unless `EngineConfig.weights` is "auto".
+
+    Call it where no kernels compute the layers: then the number format cannot be chosen.
+    """
     if weights != "auto":
         raise UserError(
             f"weights={weights} of a rollout section needs the CPU kernels, which this device, mesh, model or compute.dtype does "

@@ -82,8 +82,8 @@ def engine_memory(
 ) -> dict[str, float]:
     """Return part -> bytes on one device that an engine needs beside the parameters: the KV cache, and an estimate of the rest.
 
-    The rest ("activations") consists of copies of parameters, logits, the activations of a prefill, and on several devices the
-    gathered weights of two layers.
+    The rest ("activations") consists of copies of parameters, logits, the activations of a prefill, and, except on a single CPU
+    device, the gathered weights of two layers.
 
     Args:
       config: shape of the model.
@@ -112,7 +112,7 @@ def is_cpu(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def cache_bytes(config: DecoderConfig, rows: float, positions: float, itemsize: int) -> float:
-    """Return the bytes of the KV cache of all layers, for `rows` sequences of `positions` positions, on average over layers."""
+    """Return the bytes of the KV cache of all layers, for `rows` sequences. `positions` is the mean number per layer."""
     return 2.0 * config.layers * rows * positions * config.kv_heads * config.head_dim * itemsize
 
 

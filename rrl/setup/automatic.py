@@ -1,4 +1,4 @@
-"""Config fields on the scale of the total reward, which may be "auto": their values then follow the recipe and its weights.
+"""Config fields in units of the total reward. Each may be "auto": its value is then computed from the recipe and its weight.
 
 A recipe declares its scale (`Recipe.reward_range`, `Recipe.collapsed_reward`, `Recipe.uninformative_spread`), and
 `rewards.recipe_weight` multiplies it. Read `resolve_automatic` first.
@@ -26,12 +26,18 @@ def drop_spread(recipe: Recipe, recipe_weight: float) -> float:
 
 
 def guard_reward(recipe: Recipe, recipe_weight: float) -> float | None:
-    """Return `guard.reward`: the recipe's own value, times its weight. None if only functions count: their range is unknown."""
+    """Return `guard.reward`: the recipe's own value, times its weight.
+
+    None if the weight is 0: then only the user's reward functions count, and their range is unknown.
+    """
     return recipe_weight * recipe.collapsed_reward if recipe_weight else None
 
 
 def critic_clip(_: Recipe, recipe_weight: float) -> float:
-    """Return `critic.clip`: VALUE_CLIP times the recipe's weight. VALUE_CLIP if only functions count: their scale is unknown."""
+    """Return `critic.clip`: VALUE_CLIP times the recipe's weight.
+
+    VALUE_CLIP itself if the weight is 0: then only the user's reward functions count, and their scale is unknown.
+    """
     return VALUE_CLIP * (recipe_weight or 1.0)
 
 
@@ -55,7 +61,7 @@ AUTOMATIC_FIELDS = (
 
 
 def add_automatic_defaults(config: ConfigDict) -> None:
-    """Add the automatic fields that a config does not list, in place, to those of their sections that it has."""
+    """Add missing automatic fields with their defaults to a config, in place. A section that is missing is not added."""
     for field in AUTOMATIC_FIELDS:
         if field.section in config and field.name not in config[field.section]:
             config[field.section][field.name] = field.default

@@ -22,7 +22,7 @@ class GuardConfig:
     """Consecutive steps for which a sign of collapse must last."""
     reward: float | None = 0.0
     """A mean total reward of a step at or below this is a sign of collapse; None: the reward is not checked. In a config the
-    default is "auto", which is replaced by `Recipe.collapsed_reward` in the scale of the total (`rrl.setup.automatic`)."""
+    default is "auto": `Recipe.collapsed_reward` times `rewards.recipe_weight` (`rrl.setup.automatic.guard_reward`)."""
     entropy: float = 1e-3
     """A mean entropy per policy token at or below this, in nats, is a sign of collapse."""
     kl: float = 10.0

@@ -95,7 +95,9 @@ class TrainSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "TrainSettings":
-        """Check a config (see configs/rsearch_grpo.py) and that its folders exist, without loading anything.
+        """Check a config (see configs/rsearch_grpo.py) and that its folders exist; return it with this platform's dtypes.
+
+        Imports the user's reward functions, but loads no model.
 
         Raises:
             UserError: a field is wrong or a folder is missing.

@@ -21,7 +21,8 @@ constexpr int64_t kQueryTile = 16;
 constexpr int64_t kGroupTokens = 32;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 
-// The queries of some tokens of one row and one key head, with the state of their running softmax.
+// The queries of some tokens of one row and one key head, with the state of their running softmax. `capacity` is the maximum
+// number of queries, `width` the head dimension.
 class QueryGroup {
  public:
   QueryGroup(int64_t capacity, int64_t width)
@@ -128,7 +129,8 @@ struct Token {
   float* out;
 };
 
-// One layer's cache: keys [blocks, R, K, H, slot] and values [blocks, R, K, slot, H].
+// One layer's cache: keys [blocks, R, K, H, slot] and values [blocks, R, K, slot, H]. `rows` is R, `heads` K, `width` H, and
+// `block` the number of slots of a block.
 template <typename Number>
 struct Cache {
   Number *keys, *values;
@@ -139,8 +141,8 @@ struct Cache {
   }
 };
 
-// Attention of tokens that are sorted by row. All QueryGroups of a row read a block before the next block is read, so that the
-// block is still in the CPU's cache.
+// Attention of tokens that are sorted by row. `group` is the number of query heads per key head. All QueryGroups of a row read a
+// block before the next block is read, so that the block is still in the CPU's cache.
 void attend(const std::vector<Token>& tokens, const Cache<const float>& cache, int64_t group, ThreadTeam& team) {
   const int64_t count = tokens.size(), block = cache.block;
   std::vector<std::pair<int64_t, int64_t>> rows;

@@ -50,7 +50,8 @@ void normalise(const float* x, const float* scale, int64_t width, float eps, flo
   for (int64_t c = 0; c < width; c += kLanes) store(out + c, load(x + c) * inverse * load(scale + c));
 }
 
-// x = silu(x) y. The exponential's argument is never above 0, and the result is 0 where the exponential would underflow.
+// x = silu(x) y. The exponential's argument is -|x|, so it cannot overflow. The result is 0 for x < -87, where e^x would
+// underflow.
 void gated(float* x, const float* y, int64_t count) {
   for (int64_t c = 0; c < count; c += kLanes) {
     const Lanes given = load(x + c);
@@ -69,18 +70,20 @@ bool finite(const float* x, int64_t count) {
   return sum == 0;
 }
 
+// `width` is the head dimension.
 struct Sizes {
   int64_t hidden, heads, kv_heads, width, mlp;
   float eps;
 };
 
-// Calls body(0), ..., body(count - 1), on several threads if the tokens have many numbers, of `width` each.
+// Calls body(0), ..., body(count - 1) for `count` tokens of `width` numbers each, on several threads if there are many numbers.
 template <typename Body>
 void each_token(int64_t count, int64_t width, ThreadTeam& team, const Body& body) {
   team.each(count, body, count * width >= kLargeMatrix);
 }
 
-// Projects tokens to heads, with bias, norm and rotary angle.
+// Projects tokens to heads. Then adds the bias, normalises each head, rotates it (RoPE) and multiplies it by `scale`. Without
+// `cosines` it is neither rotated nor scaled.
 void project_heads(const float* x, Weight weight, const float* bias, const float* norm, const float* const* cosines,
                    const float* const* sines, int64_t count, int64_t heads, float scale, const Sizes& s, ThreadTeam& team,
                    float* out) {
@@ -125,6 +128,8 @@ enum {
   kKNorm
 };
 
+// Runs all layers on the tokens with a valid slot and row (`cpu_layers` in layers.py). The buffers hold only these tokens, sorted
+// by row. In each layer, the keys and values of all tokens are written before any of them attends.
 ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows, ffi::RemainingArgs given,
                   int32_t slots, int32_t query_heads, int32_t mlp, float eps, bool last_layer_attends, int32_t format,
                   int32_t threads, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> keys,
@@ -198,7 +203,7 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
               for (int64_t c = 0; c < s.width; ++c) cache.keys[at + c * block + place] = from[c];
             else if (finite(from, s.width))
               std::copy_n(from, s.width, cache.values + at + place * s.width);
-            else {  // as in cache.py: the key becomes NaN and the value 0, since 0 * NaN would reach masked queries
+            else {  // as in cache.py: the key gets a NaN and the value is 0, since 0 * NaN would reach masked queries
               std::fill_n(cache.values + at + place * s.width, s.width, 0.0f);
               cache.keys[at + place] = std::numeric_limits<float>::quiet_NaN();
             }

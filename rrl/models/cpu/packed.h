@@ -37,7 +37,12 @@ struct Inputs {
   const float* scales;
 };
 
-// -- What differs between the packed formats. `Sum` is a register of kLanes sums, `Words` a register of kLanes weights. ---------
+// -- What differs between the packed formats ----------------------------------------------------------------------------------
+//
+// Sum: a register of kLanes sums. Words: a register of kLanes words of weights. kPerWord: numbers per word. kScaled: whether the
+// numbers have scales. add_product: adds the products of one word of inputs with the words of kLanes columns. floats: the sums
+// as floats. convert: a row of `count` inputs to words, and its scale. pack: kPerWord rows of kLanes weights to words; `inverse`
+// is 1 / scale, if kScaled.
 
 struct Float32 {
   static constexpr int64_t kPerWord = 1;

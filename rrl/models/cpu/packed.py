@@ -3,7 +3,7 @@
 Products with a large row-major matrix spend half of their time on copying its columns into contiguous memory. A packed matrix is
 copied once, and may have a smaller number format:
 
-- float32: exact to the order of the sum.
+- float32: the same product as with XLA, except for the order of the sum.
 - bfloat16: weights and inputs of a product are rounded to bfloat16; sums are float32. A decode step reads half of the memory.
   Needs AVX512_BF16.
 - int8: symmetric rounding, with one scale per output (weights) and one per token (inputs); sums are exact. A decode step reads a
@@ -73,10 +73,10 @@ def pack(
     """Packs the matrices of L layers.
 
     Args:
-        matrices: [L, inner..., width...], computed in float32. The products of the inner and of the output axes must be multiples
-            of 16.
+        matrices: [L, inner..., width...], converted to float32. The products of the inner and of the output axes must be
+            multiples of 16.
         name: a packed format. Call `supports_format` first; it registers the kernels with JAX.
-        inner_axes: number of axes over which a product sums.
+        inner_axes: number of axes over which a product sums; 1 if `transposed`.
         transposed: the output axis comes first: [L, width, inner].
         threads: maximum number of threads.
 
@@ -103,8 +103,8 @@ def pack_decoder(decoder: Decoder, name: str, threads: int = 1) -> None:
     The table is left out if the vocabulary is no multiple of 16.
 
     Args:
-        decoder: a model without adapters that `rrl.models.cpu.layers.can_compute`.
-        name: a packed format that `supports_format`.
+        decoder: a model without adapters, for which `rrl.models.cpu.layers.can_compute` is True.
+        name: a packed format for which `supports_format` is True.
         threads: maximum number of threads.
     """
     packed = {

@@ -24,8 +24,8 @@ constexpr int kLanes = 16, kSums = 24, kRows = 8;
 #else
 constexpr int kLanes = 8, kSums = 8, kRows = 4;
 #endif
-// `product` computes all rows for this many columns, then goes to the next columns. If it packs the columns, it takes as many as
-// one tile has.
+// `product` computes all rows for this many columns, then goes to the next columns. If it copies the columns (see there), it
+// takes as many as one tile has.
 constexpr int64_t kPanelColumns = 6 * kLanes;
 // A matrix of at least this many numbers does not fit in a core's caches.
 constexpr int64_t kLargeMatrix = 1 << 18;
@@ -173,7 +173,7 @@ class ThreadTeam {
 };
 
 // out = x y, or out += x y with `added`; x is [count, inner], y is [inner, width]. If y is large and x has many rows, columns
-// of y are packed into contiguous memory first.
+// of y are first copied into contiguous memory. This is not one of the packed formats of packed.h.
 void product(const float* x, const float* y, int64_t count, int64_t inner, int64_t width, float* out, ThreadTeam& team,
              bool added = false) {
   const bool packed = count > kRows && inner * width >= kLargeMatrix;

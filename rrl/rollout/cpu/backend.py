@@ -22,8 +22,8 @@ def cpu_backend(config: EngineConfig, decoder_config: DecoderConfig, mesh: Mesh)
     """Return the backend of a mesh of CPU devices.
 
     Raises:
-      UserError: `config.workers` does not fit one CPU (`rrl.rollout.cpu.workers.worker_count`), or several do not support
-        `config.weights`.
+      UserError: `config.workers` does not fit one CPU (`rrl.rollout.cpu.workers.worker_count`), or `config.weights` is
+        set for several CPU devices, which allow only "auto".
     """
     if mesh.size > 1:
         without_kernels(config.weights)
@@ -55,7 +55,7 @@ class CpuBackend(Backend):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SingleCpuBackend(CpuBackend):
-    """One CPU device: several workers, the kernels compute whole layers, and a probe finds the shapes of the steps."""
+    """One CPU device: one or several workers, the kernels compute whole layers, and a probe finds the shapes of the steps."""
 
     prefill_attention_batches: tuple[int, ...] = (1,)
     embeds_in_batches: bool = True
@@ -68,7 +68,7 @@ class SingleCpuBackend(CpuBackend):
         return kernels is not None and kernels.computes_layers(self.decoder_config, dtype)
 
     def product_format(self, dtype: DTypeLike) -> str:
-        """Return the number format of the matrix products: that of `weights`, or for "auto" the one that is chosen.
+        """Return the number format of the matrix products: that of packed matrices (`packed_format`), else `dtype`.
 
         Raises:
           UserError: see `prepare`.
@@ -78,8 +78,8 @@ class SingleCpuBackend(CpuBackend):
     def prepare(self, model: Decoder) -> Decoder:
         """Return the decoder with copies of its weights that save time at each token. Each worker holds its own copies.
 
-        If the kernels compute the layers, adapters are added to the weights, and the result is packed (`packed_format`). A tied
-        embedding table that is not packed is transposed.
+        If the kernels compute the layers, adapters are added to the weights. The result is packed if `packed_format` returns a
+        format. A tied embedding table that is not packed gets a transposed copy.
 
         Raises:
           UserError: this device, model or processor does not support `weights`.
@@ -104,8 +104,9 @@ class SingleCpuBackend(CpuBackend):
             return self.workers * (merged + copies)
         if config.vocab_size % 16 == 0:
             copies = table * BITS[name] / 8
-        # A sum of weights and adapters is freed when it is packed. The third of them that may exist beside the larger of the two
-        # was compared with compiled programs.
+        # Weights with added adapters are temporary: each matrix is freed when it is packed. So they need less memory than all
+        # merged and all packed matrices together. Compiled programs were compared with this estimate: the larger of the two, plus
+        # a third of the merged matrices.
         packed = kernels * BITS[name] / 8
         return self.workers * (copies + (max(merged, packed) + merged / 3 if merged else packed))
 

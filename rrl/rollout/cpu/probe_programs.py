@@ -95,9 +95,9 @@ def compile_decode(
 
 
 def _decoding_slots(programs: RolloutPrograms, width: int, context: int, turn_tokens: int) -> DecodeState:
-    """Return slots of which the first `width` decode, with random last tokens, several temperatures and long contexts.
+    """Return slots of which the first `width` decode, with random last tokens, and with different temperatures and lengths.
 
-    Half of the contexts begin the turn in the first cache block, a quarter in the second, and so on.
+    Half of all slots begin their turn in the first cache block, a quarter in the second, and so on.
     """
     count = programs.slots
     rng = np.random.default_rng(0)

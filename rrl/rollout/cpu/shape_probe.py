@@ -1,10 +1,11 @@
 """The shape probe: finds array shapes on one CPU that give bitwise the same results as the largest shape.
 
 A decode step with fewer rows, or a prefill with fewer chunks, is faster. But for some shapes XLA splits a matrix product in
-another way, which changes the last bits. Then the tokens of a row would depend on the number of rows in the step, and so on the
-speed of searches. The probe runs the real decode and prefill steps over the model's first layers, once per candidate shape, and
-compares bits (`rrl.rollout.cpu.probe_programs`). It also checks that draft tokens change no bits. Read `find_cpu_shapes`, then
-`probe_shapes`.
+another way, which changes the last bits. Then the tokens of a row would depend on the number of rows in the step. This number
+depends on the speed of searches, so results could not be repeated.
+
+The probe runs the real decode and prefill steps over the model's first layers, once per candidate shape, and compares bits
+(`rrl.rollout.cpu.probe_programs`). It also checks that draft tokens change no bits. Read `find_cpu_shapes`, then `probe_shapes`.
 """
 
 import concurrent.futures
