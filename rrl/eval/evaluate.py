@@ -224,6 +224,14 @@ def answer_questions(
             batch = todo[start : start + method.batch_size]
             key = jax.random.key(settings.eval.seed)
             seconds_before = method.reader.seconds if method.reader else 0.0
+            origin: dict[str, Any] = {
+                "commit": current_commit(),
+                "policy_format": engine.product_format,
+                "reader_format": method.reader.product_format if method.reader else "",
+            }
+            append_timing(
+                workdir, 0, **origin
+            )  # before the first answer, since the process may be killed within the batch
             method.answer(engine, params, batch, key, settings.eval.temperature, on_record)
             stats = engine.stats
             reader_seconds: dict[str, Any] = (
@@ -232,9 +240,7 @@ def answer_questions(
             append_timing(
                 workdir,
                 len(batch),
-                commit=current_commit(),
-                policy_format=engine.product_format,
-                reader_format=method.reader.product_format if method.reader else "",
+                **origin,
                 answer=stats.seconds,
                 search=stats.retrieval_seconds,
                 **reader_seconds,

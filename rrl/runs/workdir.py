@@ -32,7 +32,8 @@ ADDED_FIELDS = (
 )
 """Fields of config.json that older versions did not write. A run without them may continue."""
 ADDED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    f"{section}.weights": ("auto", "float32") for section in ("run.rollout", "run.reader_rollout", "rollout")
+    f"{section}.weights": ("auto", "float32", "unpacked")
+    for section in ("run.rollout", "run.reader_rollout", "rollout")
 }
 """Further such fields -> the values with which a run without them may continue. Older versions computed in the run's dtype, so
 their results must not be mixed with those of another number format that is set."""

@@ -51,3 +51,9 @@ def test_errors_name_a_line_with_a_wrong_type(tmp_path: Path, line: str, words: 
     for read in (read_timing, seconds_per_question):
         with pytest.raises(UserError, match=rf"timing\.jsonl, line 2: {words}; remove that line"):
             read(tmp_path)
+
+
+def test_the_line_before_a_batch_counts_no_questions_and_no_seconds(tmp_path):
+    append_timing(tmp_path, 0, commit="abc", policy_format="bfloat16")
+    append_timing(tmp_path, 4, commit="abc", policy_format="bfloat16", answer=8.0)
+    assert seconds_per_question(tmp_path) == {"answer": 2.0}

@@ -105,7 +105,7 @@ def test_a_run_without_number_formats_continues_only_in_float32_or_auto(tmp_path
         return values
 
     Checkpoints(tmp_path, nested({"rows": 8})).close()
-    for weights in ("auto", "float32"):
+    for weights in ("auto", "float32", "unpacked"):
         refuse_other_config(tmp_path, nested({"rows": 8, "weights": weights}))
     with pytest.raises(UserError, match=rf"{section}\.weights: '\(absent\)' there, 'int8' now"):
         refuse_other_config(tmp_path, nested({"rows": 8, "weights": "int8"}))

@@ -283,7 +283,7 @@ def adaptive_rag(question: Question, settings: PromptedSettings) -> PromptedWork
     """
     output: Generated = yield settings.generate(
         "How is this question best answered? Reply with one letter: A if you know the answer for certain, B if one search finds "
-        f"it, C if several facts must be looked up one after another.\n\nQuestion: {with_choices(question, instruct=False)}"
+        f"it, C if several facts must be looked up one after another.\n\nQuestion: {question.text}"
     )
     first = re.match(r"\W*([ABC])(?=[).:,;*\n]|\s*$)", output.text)
     # The second pattern does not match the article "A".

@@ -188,7 +188,10 @@ def test_every_prompt_with_the_question_shows_its_choices(name: str) -> None:
     for text in ("first\nsecond", "C"):
         _, requests = ramble(name, text, question=question)
         prompts = [str(request.prompt) for request in requests if isinstance(request, Generate)]
-        asking = [prompt for prompt in prompts if QUESTION.text in prompt]
+        # Adaptive-RAG's classification asks for another letter than a choice's.
+        asking = [
+            prompt for prompt in prompts if QUESTION.text in prompt and "Reply with one letter" not in prompt
+        ]
         assert asking and all(shown in prompt for prompt in asking)
 
 
