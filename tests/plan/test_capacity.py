@@ -72,7 +72,8 @@ def test_the_parts_of_memory_follow_from_the_shapes(compiled):
 def test_the_critic_of_ppo_is_compiled_and_counted(tmp_path):
     found = plan_capacity(with_mesh(tiny_config(tmp_path, get_ppo), fsdp=4, tensor=2), "cpu:8")
     assert [program.name for program in found.programs][3:] == ["critic update", "critic step"]
-    assert list(found.memory) == list(found.costs) == [program.name for program in found.programs]
+    programs = [program.name for program in found.programs]
+    assert list(found.costs) == programs and list(found.memory) == [*programs, "reader"]
     rollout, update = found.memory["rollout"], found.memory["critic update"]
     # The policy's kernels and embedding; the output for values is a column.
     assert rollout["critic"] == pytest.approx(rollout["parameters"], rel=0.05)
