@@ -77,7 +77,7 @@ def test_a_run_in_int8_differs_in_numerics_and_its_folder_refuses_other_formats(
         "numerics of the policy differs: auto: float32; int8: int8",
         "numerics of the reader differs: auto: float32; int8: int8",
     ]
-    assert [line["reader_format"] for line in read_timing(tmp_path / "int8") if "commit" in line] == ["int8"]
+    assert {line["reader_format"] for line in read_timing(tmp_path / "int8") if "commit" in line} == {"int8"}
     written = json.loads((tmp_path / "int8/config.json").read_text())
     assert (written["rollout"]["weights"], written["reader_weights"]) == ("int8", "int8")
     with pytest.raises(UserError, match=r"reader_weights: '\(absent\)' there, 'int8' now"):
