@@ -163,8 +163,8 @@ class Decoder(nnx.Module):
         param_dtype: of the stored parameters.
         attention: kernel for packed batches (`rrl.models.attention_backends`). Generation reads its cache in XLA or in
             the cache's kernels (`rrl.models.kernels`).
-        remat: what is kept of each layer for the backward pass: "none" keeps everything except attention weights, "dots"
-            keeps the products with weight matrices, "full" keeps only the layer's input. The rest is recomputed.
+        remat: what each layer stores for the backward pass: "none" stores everything except attention weights, "dots" the
+            products with weight matrices, "full" only the layer's input. The rest is recomputed.
     """
 
     transposed_embedding: Float[Array, "D V"] | None = None

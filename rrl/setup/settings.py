@@ -52,13 +52,13 @@ CRITIC_SECTIONS = {"critic": CriticConfig, "critic_optim": OptimConfig}
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """Add every missing field with its default to a config (see configs/rsearch_grpo.py), so that each can be overridden."""
     rename_config(config)
-    for name in SECTIONS:
+    has_critic = any(name in config for name in CRITIC_SECTIONS)
+    sections = {**SECTIONS, **(CRITIC_SECTIONS if has_critic else {})}
+    for name in sections:
         if name not in config:
             config[name] = ConfigDict()
     add_automatic_defaults(config)
-    fill_sections(config, SECTIONS)
-    if "critic" in config:
-        fill_sections(config, CRITIC_SECTIONS)
+    fill_sections(config, sections)
     fill_judge_defaults(config)
     fill_recipe_defaults(config.recipe.name, config.recipe, config.recipe.environment)
     return config

@@ -148,7 +148,8 @@ class ColdStartSettings:
             "model": folder_hash(self.model) if self.endpoint is None else self.endpoint.identity,
             "recipe": dataclasses.asdict(self.recipe),
             "sampling": dataclasses.asdict(self.sampling),
-            "rollout": {name: getattr(self.rollout, name) for name in ("context", "top_k", "top_p")},
+            "rollout": {name: getattr(self.rollout, name) for name in ("context", "top_k", "top_p")}
+            | ({"weights": self.rollout.weights} if self.rollout.weights != "auto" else {}),
             "data": dataclasses.asdict(self.data),
             "retriever": self.retriever.identity() | {"encoder_sha256": encoder and folder_hash(encoder)},
             "judge": self.judge.identity() if self.judge else None,

@@ -91,7 +91,15 @@ def test_a_config_without_the_fields_gets_their_defaults(name):
     }
 
 
-def test_a_config_without_the_section_gets_the_automatic_guard():
+@pytest.mark.parametrize("present", ["critic", "critic_optim"])
+def test_a_config_without_a_section_gets_its_automatic_values(present):
     filled = config("r1_searcher", "")
     del filled["guard"]
     assert TrainSettings.parse(with_defaults(filled)).train.guard.reward == -0.5
+    filled = config("rsearch_ppo", "")
+    if present == "critic":
+        del filled["critic_optim"], filled.critic["clip"]
+    else:
+        del filled["critic"]
+    filled.rewards.update(weighted(4.0))
+    assert TrainSettings.parse(with_defaults(filled)).train.critic.clip == 2.0

@@ -40,9 +40,9 @@ struct Inputs {
 // -- What differs between the packed formats ----------------------------------------------------------------------------------
 //
 // Sum: a register of kLanes sums. Words: a register of kLanes words of weights. kPerWord: numbers per word. kScaled: whether the
-// numbers have scales. add_product: adds the products of one word of inputs with the words of kLanes columns. floats: the sums
-// as floats. convert: a row of `count` inputs to words, and its scale. pack: kPerWord rows of kLanes weights to words; `inverse`
-// is 1 / scale, if kScaled.
+// numbers have scales; then sums are integers. add_product: adds the products of one word of inputs with the words of kLanes
+// columns. convert: a row of `count` inputs to words, and its scale. pack: kPerWord rows of kLanes weights to words; `inverse` is
+// 1 / scale, if kScaled.
 
 struct Float32 {
   static constexpr int64_t kPerWord = 1;
@@ -52,7 +52,6 @@ struct Float32 {
 
   static Words words(const int32_t* from) { return load(reinterpret_cast<const float*>(from)); }
   static void add_product(Sum& sum, const int32_t* x, Words y) { sum += *reinterpret_cast<const float*>(x) * y; }
-  static Lanes floats(Sum sum) { return sum; }
   static void convert(const float* x, int64_t count, int32_t* out, float*) { std::memcpy(out, x, 4 * count); }
   static Ints pack(const Lanes* x, Lanes) { return (Ints)x[0]; }
 };
@@ -68,7 +67,6 @@ struct BFloat16 {
   static void add_product(Sum& sum, const int32_t* x, Words y) {
     sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(*x), y);
   }
-  static Lanes floats(Sum sum) { return sum; }
   static void convert(const float* x, int64_t count, int32_t* out, float*) {
     for (int64_t c = 0; c < count; c += kLanes)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(out) + c),
@@ -91,10 +89,10 @@ struct Int8 {
   typedef __m512i Words;
 
   static Words words(const int32_t* from) { return _mm512_loadu_si512(from); }
+  // With the intrinsic, GCC 12 moves the sums to memory and back at each step of the inner loop.
   static void add_product(Sum& sum, const int32_t* x, Words y) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(_mm512_set1_epi32(*x)), "v"(y));
   }
-  static Lanes floats(Sum sum) { return (Lanes)_mm512_cvtepi32_ps(sum); }
   // The scale of a row that is not finite is NaN, and so are its products.
   static void convert(const float* x, int64_t count, int32_t* out, float* scale) {
     Lanes high{}, zeros{};
@@ -206,7 +204,7 @@ inline void packed_tile(Inputs x, const int32_t* y, int64_t words, const float* 
   for (int q = 0; q < rows; ++q)
 #pragma GCC unroll 8
     for (int p = 0; p < panels; ++p) {
-      Lanes result = Number::floats(sum[q][p]);
+      Lanes result;
       if constexpr (Number::kScaled) {
         Ints column_sums;
         std::memcpy(&column_sums, sums + p * kLanes, sizeof column_sums);
@@ -214,6 +212,8 @@ inline void packed_tile(Inputs x, const int32_t* y, int64_t words, const float* 
         result = __builtin_convertvector(signed_sums, Lanes) * load(scales + p * kLanes) * x.scales[q];
         // Otherwise some tiles would contract the last product and the sum below to one operation, which rounds once.
         asm("" : "+x"(result));
+      } else {
+        result = sum[q][p];
       }
       float* const to = out + q * step + p * kLanes;
       store(to, added ? load(to) + result : result);

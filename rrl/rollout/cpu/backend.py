@@ -1,15 +1,18 @@
 """The backends of CPUs: `CpuBackend` for a mesh of several CPU devices, `SingleCpuBackend` for one. Read `cpu_backend` first."""
 
 import dataclasses
+import math
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.models.cpu.kernels import CpuKernels, cpu_kernels
-from rrl.models.cpu.packed import BITS, INSTRUCTIONS, pack_decoder, supports_format
+from rrl.models.cpu.packed import INSTRUCTIONS, PackedMatrix, pack_decoder, supports_format
 from rrl.models.decoder import TABLE, Decoder
 from rrl.models.lora import merge_lora
 from rrl.parallel.runtime import available_cores
@@ -93,22 +96,24 @@ class SingleCpuBackend(CpuBackend):
         return model
 
     def prepared_bytes(self, dtype: DTypeLike, lora: bool) -> float:
-        config, size = self.decoder_config, jnp.dtype(dtype).itemsize
-        kernels, table = matrix_parameters(config), config.hidden * config.vocab_size
-        name, merged = (
-            self.packed_format(dtype),
-            size * kernels if lora and self.computes_layers(dtype) else 0,
+        def copies() -> tuple[dict[str, PackedMatrix], jax.Array | None]:
+            decoder = Decoder(self.decoder_config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
+            model = self.prepare(decoder)
+            return dict(model.kernel_weights or {}), model.transposed_embedding
+
+        matrices, transposed = jax.eval_shape(copies)
+        table = matrices.pop(TABLE, None)
+        packed, tables = (
+            sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
+            for part in (matrices, (table, transposed))
         )
-        copies: float = size * table if config.tie_embeddings else 0
-        if name is None:
-            return self.workers * (merged + copies)
-        if config.vocab_size % 16 == 0:
-            copies = table * BITS[name] / 8
+        if not (lora and self.computes_layers(dtype)):
+            return float(self.workers * (packed + tables))
         # Weights with added adapters are temporary: each matrix is freed when it is packed. So they need less memory than all
         # merged and all packed matrices together. Compiled programs were compared with this estimate: the larger of the two, plus
-        # a third of the merged matrices.
-        packed = kernels * BITS[name] / 8
-        return self.workers * (copies + (max(merged, packed) + merged / 3 if merged else packed))
+        # the smaller one or a third of the merged matrices.
+        merged = jnp.dtype(dtype).itemsize * matrix_parameters(self.decoder_config)
+        return self.workers * (tables + max(merged, packed) + min(packed, merged / 3))
 
     def packed_format(self, dtype: DTypeLike) -> str | None:
         """Return the format in which the kernels get the matrices (`rrl.models.cpu.packed`); None: they are not packed.
