@@ -141,7 +141,7 @@ class ColdStartSettings:
     def identity(self) -> dict[str, Any]:
         """Return what identifies a run: models by content or name, recipe, sampling, data, retriever and judge.
 
-        `mesh`, `compute` and most of `rollout` are not part of it.
+        `mesh`, `compute` and most of `rollout` are not part of it. `rollout.weights` is, if it is not "auto".
         """
         encoder = encoder_folder(self.retriever)
         identity = {

@@ -61,3 +61,13 @@ def test_the_teacher_gets_the_paper_prompt_and_the_limits_of_the_trained_policy(
     assert (
         environment.turn_tokens == trained.recipe.environment.turn_tokens
     )  # R3-RAG's training counts a longer step as malformed
+
+
+def test_a_run_that_samples_in_another_number_format_is_another_run():
+    identities = []
+    for weights in ("auto", "int8"):
+        made = config("model=assets/miniwiki-policy")
+        made.rollout.weights = weights
+        identities.append(ColdStartSettings.from_config(made).identity()["rollout"])
+    automatic, int8 = identities
+    assert int8 == automatic | {"weights": "int8"} and "weights" not in automatic
